@@ -1,0 +1,53 @@
+# `make train` and `make test` are all that a fresh machine needs: each makes .venv, installs into it and runs.
+# A second call reuses .venv until pyproject.toml or constraints.txt changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Options for `pip install torch` alone, such as the index that holds the build for this machine's accelerator.
+TORCH_PIP_ARGS ?=
+# Test processes, one thread each.
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo '  Variables: ARGS="--method dense" (passed on by train and test), PYTHON, VENV, WORKERS, TORCH_PIP_ARGS'
+
+train: $(STAMP)  ## Fine-tune: the embedded default, or what ARGS asks for
+	@$(BIN)/slivertune train $(ARGS)
+
+test: $(STAMP)  ## Lint, type-check and run the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(STAMP)  ## Lint and type-check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Sort imports and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove .venv, caches and built packages
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes first and alone, so that TORCH_PIP_ARGS reaches no other package; a whole environment is used again as it is,
+# a broken one (its Python is gone, or it was interrupted before it had pip) is made anew.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("slivertune needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; name another: make PYTHON=python3.12")'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	@echo 'Installing into $(VENV); the first time this takes minutes'
+	@$(PIP) install $(TORCH_PIP_ARGS) --constraint constraints.txt torch
+	@$(PIP) install --constraint constraints.txt --editable '.[all,dev]'
+	@touch $@

@@ -1,0 +1,54 @@
+"""Fine-tune a sliver of the model at a time.
+
+HiFT trains a sliver of the layers. Each step is what dense fine-tuning would have done on that sliver; memory and time
+shrink with it.
+
+The public names are resolved on first use (PEP 562), so that `import slivertune` pulls neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slivertune.hift import HiFT, HiFTConfig
+    from slivertune.layers import Layer, find_layers
+    from slivertune.ledger import Census, Ledger
+
+__version__ = "0.1.0"
+
+__all__ = ["Census", "HiFT", "HiFTConfig", "Layer", "Ledger", "__version__", "find_layers"]
+
+_MODULE_OF_NAME = {
+    "Census": "slivertune.ledger",
+    "HiFT": "slivertune.hift",
+    "HiFTConfig": "slivertune.hift",
+    "Layer": "slivertune.layers",
+    "Ledger": "slivertune.ledger",
+    "find_layers": "slivertune.layers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its module on first use.
+
+    Args:
+        name: An attribute that the package does not have yet.
+
+    Returns:
+        The public object; kept in the package's namespace, so that this runs once a name.
+
+    Raises:
+        AttributeError: If the package has no such public name.
+    """
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the namespace with the public names that were not resolved yet."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,10 @@
+"""`python -m slivertune` is the `slivertune` command."""
+
+from __future__ import annotations
+
+import sys
+
+from slivertune.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Whether a saved state belongs to this optimizer: checked whole before anything is changed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .base import CUT_MULTIPLE
+
+VERSION = 1
+"""Version of the saved form."""
+
+
+class StateMismatchError(ValueError):
+    """A saved state is of another model, grouping or optimizer, or is damaged."""
+
+
+def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Compare what identifies a state: form, model, grouping, base optimizer.
+
+    Args:
+        saved: The state to load.
+        own: The same of the optimizer that loads it.
+
+    Raises:
+        StateMismatchError: Naming the first thing that differs.
+    """
+    for key in ("state", "param_groups", "hift"):
+        if key not in saved:
+            raise StateMismatchError(
+                f"this is no state of HiFT: it has no {key!r}; save one with optimizer.state_dict()"
+            )
+    theirs, ours = saved["hift"], own["hift"]
+    for key in ours:
+        if key not in theirs:
+            raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}; use another checkpoint")
+    if theirs["version"] != VERSION:
+        raise StateMismatchError(
+            f"the saved state has version {theirs['version']!r}, this library reads {VERSION}; "
+            "continue with the version that wrote it"
+        )
+    _same_names(_flat(theirs["groups"]), _flat(ours["groups"]))
+    for key, meaning in (
+        ("groups", "grouping (layers_per_group, layers)"),
+        ("order", "order of turns (order, seed)"),
+        ("steps_per_group", "steps_per_group"),
+        ("optimizer", "base optimizer"),
+    ):
+        if theirs[key] != ours[key]:
+            raise StateMismatchError(
+                f"the saved state has another {meaning}: {_short(theirs[key])} there, {_short(ours[key])} here; "
+                "build the optimizer with the settings of the saved run"
+            )
+    lost = [name for name in theirs.get("weights", []) if name not in saved["state"]]
+    if lost:
+        raise StateMismatchError(f"the saved state is damaged: that of {_short(lost)} is lost; use another checkpoint")
+    saved_params = [list(group.get("params", [])) for group in saved["param_groups"]]
+    if saved_params != [list(group["params"]) for group in own["param_groups"]]:
+        raise StateMismatchError(
+            f"the param_groups of the saved state ({[len(names) for names in saved_params]} params) are not those "
+            f"of this optimizer ({[len(group['params']) for group in own['param_groups']]}); "
+            "build the base optimizer with the param groups of the saved run"
+        )
+
+
+def check_weight(
+    name: str,
+    state: Mapping[str, Any],
+    *,
+    shape: torch.Size,
+    expected_keys: Iterable[str],
+    on_master: bool,
+    elementwise: bool,
+) -> None:
+    """Check one weight's saved state.
+
+    Args:
+        name: The weight.
+        state: Its saved state by key.
+        shape: The weight's shape.
+        expected_keys: What the base optimizer keeps for such a weight.
+        on_master: Whether it is trained on an fp32 master.
+        elementwise: Whether state tensors have the weight's extent.
+
+    Raises:
+        StateMismatchError: Naming the weight and what is wrong.
+    """
+    if on_master != ("master" in state):
+        there, way_out = ("no", "none") if on_master else ("an", "fp32")
+        raise StateMismatchError(f"the saved state has {there} fp32 master for {name}; resume with master={way_out!r}")
+    missing = sorted(set(expected_keys) - set(state))
+    if missing:
+        raise StateMismatchError(f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another")
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            continue
+        blocks = (-(-shape.numel() // CUT_MULTIPLE),)
+        fits = value.shape == shape or (key.startswith("absmax") and value.shape == blocks) or key.startswith("qmap")
+        if (key == "master" or elementwise) and not fits:
+            raise StateMismatchError(
+                f"the saved state {key!r} of {name} has shape {tuple(value.shape)}, the weight {tuple(shape)}; "
+                "the checkpoint is of another model or damaged"
+            )
+
+
+def _same_names(theirs: Sequence[str], ours: Sequence[str]) -> None:
+    missing, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+    if missing or unknown:
+        raise StateMismatchError(
+            f"the saved state is of another model: it has no {_short(missing)}, and this model has no "
+            f"{_short(unknown)}; load it into the model that it was saved with"
+        )
+
+
+def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
+    return [name for group in groups for name in group]
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+        return f"{len(value)} groups of {[len(group) for group in value][:6]} parameters"
+    if isinstance(value, (list, tuple)) and len(value) > 3:
+        return f"{list(value[:3])} and {len(value) - 3} more"
+    return repr(value)

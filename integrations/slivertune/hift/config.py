@@ -1,0 +1,74 @@
+"""What a user can choose about HiFT."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+Order = Literal["bottom2up", "top2down", "random"]
+StatePlace = Literal["host", "device", "disk", "discard"]
+MasterKind = Literal["fp32", "none", "split"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HiFTConfig:
+    """Settings of HiFT; the paper's symbols in parentheses.
+
+    Raises:
+        ValueError: If a value is outside what its field says.
+    """
+
+    layers_per_group: int = 1
+    """Layers in a group (m). The last group may hold fewer. All layers in one group is ordinary fine-tuning."""
+    steps_per_group: int = 1
+    """Updates a group gets before the next group's turn; 1 is the paper, more is block-coordinate descent."""
+    order: Order = "bottom2up"
+    """Order in which groups take their turn (S). `random` is shuffled once, by `seed`, and then kept."""
+    seed: int = 0
+    """Seed of the `random` order; must be the same on all ranks."""
+    layers: Sequence[Sequence[str]] | None = None
+    """Layers from bottom to top, each a list of module paths or parameter names; None finds them in the model."""
+    state: StatePlace = "host"
+    """Where a group's optimizer state and masters wait for their turn. `discard` throws them away when the group's
+    turn ends, so nothing waits (BAdam's way)."""
+    state_dir: str | Path | None = None
+    """Folder of the memory-mapped files of `state="disk"`."""
+    master: MasterKind = "fp32"
+    """What 16-bit weights are trained on: an fp32 copy (the paper's Mixed^Hi), the same bits with only the lower half
+    stored (`split`), or the 16-bit weights themselves (`none`). fp32 weights need none."""
+    stream_bytes: int = 128 * 2**20
+    """Bytes on the device of one piece of a group (master, state and temporaries together) while it is stepped; two
+    pieces exist at a time. 0 takes the whole group at once. `state="device"` does not stream."""
+    elementwise: bool | None = None
+    """Whether the base optimizer treats every element alone, so that tensors may be cut into pieces. None decides by
+    the class; unknown classes get whole groups of whole tensors."""
+
+    def __post_init__(self) -> None:
+        _at_least("layers_per_group", self.layers_per_group, 1)
+        _at_least("steps_per_group", self.steps_per_group, 1)
+        _at_least("stream_bytes", self.stream_bytes, 0)
+        _one_of("order", self.order, get_args(Order))
+        _one_of("state", self.state, get_args(StatePlace))
+        _one_of("master", self.master, get_args(MasterKind))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed={self.seed!r} must be an integer")
+        if self.state == "disk" and self.state_dir is None:
+            raise ValueError('state="disk" needs state_dir, the folder for its files; name one on a fast local disk')
+        if self.state != "disk" and self.state_dir is not None:
+            raise ValueError(f'state_dir={str(self.state_dir)!r} is used by state="disk" alone, not {self.state!r}')
+        if self.state == "device" and self.master == "split":
+            raise ValueError('master="split" halves what waits on the host; with state="device" use master="fp32"')
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer")
+    if value < minimum:
+        raise ValueError(f"{name}={value} must be at least {minimum}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")

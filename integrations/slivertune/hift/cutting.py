@@ -1,0 +1,84 @@
+"""Where a group's weights are cut into pieces that fit a number of bytes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .base import CUT_MULTIPLE, Slicing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightSize:
+    """What a weight costs while it is stepped."""
+
+    num_elements: int
+    bytes_per_element: float
+    """Master, state and temporaries."""
+    cuttable: bool = True
+    """Whether its elements lie one after the other in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """Elements [start, stop) of a weight, flattened."""
+
+    weight: int
+    """Position of the weight in the group."""
+    start: int
+    stop: int
+
+
+# Slices begin at aligned addresses of their piece: room for the gaps of a few state tensors.
+_SLICE_OVERHEAD_BYTES = 256
+
+
+def cut_pieces(weights: Sequence[WeightSize], stream_bytes: int, slicing: Slicing) -> list[list[Cut]]:
+    """Fill pieces of at most `stream_bytes` with slices of the weights, in order.
+
+    A piece is larger where it has to be: a whole tensor that must not be cut, or the smallest slice allowed.
+
+    Args:
+        weights: The group's weights.
+        stream_bytes: Bytes of one piece; 0 makes one piece of the whole group.
+        slicing: Where the base optimizer allows a cut.
+
+    Returns:
+        The pieces; together they hold every element once.
+    """
+    whole = [Cut(weight=index, start=0, stop=weight.num_elements) for index, weight in enumerate(weights)]
+    if stream_bytes == 0 or slicing.unit == "group":
+        return [whole]
+    pieces: list[list[Cut]] = [[]]
+    room = float(stream_bytes)
+    for index, weight in enumerate(weights):
+        start = 0
+        while start < weight.num_elements:
+            cuttable = slicing.unit == "elements" and weight.cuttable
+            rest = weight.num_elements - start
+            num_taken = _num_taken(rest, (room - _SLICE_OVERHEAD_BYTES) / weight.bytes_per_element, cuttable, slicing)
+            if num_taken == 0 and pieces[-1]:
+                pieces.append([])
+                room = float(stream_bytes)
+                continue
+            num_taken = num_taken or _smallest(rest, cuttable, slicing)
+            pieces[-1].append(Cut(weight=index, start=start, stop=start + num_taken))
+            room -= num_taken * weight.bytes_per_element + _SLICE_OVERHEAD_BYTES
+            start += num_taken
+    return pieces
+
+
+def _num_taken(rest: int, room: float, cuttable: bool, slicing: Slicing) -> int:
+    """Elements to take of the `rest`, given `room` for so many; 0 where not even the smallest slice fits."""
+    if rest <= room:
+        return rest
+    if not cuttable:
+        return 0
+    most = min(int(room), rest - slicing.minimum)
+    num_taken = most // CUT_MULTIPLE * CUT_MULTIPLE
+    return num_taken if num_taken >= slicing.minimum else 0
+
+
+def _smallest(rest: int, cuttable: bool, slicing: Slicing) -> int:
+    aligned = -(-slicing.minimum // CUT_MULTIPLE) * CUT_MULTIPLE
+    return aligned if cuttable and rest - aligned >= slicing.minimum else rest

@@ -1,0 +1,338 @@
+"""HiFT around any optimizer class: one group of layers a step (HiFT, Algorithm 1)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layers import find_layers
+from .base import BaseOptimizer
+from .checkpoint import VERSION, StateMismatchError, check_header, check_weight
+from .config import HiFTConfig
+from .freezing import Thaw
+from .groups import Group, cut_groups, turn_order
+from .piece import Weight
+from .pool import disk_pool, host_pool
+from .probe import StepMeter
+from .residency import Residency
+from .resident import ResidentGroup
+from .rotation import LearningRate, Rotation
+from .streamed import StreamedGroup
+
+
+class HiFT(torch.optim.Optimizer):
+    """Full-parameter fine-tuning, one group of layers in each step (HiFT, arXiv 2401.15207).
+
+    The constructor freezes all but the first group; `step` applies the base optimizer to the active group, drops its
+    gradients and hands the turn to the next. Masters and optimizer state wait in host memory until their turn, so the
+    device holds the weights, one group's gradients, and two pieces of `config.stream_bytes` at the peak. With one
+    group and one step a turn this is the base optimizer, to the bit.
+
+    `param_groups` always shows the scheduler's learning rate; what is applied is read in the first step of a cycle
+    and held to its end (`held_lr`; the paper's delayed update, section 3.1). Since each parameter moves once a cycle,
+    rates two to four times those of ordinary fine-tuning are a good start.
+
+    Args:
+        model: The model, in fp32 or bf16; on its device before the first step.
+        optimizer_class: Any class of `torch.optim.Optimizer`; `HiFT.wrap` takes an instance with its param groups.
+        config: Settings; the defaults are the paper's.
+        **optimizer_kwargs: Arguments of the class: lr, weight_decay and so on.
+
+    Raises:
+        ValueError: If the model's weights are fp16, no layers are found, a setting does not fit the model, or the
+            class can't be rotated.
+
+    Example:
+        >>> optimizer = HiFT(model, torch.optim.AdamW, lr=2e-5, weight_decay=0.01)
+        >>> model(**batch).loss.backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        config: HiFTConfig | None = None,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        config = config or HiFTConfig()
+        base = BaseOptimizer.of_class(optimizer_class, optimizer_kwargs, config.elementwise)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._build(model, base, [{"params": trainable}], config)
+
+    @classmethod
+    def wrap(cls, optimizer: torch.optim.Optimizer, model: nn.Module, *, config: HiFTConfig | None = None) -> HiFT:
+        """HiFT around an optimizer that was built over the model's parameters and has not stepped yet.
+
+        Its param groups are kept: weight-decay splits, learning rates by group. The instance itself is not used.
+
+        Args:
+            optimizer: The optimizer, or what `accelerator.prepare` made of one.
+            model: The model.
+            config: Settings.
+
+        Raises:
+            ValueError: As the constructor; or if the optimizer was built over other parameters or has stepped.
+        """
+        config = config or HiFTConfig()
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if isinstance(inner, HiFT):
+            raise ValueError("the optimizer to wrap is HiFT already; wrap the base optimizer once")
+        base = BaseOptimizer.of_instance(inner, config.elementwise)
+        wrapped = cls.__new__(cls)
+        wrapped._build(model, base, [dict(group) for group in inner.param_groups], config)
+        return wrapped
+
+    def _build(
+        self, model: nn.Module, base: BaseOptimizer, param_groups: list[dict[str, Any]], config: HiFTConfig
+    ) -> None:
+        self._config = config
+        self._base = base
+        weights = _trainable_weights(model, param_groups)
+        layers = find_layers(model, config.layers)
+        groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
+        self._sealed = False
+        super().__init__(param_groups, dict(base.defaults))
+        self._sealed = True
+        _say_what_stays_frozen(model, weights)
+        self._groups = groups
+        self._rotation = Rotation(
+            order=turn_order(len(groups), config.order, config.seed), steps_per_group=config.steps_per_group
+        )
+        self._weights = [tuple(weights[name] for name in group.parameter_names) for group in groups]
+        self._meter = StepMeter(base, self.param_groups)
+        self._residencies = [self._make_residency(index) for index in range(len(groups))]
+        self._thaw = Thaw(model, [weight.parameter for weight in weights.values()])
+        self._activate()
+
+    def _make_residency(self, index: int) -> Residency:
+        config, weights = self._config, self._weights[index]
+        if config.state == "device":
+            return ResidentGroup(weights, self._base, self._meter, with_masters=config.master != "none")
+        on_disk = config.state == "disk"
+        return StreamedGroup(
+            weights,
+            self._base,
+            self._meter,
+            master=config.master,
+            stream_bytes=config.stream_bytes,
+            make_pool=partial(_disk_pool, Path(config.state_dir or ".")) if on_disk else host_pool,
+            reserve_always=on_disk,
+        )
+
+    @property
+    def config(self) -> HiFTConfig:
+        """The settings."""
+        return self._config
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups, bottom of the model first."""
+        return self._groups
+
+    @property
+    def num_groups(self) -> int:
+        """k, the number of groups."""
+        return len(self._groups)
+
+    @property
+    def active_group(self) -> int:
+        """Index of the group that the next step updates."""
+        return self._rotation.active_group
+
+    @property
+    def updates(self) -> int:
+        """Updates applied so far; skipped steps do not count."""
+        return self._rotation.updates
+
+    @property
+    def cycle_length(self) -> int:
+        """Updates in which every group has one turn."""
+        return self._rotation.cycle_length
+
+    @property
+    def held_lr(self) -> list[LearningRate]:
+        """The learning rate applied in the running cycle, one a param group; the schedule's before the first step."""
+        return list(self._rotation.held_lr) or [group.get("lr") for group in self.param_groups]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: the groups of a run are fixed.
+
+        Raises:
+            RuntimeError: Always, once built.
+        """
+        if self._sealed:
+            raise RuntimeError("HiFT's groups are fixed for the whole run; pass all parameters when it is built")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the active group from its gradients, drop them, and hand the turn on.
+
+        A step in which no parameter of the active group has a gradient is none: nothing changes, the turn stays.
+
+        Args:
+            closure: Evaluates the model again and returns the loss; called once, before the update.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            OSError: If `state="disk"` has no room for the group's state; nothing was updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        group = self.active_group
+        if all(weight.parameter.grad is None for weight in self._weights[group]):
+            return loss
+        learning_rates = self._rotation.to_apply([param_group.get("lr") for param_group in self.param_groups])
+        self._residencies[group].step(self.param_groups, learning_rates)
+        if self._config.state == "discard" and self._rotation.ends_turn:
+            self._residencies[group].discard()
+        self._rotation.advance(learning_rates)
+        if self.active_group != group:
+            self._activate()
+        return loss
+
+    def detach(self) -> None:
+        """End the rotation: every parameter that HiFT trains may have gradients again, and its hooks are gone."""
+        self._thaw.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continues the run at this step: plain containers, and tensors by parameter name.
+
+        Tensors are the living ones where that is possible, as in torch; save or copy them before the next step.
+        Masters are whole fp32 tensors whatever `master` is.
+        """
+        own: dict[int, Any] = {}
+        state: dict[str, Any] = {}
+        for index, residency in enumerate(self._residencies):
+            state.update(residency.export())
+            adapted = residency.own_hyperparameters()
+            if any(values for piece in adapted for values in piece):
+                own[index] = [list(piece) for piece in adapted]
+        header = self._header()
+        header["hift"]["weights"] = list(state)
+        return {**header, "state": state, "own": own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned; all tensors are copied to where `config.state` keeps them.
+
+        Weights that have an fp32 master in the state are set to it, rounded. Place (`state`), piece size and the form
+        of the master may differ from the saving run; model, groups, turns and base optimizer may not.
+
+        Raises:
+            ValueError: If the state is of another model, grouping or optimizer, or is damaged; nothing is changed.
+        """
+        check_header(state_dict, self._header())
+        state = state_dict["state"]
+        self._check_weights(state)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        header = state_dict["hift"]
+        self._rotation.updates = header["updates"]
+        self._rotation.held_lr = list(header["held_lr"])
+        for index, residency in enumerate(self._residencies):
+            names = self._groups[index].parameter_names
+            residency.restore({n: state[n] for n in names if n in state}, state_dict.get("own", {}).get(index, []))
+        with torch.no_grad():
+            for weight in (weight for weights in self._weights for weight in weights):
+                if "master" in state.get(weight.name, {}):
+                    weight.parameter.copy_(state[weight.name]["master"])
+        self._activate()
+
+    def _header(self) -> dict[str, Any]:
+        names = {id(weight.parameter): weight.name for weights in self._weights for weight in weights}
+        return {
+            "state": {},
+            "param_groups": [
+                {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
+                for group in self.param_groups
+            ],
+            "hift": {
+                "version": VERSION,
+                "optimizer": self._base.name,
+                "groups": [list(group.parameter_names) for group in self._groups],
+                "order": [self._config.order, *self._rotation.order],
+                "steps_per_group": self._rotation.steps_per_group,
+                "updates": self._rotation.updates,
+                "held_lr": list(self._rotation.held_lr),
+            },
+        }
+
+    def _check_weights(self, state: Mapping[str, Any]) -> None:
+        known = {weight.name: weight for weights in self._weights for weight in weights}
+        for name, values in state.items():
+            if name not in known:
+                raise StateMismatchError(f"the saved state has {name}, which this model does not train")
+            weight = known[name]
+            on_master = self._config.master != "none" and weight.has_master
+            dtype = torch.float32 if on_master else weight.parameter.dtype
+            check_weight(
+                name,
+                values,
+                shape=weight.parameter.shape,
+                expected_keys=self._meter.needs(weight, dtype).keys if set(values) != {"master"} else (),
+                on_master=on_master,
+                elementwise=self._meter.is_elementwise,
+            )
+
+    def _activate(self) -> None:
+        residency = self._residencies[self.active_group]
+        parameters = [weight.parameter for weight in self._weights[self.active_group]]
+        self._thaw.only(parameters, lambda _: residency.prefetch())
+
+
+def _trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> dict[str, Weight]:
+    """The weights that the param groups train, by name, in the model's order.
+
+    Raises:
+        ValueError: If a param group holds what is no parameter of the model, or a weight is fp16.
+    """
+    group_of: dict[int, int] = {}
+    for index, group in enumerate(param_groups):
+        group_of.update({id(parameter): index for parameter in group["params"]})
+    named = dict(model.named_parameters())
+    own = {id(parameter) for parameter in named.values()}
+    num_foreign = sum(key not in own for key in group_of)
+    if num_foreign:
+        raise ValueError(
+            f"{num_foreign} of the optimizer's {len(group_of)} parameters are not the model's; "
+            "build the optimizer over the parameters of the model that is passed here"
+        )
+    weights = {
+        name: Weight(name=name, parameter=parameter, param_group=group_of[id(parameter)])
+        for name, parameter in named.items()
+        if parameter.requires_grad and id(parameter) in group_of
+    }
+    for name, weight in weights.items():
+        if weight.parameter.dtype == torch.float16:
+            raise ValueError(
+                f"{name} is stored in float16, whose range is too small for weights that are trained; "
+                "load the model in bfloat16, or in float32 with fp16 autocast and a GradScaler"
+            )
+    return weights
+
+
+def _say_what_stays_frozen(model: nn.Module, weights: Mapping[str, Weight]) -> None:
+    frozen = [name for name, _ in model.named_parameters() if name not in weights]
+    if frozen:
+        warnings.warn(
+            f"{len(frozen)} of {len(frozen) + len(weights)} parameters do not require gradients or are not in the "
+            f"optimizer ({frozen[0]}, ...); HiFT keeps them frozen",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _disk_pool(directory: Path, device: torch.device) -> Any:
+    return disk_pool(directory)

@@ -1,0 +1,133 @@
+"""Memory in which a group's masters and optimizer state wait for their turn: pinned host memory, or files."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from ..ledger import Place, claim, claimed_at_birth
+
+ALIGNMENT = 64
+"""Bytes; tensors in one buffer begin at multiples of it."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up to `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Carver:
+    """Cuts tensors from one flat buffer, front to back.
+
+    Args:
+        buffer: uint8, one dimension.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self._buffer = buffer
+        self._used = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """The next tensor of this shape and dtype, or None if too little is left."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self._used + num_bytes > self._buffer.numel():
+            return None
+        tensor = self._buffer[self._used : self._used + num_bytes].view(dtype).view(shape)
+        self._used += aligned(num_bytes)
+        return tensor
+
+
+class Pool:
+    """Owns one group's waiting tensors.
+
+    Args:
+        place: Where its bytes count in the ledger.
+        allocate: Makes a uint8 buffer of so many bytes, or raises.
+    """
+
+    def __init__(self, place: Place, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._place = place
+        self._allocate = allocate
+        self._carvers: dict[torch.dtype, Carver] = {}
+
+    def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
+        """Allocate ahead for the tensors to come, so that a lack of memory shows now.
+
+        One buffer a dtype: torch.save refuses tensors of several dtypes in one storage.
+        """
+        with claimed_at_birth("state", self._place):
+            buffers = {dtype: self._allocate(size) for dtype, size in num_bytes.items() if size}
+        for dtype, buffer in buffers.items():
+            claim(buffer, "state", self._place)
+            self._carvers[dtype] = Carver(buffer)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
+        tensor = self._carvers[dtype].empty(shape, dtype) if dtype in self._carvers else None
+        if tensor is None:
+            self.reserve({dtype: aligned(max(1, math.prod(shape)) * dtype.itemsize)})
+            tensor = self._carvers[dtype].empty(shape, dtype)
+            assert tensor is not None
+        return tensor
+
+    def small(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of a few bytes, in ordinary host memory; waits for the device."""
+        with claimed_at_birth("state", "host"):
+            copy = value.detach().to("cpu", copy=True)
+        claim(copy, "state", "host")
+        return copy
+
+
+def host_pool(device: torch.device) -> Pool:
+    """A pool in host memory, pinned when `device` is a CUDA device so that copies run beside the computation."""
+    return Pool("host", _pinned if device.type == "cuda" else _pageable)
+
+
+def disk_pool(directory: Path) -> Pool:
+    """A pool in memory-mapped files under `directory`.
+
+    Files are allocated whole (a full disk is an error, never a SIGBUS) and unlinked as soon as they are mapped, so
+    that nothing stays behind, however the process ends.
+    """
+    return Pool("disk", lambda num_bytes: _mapped(directory, num_bytes))
+
+
+def _pageable(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _pinned(num_bytes: int) -> torch.Tensor:
+    # torch's own pinned allocator rounds up to a power of two, which can nearly double 80 GB of state.
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    if num_bytes == 0:
+        return buffer
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)))
+    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer
+
+
+def _mapped(directory: Path, num_bytes: int) -> torch.Tensor:
+    directory.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix="hift-", suffix=".state", dir=directory)
+    try:
+        os.posix_fallocate(handle, 0, max(1, num_bytes))
+        return torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(
+            error.errno,
+            f"state_dir={str(directory)!r} has no room for {num_bytes:,} bytes of a group's state "
+            f"({os.strerror(error.errno or 0)}); free space there, name another state_dir, or use state='host'",
+        ) from error
+    finally:
+        os.close(handle)
+        Path(name).unlink()

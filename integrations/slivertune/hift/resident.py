@@ -1,0 +1,108 @@
+"""State that stays on the device: `state="device"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from typing_extensions import override
+
+from ..ledger import claim
+from .base import BaseOptimizer
+from .piece import Piece, Slice, Weight
+from .probe import StepMeter
+from .residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
+from .rotation import LearningRate
+
+
+class ResidentGroup(Residency):
+    """A group whose masters and state never leave the device; see `Residency`.
+
+    Args:
+        weights: What the group trains.
+        base: The base optimizer; one instance steps the whole group.
+        meter: Measures its steps.
+        with_masters: Whether 16-bit weights get an fp32 master.
+    """
+
+    def __init__(self, weights: Sequence[Weight], base: BaseOptimizer, meter: StepMeter, *, with_masters: bool) -> None:
+        self._weights = tuple(weights)
+        self._base = base
+        self._meter = meter
+        self._with_masters = with_masters
+        self._piece: Piece | None = None
+        self._arriving: Mapping[str, WeightState] = {}
+        self._arriving_own: OwnHyperparameters = []
+
+    @override
+    def prefetch(self) -> None:
+        """Nothing is elsewhere."""
+
+    @override
+    def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        piece = self._piece or self._make_piece(param_groups)
+        for one in piece.slices:
+            one.attach_gradient()
+        piece.step(param_groups, held_lr)
+        for one in piece.slices:
+            if not one.is_weight:
+                one.part_of_weight().copy_(one.leaf.data)
+            one.drop_gradient()
+            for value in piece.state_of(one).values():
+                if isinstance(value, torch.Tensor):
+                    claim(value, "state")
+
+    @override
+    def export(self) -> dict[str, WeightState]:
+        if self._piece is None:
+            return {name: dict(state) for name, state in self._arriving.items()}
+        exported = {}
+        for one in self._piece.slices:
+            master = {} if one.is_weight else {MASTER: one.leaf.data}
+            exported[one.weight.name] = {**master, **self._piece.state_of(one)}
+        return {name: state for name, state in exported.items() if state}
+
+    @override
+    def own_hyperparameters(self) -> OwnHyperparameters:
+        return [self._piece.own_hyperparameters()] if self._piece is not None else self._arriving_own
+
+    @override
+    def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
+        self.discard()
+        self._arriving, self._arriving_own = {name: dict(values) for name, values in state.items()}, own
+
+    @override
+    def discard(self) -> None:
+        self._piece = None
+        self._arriving, self._arriving_own = {}, []
+
+    def _make_piece(self, param_groups: ParamGroups) -> Piece:
+        slices = []
+        for weight in self._weights:
+            on_master = self._with_masters and weight.has_master
+            one = Slice(weight, 0, weight.parameter.numel(), on_master=on_master)
+            if on_master:
+                source = self._arriving.get(weight.name, {}).get(MASTER, weight.parameter.data)
+                master = source.to(device=weight.parameter.device, dtype=torch.float32, copy=True)
+                claim(master, "state")
+                one.place_leaf(master)
+            slices.append(one)
+        self._piece = piece = Piece(slices, self._base)
+        for one in slices:
+            piece.put_state(param_groups, one, self._on_device(one))
+        if self._arriving_own:
+            piece.restore_hyperparameters(param_groups, self._arriving_own[0])
+        self._arriving, self._arriving_own = {}, []
+        return piece
+
+    def _on_device(self, one: Slice) -> WeightState:
+        """Copies of the state that was restored for a slice: tensors with dimensions lie beside its weight."""
+        state: WeightState = {}
+        on_device = self._meter.scalars_on_device(one.weight, one.leaf.dtype)
+        for key, value in self._arriving.get(one.weight.name, {}).items():
+            if isinstance(value, torch.Tensor):
+                beside = value.dim() or key in on_device
+                value = value.to(one.weight.parameter.device if beside else "cpu", copy=True)
+            state[key] = value
+        state.pop(MASTER, None)
+        return state

@@ -1,0 +1,306 @@
+"""State that waits off the device and passes through it in pieces.
+
+Between its turns a group's state waits in a `Pool`. In a step its pieces pass through two slots on the device:
+
+    inbound:    load 0, load 1 |          load 2 ...
+    computing:                 | step 0   step 1    step 2 ...
+    outbound:                  |          store 0   store 1 ...
+
+The first two loads start when the group's first gradient arrives, so they run beside the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from ..ledger import claim, claimed_at_birth
+from .base import BaseOptimizer
+from .config import MasterKind
+from .cutting import WeightSize, cut_pieces
+from .lanes import Lanes, Mark
+from .piece import Piece, Slice, Weight
+from .pool import Carver, Pool, aligned
+from .probe import StepMeter
+from .residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
+from .rotation import LearningRate
+from .split import join_master
+from .waiting import LOW, TIES, WaitingState
+
+Loaded = list[dict[str, torch.Tensor]]
+"""For each slice of a piece, its tensors on the device by key."""
+
+
+class StreamedGroup(Residency):
+    """A group whose masters and state wait in a pool; see `Residency`.
+
+    On the device there are at most two pieces at a time, each of at most `stream_bytes` with its temporaries.
+
+    Args:
+        weights: What the group trains; all on one device.
+        base: The base optimizer; one instance a piece.
+        meter: Measures its steps.
+        master: What stands behind 16-bit weights.
+        stream_bytes: Bytes of a piece on the device; 0 for the whole group.
+        make_pool: Makes the place to wait, for state that computes on a device.
+        reserve_always: Whether all bytes must be allocated before the group's first update (files), even where that
+            takes an extra step on a dummy weight.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        base: BaseOptimizer,
+        meter: StepMeter,
+        *,
+        master: MasterKind,
+        stream_bytes: int,
+        make_pool: Callable[[torch.device], Pool],
+        reserve_always: bool,
+    ) -> None:
+        self._weights = tuple(weights)
+        self._base = base
+        self._meter = meter
+        self._master = master
+        self._stream_bytes = stream_bytes
+        self._make_pool = make_pool
+        self._reserve_always = reserve_always
+        self._pieces: list[Piece] = []
+        self._waiting: WaitingState | None = None
+        self._arriving_own: OwnHyperparameters = []
+        self._lanes: Lanes | None = None
+        self._slots: list[torch.Tensor] = []
+        self._loaded: dict[int, Loaded] = {}
+        self._ready: dict[int, Mark] = {}
+        self._stored: dict[int, Mark] = {}
+
+    @override
+    def prefetch(self) -> None:
+        if self._waiting is not None and not self._loaded:
+            pieces = self._cut()
+            for index in range(min(2, len(pieces))):
+                self._load(index)
+
+    @override
+    def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        pieces = self._cut()
+        if self._waiting is None:
+            self._waiting = self._reserved()
+        else:
+            self.prefetch()
+        try:
+            for index, piece in enumerate(pieces):
+                self._place(index, param_groups)
+                piece.step(param_groups, held_lr)
+                self._store(index)
+                if self._loaded and index + 2 < len(pieces):
+                    self._load(index + 2)
+            for mark in self._stored.values():
+                self._lanes_of_device().compute_after(mark)  # before the slots' memory is used again
+        finally:
+            self._empty_slots()
+
+    @override
+    def export(self) -> dict[str, WeightState]:
+        if self._waiting is None:
+            return {}
+        self._lanes_of_device().synchronize()
+        return self._waiting.export(self._weights)
+
+    @override
+    def own_hyperparameters(self) -> OwnHyperparameters:
+        own = [piece.own_hyperparameters() for piece in self._pieces]
+        return self._arriving_own or own
+
+    @override
+    def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
+        self.discard()
+        if state:
+            waiting = WaitingState(self._make_pool(self._device()), split=self._master == "split")
+            waiting.restore(self._weights, state)
+            self._waiting = waiting
+        self._arriving_own = own
+
+    @override
+    def discard(self) -> None:
+        if self._lanes is not None:
+            self._lanes.synchronize()
+        self._empty_slots()
+        self._pieces = []
+        self._waiting = None
+        self._arriving_own = []
+
+    def _device(self) -> torch.device:
+        devices = {weight.parameter.device for weight in self._weights}
+        if len(devices) > 1:
+            raise ValueError(
+                f"a group's weights lie on {sorted(map(str, devices))}; a group must lie on one device: "
+                "lower layers_per_group, or move the model"
+            )
+        return devices.pop()
+
+    def _lanes_of_device(self) -> Lanes:
+        if self._lanes is None:
+            self._lanes = Lanes(self._device())
+        return self._lanes
+
+    def _on_master(self, weight: Weight) -> bool:
+        return self._master != "none" and weight.has_master
+
+    def _stepped_dtype(self, weight: Weight) -> torch.dtype:
+        return torch.float32 if self._on_master(weight) else weight.parameter.dtype
+
+    # Cutting and reserving, once.
+
+    def _cut(self) -> list[Piece]:
+        if not self._pieces:
+            sizes = [self._size(weight) for weight in self._weights]
+            for cuts in cut_pieces(sizes, self._stream_bytes, self._base.slicing):
+                slices = []
+                for cut in cuts:
+                    weight = self._weights[cut.weight]
+                    slices.append(Slice(weight, cut.start, cut.stop, on_master=self._on_master(weight)))
+                self._pieces.append(Piece(slices, self._base))
+        return self._pieces
+
+    def _size(self, weight: Weight) -> WeightSize:
+        parameter = weight.parameter
+        bytes_per_element = 0.0
+        if self._base.slicing.unit != "group" and self._stream_bytes:
+            needs = self._meter.needs(weight, self._stepped_dtype(weight))
+            bytes_per_element = (sum(needs.state_bytes.values()) + needs.temporary_bytes) / max(1, parameter.numel())
+        if self._on_master(weight):
+            bytes_per_element += 4 + 4  # the master, and the gradient cast to fp32
+            if self._master == "split":
+                bytes_per_element += 2 + 4  # the lower bits, and the same widened to 32
+        return WeightSize(
+            num_elements=parameter.numel(),
+            bytes_per_element=max(bytes_per_element, 1.0),
+            cuttable=parameter.is_contiguous(),
+        )
+
+    def _reserved(self) -> WaitingState:
+        """A place to wait, with room for all that is known to come."""
+        num_bytes: Counter[torch.dtype] = Counter()
+        for weight in self._weights:
+            if self._on_master(weight):
+                dtype = torch.int16 if self._master == "split" else torch.float32
+                num_bytes[dtype] += aligned(weight.parameter.numel() * dtype.itemsize)
+            if self._meter.is_elementwise or self._reserve_always:
+                needs = self._meter.needs(weight, self._stepped_dtype(weight))
+                for dtype, state_bytes in needs.state_bytes.items():
+                    num_bytes[dtype] += aligned(math.ceil(state_bytes)) + _GAPS_BYTES
+        pool = self._make_pool(self._device())
+        pool.reserve(num_bytes)
+        return WaitingState(pool, split=self._master == "split")
+
+    # One piece through the device.
+
+    def _load(self, index: int) -> None:
+        """Queue the copies of a piece's waiting tensors into its slot."""
+        assert self._waiting is not None
+        waiting = [self._waiting.tensors_of(one) for one in self._pieces[index].slices]
+        if not self._slots:
+            self._slots = [self._new_slot() for _ in range(min(2, len(self._pieces)))]
+        lanes = self._lanes_of_device()
+        slot = Carver(self._slots[index % 2])
+        loaded: Loaded = []
+        with lanes.on("inbound", lanes.mark(), self._stored.get(index - 2)):
+            for tensors in waiting:
+                on_device = {}
+                for key, source in tensors.items():
+                    target = slot.empty(tuple(source.shape), source.dtype)
+                    assert target is not None, "a slot has room for the largest piece"
+                    on_device[key] = target.copy_(source, non_blocking=True)
+                loaded.append(on_device)
+            self._ready[index] = lanes.mark("inbound")
+        self._loaded[index] = loaded
+
+    def _new_slot(self) -> torch.Tensor:
+        assert self._waiting is not None
+        num_bytes = max(
+            sum(aligned(tensor.nbytes) for one in piece.slices for tensor in self._waiting.tensors_of(one).values())
+            for piece in self._pieces
+        )
+        with claimed_at_birth("state"):
+            slot = torch.empty(num_bytes, dtype=torch.uint8, device=self._device())
+        claim(slot, "state")
+        return slot
+
+    def _place(self, index: int, param_groups: ParamGroups) -> None:
+        """Put a piece's leaves and state on what was loaded, or make its masters."""
+        assert self._waiting is not None
+        piece = self._pieces[index]
+        self._lanes_of_device().compute_after(self._ready.pop(index, None))
+        states = []
+        for position, one in enumerate(piece.slices):
+            tensors = dict(self._loaded[index][position]) if index in self._loaded else {}
+            on_device = self._meter.scalars_on_device(one.weight, self._stepped_dtype(one.weight))
+            scalars = self._waiting.scalars_of(one, on_device)
+            one.place_leaf(_leaf_data(one, tensors, scalars))
+            one.attach_gradient()
+            states.append({**tensors, **scalars})
+        for one, state in zip(piece.slices, states, strict=True):
+            piece.put_state(param_groups, one, state)
+        if self._arriving_own:
+            piece.restore_hyperparameters(param_groups, self._arriving_own[index])
+            if index == len(self._pieces) - 1:
+                self._arriving_own = []
+
+    def _store(self, index: int) -> None:
+        """Write a piece's weights back, queue the copies of its tensors to where they wait, and let go of it."""
+        assert self._waiting is not None
+        piece, lanes = self._pieces[index], self._lanes_of_device()
+        loaded = self._loaded.pop(index, None)
+        leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        in_slot = True
+        for position, one in enumerate(piece.slices):
+            state = piece.take_state(one)
+            if one.on_master:
+                one.part_of_weight().copy_(one.leaf.data)
+                state[MASTER] = one.leaf.data
+            moves = self._waiting.receive(one, state)
+            in_slot = in_slot and all(
+                loaded is not None and source is loaded[position].get(key) for key, source, _ in moves
+            )
+            leaving += [(source, target) for _, source, target in moves]
+            one.drop_gradient()
+            one.clear_leaf()
+        with lanes.on("outbound", lanes.mark()):
+            for source, target in leaving:
+                target.copy_(source, non_blocking=True)
+            self._stored[index] = lanes.mark("outbound")
+        if not in_slot:
+            lanes.compute_after(self._stored[index])  # before the memory of new tensors is used again
+
+    def _empty_slots(self) -> None:
+        self._slots = []
+        self._loaded = {}
+        self._ready = {}
+        self._stored = {}
+
+
+_GAPS_BYTES = 512
+"""The gaps between a weight's tensors."""
+
+
+def _leaf_data(one: Slice, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> torch.Tensor:
+    """What a leaf lies on; takes the master out of the state."""
+    part = one.part_of_weight()
+    if not one.on_master:
+        return part
+    low, ties = tensors.pop(LOW, None), scalars.pop(TIES, None)
+    if MASTER in tensors:
+        return tensors.pop(MASTER)
+    if low is not None and ties is not None:
+        master = join_master(part, low, ties.to(part.device))
+    else:
+        with claimed_at_birth("state"):
+            master = part.to(torch.float32)  # the group's first turn
+    claim(master, "state")
+    return master

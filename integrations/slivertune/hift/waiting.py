@@ -1,0 +1,169 @@
+"""A group's state while it waits: whole tensors by weight and key in a pool, of which slices take their parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .base import CUT_MULTIPLE
+from .piece import Slice, Weight
+from .pool import Pool, aligned
+from .residency import MASTER, WeightState
+from .split import join_master, split_master
+
+LOW = "master_low"
+"""Key of the lower 16 bits that complete a bf16 weight to its master."""
+TIES = "master_ties"
+"""Key of the rounding ties that `LOW` leaves open; few, so they travel with the scalars."""
+
+Move = tuple[str, torch.Tensor, torch.Tensor]
+"""A key, the tensor on the device, and where it is to wait."""
+
+
+class WaitingState:
+    """What waits of one group.
+
+    Args:
+        pool: Where tensors with dimensions wait.
+        split: Whether masters wait as their lower 16 bits.
+    """
+
+    def __init__(self, pool: Pool, *, split: bool) -> None:
+        self._pool = pool
+        self._split = split
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
+        """A slice's parts of the waiting tensors, by key."""
+        return {key: _part(whole, one, key) for key, whole in self._tensors.get(one.weight.name, {}).items()}
+
+    def scalars_of(self, one: Slice, on_device: frozenset[str]) -> dict[str, Any]:
+        """Copies of a slice's state without dimensions; those named in `on_device` beside the weight."""
+        name = one.weight.name
+        scalars = self._scalars.get((name, one.start))
+        if scalars is None:  # restored: every slice starts from the weight's
+            scalars = dict(self._scalars.get((name, _WHOLE), {}))
+            if TIES in scalars:
+                ties = scalars[TIES]
+                scalars[TIES] = ties[(ties >= one.start) & (ties < one.stop)] - one.start
+        device = one.weight.parameter.device
+        return {
+            key: value.to(device if key in on_device else "cpu", copy=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in scalars.items()
+        }
+
+    def receive(self, one: Slice, state: WeightState) -> list[Move]:
+        """Take a slice's state after its step; tensors are to be copied by the caller.
+
+        Args:
+            one: The slice.
+            state: By key; its master under `MASTER`.
+
+        Returns:
+            The copies to make.
+        """
+        if self._split and MASTER in state:
+            low, ties = split_master(state.pop(MASTER))
+            state = {**state, LOW: low, TIES: ties}
+        self._scalars[one.weight.name, one.start] = {
+            key: self._at_rest(value) for key, value in state.items() if not _has_extent(key, value)
+        }
+        moves = []
+        for key, value in state.items():
+            if _has_extent(key, value):
+                whole = self._whole(one.weight, key, _whole_shape(value, one, key), value.dtype)
+                moves.append((key, value, _part(whole, one, key)))
+        return moves
+
+    def export(self, weights: Sequence[Weight]) -> dict[str, WeightState]:
+        """The state by weight: living tensors, masters whole."""
+        exported: dict[str, WeightState] = {}
+        for weight in weights:
+            tensors: WeightState = dict(self._tensors.get(weight.name, {}))
+            slices = sorted(start for name, start in self._scalars if name == weight.name)
+            scalars = dict(self._scalars[weight.name, slices[0]]) if slices else {}
+            scalars.pop(TIES, None)
+            if LOW in tensors:
+                ties = [self._scalars[weight.name, start][TIES] + max(start, 0) for start in slices]
+                on_host = weight.parameter.detach().cpu().contiguous()
+                tensors[MASTER] = join_master(on_host, tensors.pop(LOW), torch.cat(ties))
+            if tensors or scalars:
+                exported[weight.name] = {**tensors, **scalars}
+        return exported
+
+    def restore(self, weights: Sequence[Weight], state: Mapping[str, WeightState]) -> None:
+        """Take copies of what `export` returned."""
+        arriving: dict[str, WeightState] = {}
+        for name, values in state.items():
+            values = dict(values)
+            if self._split and MASTER in values:
+                values[LOW], values[TIES] = split_master(values.pop(MASTER).to("cpu", torch.float32).contiguous())
+            arriving[name] = values
+        num_bytes: Counter[torch.dtype] = Counter()
+        for values in arriving.values():
+            for key, value in values.items():
+                if _has_extent(key, value):
+                    num_bytes[value.dtype] += aligned(value.nbytes)
+        self._pool.reserve(num_bytes)
+        for weight in weights:
+            values = arriving.get(weight.name, {})
+            self._scalars[weight.name, _WHOLE] = {
+                key: self._at_rest(value) for key, value in values.items() if not _has_extent(key, value)
+            }
+            for key, value in values.items():
+                if _has_extent(key, value):
+                    self._whole(weight, key, tuple(value.shape), value.dtype).copy_(value)
+
+    def _at_rest(self, value: Any) -> Any:
+        return self._pool.small(value) if isinstance(value, torch.Tensor) else value
+
+    def _whole(self, weight: Weight, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        tensors = self._tensors.setdefault(weight.name, {})
+        known = tensors.get(key)
+        if known is None or known.shape != shape or known.dtype != dtype:
+            tensors[key] = self._pool.empty(shape, dtype)
+        return tensors[key]
+
+
+_WHOLE = -1
+"""In place of a slice's start: the scalars restored for the whole weight."""
+
+
+def _has_extent(key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and key != TIES
+
+
+def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
+    if one.is_whole or _is_table(key):
+        return whole
+    if _counts_blocks(key):
+        return whole[one.start // CUT_MULTIPLE : -(-one.stop // CUT_MULTIPLE)]
+    return whole.view(-1)[one.start : one.stop]
+
+
+def _whole_shape(value: torch.Tensor, one: Slice, key: str) -> tuple[int, ...]:
+    if one.is_whole or _is_table(key):
+        return tuple(value.shape)
+    if _counts_blocks(key):
+        return (-(-one.weight.parameter.numel() // CUT_MULTIPLE),)
+    if value.numel() != one.stop - one.start:
+        raise ValueError(
+            f"the state {key!r} of {one.weight.name} has {value.numel()} elements for {one.stop - one.start} of the "
+            "weight, so the base optimizer is not element-wise; set elementwise=False"
+        )
+    return tuple(one.weight.parameter.shape)
+
+
+# bitsandbytes' 8-bit state: one scale a block of CUT_MULTIPLE elements, and the code book.
+def _counts_blocks(key: str) -> bool:
+    return key in ("absmax1", "absmax2")
+
+
+def _is_table(key: str) -> bool:
+    return key in ("qmap1", "qmap2")

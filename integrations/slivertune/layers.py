@@ -1,0 +1,352 @@
+"""The ordered layers of a model: the embedding, the blocks, the head (HiFT, appendix A.4).
+
+Layers are found from what a model holds and does, never from a part of its module paths:
+
+* The *blocks* are the items of every outermost `nn.ModuleList` with an item that holds attention (a module with
+  "attention" in its class name), in order of registration: an encoder's come before its decoder's.
+* The *embedding* is what a forward reads before it enters the blocks: tokens, positions and types, class tokens and
+  patches, projections into the blocks, and their norms.
+* The *head* is everything else: final norms (an encoder's, too), poolers, projections, heads.
+
+"Before" is observed, because the order of registration does not tell: OPT registers its final norm before its blocks,
+CamemBERT its head before its backbone, BART its embedding's norm after its blocks. A copy of the model, on the meta
+device and so without memory for weights, runs a dummy batch until it enters its blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """A set of parameters that is trained as one."""
+
+    kind: Literal["embedding", "block", "head", "custom"]
+    """What it is; "custom" if the user listed the layers."""
+    name: str
+    """"embedding", "head", or a block's module path; for a listed layer its only entry, or else "custom.INDEX"."""
+    parameter_names: tuple[str, ...]
+    """Names and order as in `model.named_parameters()`, where a tied parameter has one name. Never empty."""
+
+
+def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None) -> tuple[Layer, ...]:
+    """Sort every parameter of a model, frozen or not, into exactly one layer.
+
+    A parameter with several names, such as a tied head, belongs to the lowest of its layers. Where no dummy batch
+    reaches the blocks, the order of registration decides, and a warning names the modules concerned. The model is only
+    read, wherever its weights lie (the meta device included); the search takes no memory for weights.
+
+    Args:
+        model: A transformers model, a PEFT model, or any module with a list of blocks.
+        layers: The layers, from the bottom to the top, in place of the search: for each the module paths and parameter
+            names that it consists of. Together they name every parameter, none in two layers.
+
+    Returns:
+        The layers from the bottom to the top: embedding, blocks (an encoder's, then its decoder's), head. A layer
+        without parameters is left out.
+
+    Raises:
+        ValueError: If the model has no list of blocks, or if `layers` has an unknown name, a layer without parameters,
+            a parameter in two layers, or one in none.
+    """
+    if layers is not None:
+        return _listed_layers(model, layers)
+    block_lists = _find_block_lists(model)
+    if not block_lists:
+        raise ValueError(
+            f"{type(model).__name__} has no nn.ModuleList with an item that holds a module with 'attention' in its "
+            "class name, which is how blocks are found; name its layers with layers=[[module path, ...], ...]"
+        )
+    blocks = [(f"{path}.{name}", block) for path, each in block_lists.items() for name, block in each.named_children()]
+    place_of_block = {id(block): place for place, (_, block) in enumerate(blocks, start=1)}
+    head = len(blocks) + 1
+    embedded = _parameters_before_blocks(model, block_lists)
+
+    places: dict[int, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        outside = 0 if id(parameter) in embedded else head
+        within = [place_of_block[id(owner)] for owner in _owners(model, name) if id(owner) in place_of_block]
+        place = min(within, default=outside)
+        places[id(parameter)] = min(place, places.get(id(parameter), head))
+
+    names: list[list[str]] = [[] for _ in range(head + 1)]
+    for name, parameter in model.named_parameters():
+        names[places[id(parameter)]].append(name)
+    found = (
+        Layer(kind="embedding", name="embedding", parameter_names=tuple(names[0])),
+        *(Layer(kind="block", name=path, parameter_names=tuple(names[at])) for at, (path, _) in enumerate(blocks, 1)),
+        Layer(kind="head", name="head", parameter_names=tuple(names[head])),
+    )
+    return tuple(layer for layer in found if layer.parameter_names)
+
+
+def _listed_layers(model: nn.Module, layers: Sequence[Sequence[str]]) -> tuple[Layer, ...]:
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    layer_of: dict[str, int] = {}
+    for index, entries in enumerate(layers):
+        if isinstance(entries, str):
+            raise ValueError(f"layers[{index}] is the string {entries!r}; write a list of names, [{entries!r}]")
+        size_before = len(layer_of)
+        for entry in entries:
+            for parameter in _named_by(entry, model, index):
+                name = name_of[id(parameter)]
+                if layer_of.setdefault(name, index) != index:
+                    raise ValueError(
+                        f"{name!r} is in layers[{layer_of[name]}] and, through {entry!r}, in layers[{index}]; keep it "
+                        "in one of them (a tied parameter is one parameter under all its names)"
+                    )
+        if len(layer_of) == size_before:
+            raise ValueError(f"layers[{index}]={list(entries)!r} is empty: it holds no parameter; drop it or fill it")
+    orphans = [name for name in name_of.values() if name not in layer_of]
+    if orphans:
+        raise ValueError(f"layers= leaves out {_quoted(orphans)}; name each parameter, or its module, in one layer")
+    return tuple(
+        Layer(
+            kind="custom",
+            name=entries[0] if len(entries) == 1 else f"custom.{index}",
+            parameter_names=tuple(name for name in name_of.values() if layer_of[name] == index),
+        )
+        for index, entries in enumerate(layers)
+    )
+
+
+def _named_by(entry: str, model: nn.Module, index: int) -> list[nn.Parameter]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if entry in parameters:
+        return [parameters[entry]]
+    if entry not in dict(model.named_modules(remove_duplicate=False)):
+        raise ValueError(
+            f"layers[{index}] names {entry!r}, which is neither a module path nor a parameter name of "
+            f"{type(model).__name__}; see model.named_modules() and model.named_parameters()"
+        )
+    return [parameter for name, parameter in parameters.items() if name.startswith(f"{entry}.")]
+
+
+def _quoted(names: Sequence[str], limit: int = 10) -> str:
+    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(repr(name) for name in names[:limit]) + rest
+
+
+def _find_block_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+    found: dict[int, tuple[str, nn.ModuleList]] = {}
+
+    def visit(module: nn.Module, path: str) -> None:
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and _holds_attention(child):
+                found.setdefault(id(child), (path + name, child))
+            else:
+                visit(child, f"{path}{name}.")
+
+    visit(model, "")
+    return dict(found.values())
+
+
+def _holds_attention(modules: nn.ModuleList) -> bool:
+    return any("attention" in type(module).__name__.lower() for module in modules.modules())
+
+
+def _owners(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules on the way from the model to what lies at `path`, without the latter."""
+    owners = [model]
+    for name in path.split(".")[:-1]:
+        owners.append(owners[-1].get_submodule(name))
+    return owners
+
+
+@dataclass(kw_only=True, slots=True)
+class _Branch:
+    """What stays together outside the blocks: a parameter, or all of a child, of a module that holds blocks."""
+
+    path: str
+    holder: nn.Module
+    is_parameter: bool
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def _branches(model: nn.Module, block_lists: dict[str, nn.ModuleList]) -> Iterable[_Branch]:
+    blocks = {id(block) for each in block_lists.values() for block in each}
+    holders = {id(owner) for path in block_lists for owner in _owners(model, path)}
+    branches: dict[str, _Branch] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners, names = _owners(model, name), name.split(".")
+        if any(id(owner) in blocks for owner in owners):
+            continue
+        depth = max(depth for depth, owner in enumerate(owners) if id(owner) in holders)
+        path = ".".join(names[: depth + 1])
+        branch = branches.setdefault(path, _Branch(path=path, holder=owners[depth], is_parameter=path == name))
+        branch.parameters[name] = parameter
+    return branches.values()
+
+
+def _parameters_before_blocks(model: nn.Module, block_lists: dict[str, nn.ModuleList]) -> set[int]:
+    """Ids of the parameters that lie outside the blocks, in a branch that is read before its holder's blocks.
+
+    A branch stays whole, so that what a dummy batch leaves out (a mask token) goes with its neighbours. A parameter
+    directly beside a list of blocks (a class token) counts as read before it.
+    """
+    moments, failures = _trace(model, block_lists)
+    path_of = {id(each): path for path, each in block_lists.items()}
+    before: set[int] = set()
+    guesses: dict[str, list[str]] = {"embedding": [], "head": []}
+    for branch in _branches(model, block_lists):
+        read = [moments[name] for name in branch.parameters if name in moments]
+        paths = [path_of[id(module)] for module in branch.holder.modules() if id(module) in path_of]
+        entered = [moments[path] for path in paths if path in moments]
+        if branch.is_parameter and any(id(child) in path_of for child in branch.holder.children()):
+            is_before = True
+        elif read or entered:
+            is_before = min(read, default=math.inf) < min(entered, default=math.inf)
+        else:
+            is_before = _is_registered_before(branch, path_of.keys())
+            guesses["embedding" if is_before else "head"].append(branch.path)
+        if is_before:
+            before.update(id(parameter) for parameter in branch.parameters.values())
+    if guesses["embedding"] or guesses["head"]:
+        placed = ", ".join(f"{_quoted(paths)} to the {layer}" for layer, paths in guesses.items() if paths)
+        warnings.warn(
+            f"no dummy batch reached all blocks of {type(model).__name__} ({'; '.join(failures) or 'no error'}), so "
+            f"the order of registration assigned {placed}; if that is wrong, name the layers with layers=",
+            stacklevel=3,
+        )
+    return before
+
+
+def _is_registered_before(branch: _Branch, lists: Collection[int]) -> bool:
+    for name, child in branch.holder.named_children():
+        if any(id(module) in lists for module in child.modules()):
+            return False
+        if name == branch.path.rpartition(".")[2]:
+            return True
+    return False
+
+
+class _BlocksEntered(BaseException):
+    """Ends a dummy forward that has shown all it can, past any `except Exception` of the model's."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the order in which a forward reads parameters and enters lists of blocks, until all awaited are entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moments: dict[int, int] = {}
+        self.awaited: set[int] = set()
+
+    def note(self, subject: object) -> None:
+        self.moments.setdefault(id(subject), len(self.moments))
+
+    def watch(self, blocks: nn.Module) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.note(blocks)
+            self.awaited.discard(id(blocks))
+            if not self.awaited:
+                raise _BlocksEntered
+
+        for module in blocks.modules():
+            module.register_forward_pre_hook(enter)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, nn.Parameter):
+                self.note(value)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1  # meta tensors have no values, and models ask whether a mask is true all over
+        return func(*args, **(kwargs or {}))
+
+
+def _trace(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[str, int], list[str]]:
+    """Run a meta copy of the model on a dummy batch until it has entered its blocks.
+
+    Where that fails, each transformers model inside it gets a batch of its own (an image tower pixels, a decoder ids).
+
+    Returns:
+        By name, the moments when each parameter was first read and each list of blocks first entered; and what failed.
+    """
+    recorder, failures = _Recorder(), []
+    try:
+        twin = _meta_twin(model)
+    except Exception as error:  # whatever hangs on a module and refuses to be copied
+        return {}, [f"it can't be copied: {error!r}"]
+    lists = {path: twin.get_submodule(path) for path in block_lists}
+    for blocks in lists.values():
+        recorder.watch(blocks)
+    for module in (each for each in twin.modules() if each is twin or hasattr(each, "main_input_name")):
+        inside = {id(each) for each in module.modules()}
+        recorder.awaited = {id(blocks) for blocks in lists.values()} & inside - recorder.moments.keys()
+        if not recorder.awaited:
+            continue
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
+                warnings.simplefilter("ignore")
+                with recorder:
+                    module(**_dummy_batch(module))
+        except _BlocksEntered:
+            continue
+        except Exception as error:  # a dummy batch may not suit the model; what was seen until then counts
+            failures.append(f"{type(module).__name__}: {error!r}")
+    subjects = (*twin.named_parameters(remove_duplicate=False), *lists.items())
+    return {name: recorder.moments[id(each)] for name, each in subjects if id(each) in recorder.moments}, failures
+
+
+class _CopyToMeta(TorchFunctionMode):
+    """Lets `copy.deepcopy` make empty meta tensors of all tensors that are not parameters."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        return func(*args, **(kwargs or {}))
+
+
+def _meta_twin(model: nn.Module) -> nn.Module:
+    """Copy a model without its data, hooks, patched forwards and ties."""
+    copies: dict[int, Any] = {}
+    for parameter in model.parameters():
+        copies[id(parameter)] = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+    for module in model.modules():
+        copies.update({id(value): OrderedDict() for name, value in vars(module).items() if name.endswith("_hooks")})
+    with _CopyToMeta():
+        twin = copy.deepcopy(model, copies)
+    for module, original in zip(twin.modules(), model.modules(), strict=True):
+        # Accelerate puts its own there, which moves the inputs to where the weights lie.
+        vars(module).pop("forward", None)
+        for name, parameter in original.named_parameters(recurse=False):
+            # One for each owner: reading an embedding must not count as reading the head that is tied to it.
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            own = nn.Parameter(empty, requires_grad=False)
+            vars(own).update(vars(parameter) | vars(own))  # bitsandbytes hangs the state of a 4-bit weight on it
+            module.register_parameter(name, own)
+    return twin.eval()
+
+
+def _dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
+    arguments = inspect.signature(module.forward).parameters
+    name = getattr(module, "main_input_name", None) or next(iter(arguments))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    batch = {name: ids}
+    if name == "pixel_values":
+        config: Any = module.config
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        batch[name] = torch.zeros(1, config.num_channels, height, width)
+    if "decoder_input_ids" in arguments:
+        batch["decoder_input_ids"] = ids
+    return batch

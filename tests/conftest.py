@@ -1,0 +1,89 @@
+"""What every test stands on: one thread, no network, a home of its own, fixed seeds, and no deprecated call."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+
+# Set before torch, transformers and datasets are imported, and inherited by the subprocesses that tests start.
+# A cache of their own keeps datasets' files and accelerate's default configuration in a user's home out of the tests.
+_CACHE = tempfile.TemporaryDirectory(prefix="slivertune-tests-", ignore_cleanup_errors=True)
+os.environ.update(
+    HF_HOME=_CACHE.name,
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+    TOKENIZERS_PARALLELISM="false",
+)
+
+
+class _DeprecationLog(logging.Handler):
+    """Collects the deprecations that transformers and accelerate log instead of warning of them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.records: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if re.search(r"\bdeprecat|will be removed in", record.getMessage(), re.IGNORECASE):
+            self.records.append(f"{record.name}: {record.getMessage()}\n{''.join(traceback.format_stack(limit=12))}")
+
+
+@pytest.fixture(autouse=True)
+def no_deprecation_is_logged() -> Iterator[list[str]]:
+    """Fail a test during which transformers or accelerate logs that something it was asked for is deprecated."""
+    handler = _DeprecationLog()
+    loggers = [logging.getLogger(name) for name in ("transformers", "accelerate")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield handler.records
+    for logger in loggers:
+        logger.removeHandler(handler)
+    if handler.records:
+        pytest.fail("a deprecated call was logged:\n" + "\n".join(handler.records), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    """Start every test from the same random state, whatever ran before it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_accelerate_state() -> Iterator[None]:
+    """Forget accelerate's process-wide state after each test file, so that files may use different precisions."""
+    yield
+    if "accelerate" in sys.modules:
+        from accelerate.state import AcceleratorState, GradientState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+@pytest.fixture(scope="session")
+def checkout() -> Path:
+    """The top of the checkout."""
+    return CHECKOUT
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of data sets that are too large for the repository; tests that need it skip where it is absent."""
+    folder = Path(os.environ.get("SLIVERTUNE_TEST_DATA", CHECKOUT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no test data at {folder}; name its folder in SLIVERTUNE_TEST_DATA")
+    return folder

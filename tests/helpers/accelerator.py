@@ -1,0 +1,25 @@
+"""An `Accelerator` on one CPU device that leaves none of accelerate's global state behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+
+@contextmanager
+def one_device(**options: Any) -> Iterator[Accelerator]:
+    """Make an accelerator; forget its shared state before and after."""
+    _forget()
+    try:
+        yield Accelerator(cpu=True, **options)
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -1,0 +1,225 @@
+"""HiFT written as plainly as it can be: a dense model, one ordinary optimizer per group, only the active one stepped.
+
+Nothing here is shared with the package. The whole model computes every gradient; gradients of inactive groups are
+thrown away; masters are whole fp32 copies that never leave memory.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tests.helpers.models import Batch
+
+Split = list[tuple[list[str], dict[str, Any]]]
+"""Parameter groups of an optimizer: names, and the options that differ from the defaults."""
+
+
+def naive_layer(name: str) -> int:
+    """Layer of a parameter of the tiny models, by its name: 0 embedding, 1.. blocks, -1 head."""
+    block = re.search(r"(?:layers|layer|h)\.(\d+)\.", name)
+    if block is not None:
+        return int(block.group(1)) + 1
+    if re.search(r"embed_tokens|embeddings|wte|wpe", name):
+        return 0
+    return -1
+
+
+def naive_groups(model: nn.Module, layers_per_group: int) -> list[list[str]]:
+    """Parameter names per group, cut from the bottom every `layers_per_group` layers."""
+    by_layer: dict[int, list[str]] = {}
+    for name, _ in model.named_parameters():
+        by_layer.setdefault(naive_layer(name), []).append(name)
+    # A tied head that has no norm of its own would leave no head layer; the tiny models all have a final norm.
+    layers = [by_layer[index] for index in [*range(max(by_layer) + 1), -1]]
+    count = math.ceil(len(layers) / layers_per_group)
+    return [
+        [name for layer in layers[index * layers_per_group : (index + 1) * layers_per_group] for name in layer]
+        for index in range(count)
+    ]
+
+
+def decay_split(model: nn.Module, decay: float = 0.1) -> Split:
+    """The usual two parameter groups: matrices decay, vectors do not."""
+    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
+    vectors = [name for name, parameter in model.named_parameters() if parameter.ndim < 2]
+    return [(matrices, {"weight_decay": decay}), (vectors, {"weight_decay": 0.0})]
+
+
+def grouped_optimizer(model: nn.Module, optimizer_class: type, split: Split, **options: Any) -> torch.optim.Optimizer:
+    """An ordinary optimizer over the model with the parameter groups of `split`."""
+    parameters = dict(model.named_parameters())
+    groups = [{"params": [parameters[name] for name in names], **extra} for names, extra in split]
+    return optimizer_class(groups, **options)
+
+
+class NaiveHiFT:
+    """The reference.
+
+    Args:
+        model: Dense model; all its parameters keep `requires_grad`.
+        optimizer_class: Class of the plain optimizers.
+        groups: Parameter names per group.
+        order: Group indices in the order of one cycle.
+        steps_per_group: Updates before the next group's turn.
+        discard: Whether a group's optimizer and masters are made anew whenever its turn begins.
+        masters: Whether optimizers work on fp32 copies; on copies in the weights' own dtype when False.
+        split: Parameter groups; one with every parameter when None.
+        options: Keyword arguments of the optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        groups: Sequence[Sequence[str]],
+        order: Sequence[int] | None = None,
+        steps_per_group: int = 1,
+        discard: bool = False,
+        masters: bool = True,
+        split: Split | None = None,
+        **options: Any,
+    ) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.optimizer_class = optimizer_class
+        self.options = options
+        self.groups = [list(group) for group in groups]
+        self.order = list(order) if order is not None else list(range(len(groups)))
+        self.steps_per_group = steps_per_group
+        self.cycle_length = len(self.groups) * steps_per_group
+        self.discard = discard
+        self.keep_fp32 = masters
+        self.split: Split = split if split is not None else [(list(self.parameters), {})]
+        self.updates = 0
+        self.held: list[Any] = []
+        self.inner: dict[int, torch.optim.Optimizer] = {}
+        self.masters: dict[str, torch.Tensor] = {}
+        # Schedulers drive this optimizer's options; it has no gradient, so its step changes nothing.
+        self.carrier = optimizer_class(
+            [{"params": [nn.Parameter(torch.zeros(1))], **e} for _, e in self.split], **options
+        )
+
+    @property
+    def active(self) -> list[str]:
+        return self.groups[self.order[self.updates // self.steps_per_group % len(self.groups)]]
+
+    def keep_active_gradients(self) -> None:
+        """Throw away what HiFT would never have computed."""
+        for name, parameter in self.parameters.items():
+            if name not in self.active:
+                parameter.grad = None
+
+    def step(self) -> None:
+        if self.updates % self.cycle_length == 0:
+            self.held = [_copied(group["lr"]) for group in self.carrier.param_groups]
+        inner = self._optimizer_of_active_group()
+        for name in self.active:
+            gradient = self.parameters[name].grad
+            self.masters[name].grad = None if gradient is None else gradient.to(self.masters[name].dtype)
+        for group in inner.param_groups:
+            index = group["split_index"]
+            carried = self.carrier.param_groups[index]
+            group.update({key: value for key, value in carried.items() if key not in ("params", "lr")})
+            group["lr"] = _copied(self.held[index])
+        inner.step()
+        with torch.no_grad():
+            for name in self.active:
+                self.parameters[name].copy_(self.masters[name])
+        self.zero_grad()
+        self.carrier.step()
+        self.updates += 1
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def _optimizer_of_active_group(self) -> torch.optim.Optimizer:
+        index = self.order[self.updates // self.steps_per_group % len(self.groups)]
+        fresh_turn = self.updates % self.steps_per_group == 0
+        if index in self.inner and not (self.discard and fresh_turn):
+            return self.inner[index]
+        members = set(self.groups[index])
+        groups = []
+        for split_index, (names, extra) in enumerate(self.split):
+            chosen = [name for name in names if name in members]
+            for name in chosen:
+                weight = self.parameters[name].detach()
+                self.masters[name] = nn.Parameter((weight.float() if self.keep_fp32 else weight).clone())
+            if chosen:
+                params = [self.masters[name] for name in chosen]
+                groups.append({"params": params, **extra, "split_index": split_index})
+        self.inner[index] = self.optimizer_class(groups, **self.options)
+        return self.inner[index]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    batches: Sequence[Batch],
+    steps: int,
+    *,
+    start: int = 0,
+    accumulation: int = 1,
+    max_norm: float | None = None,
+    scheduler: Any = None,
+    after_step: Callable[[int], None] | None = None,
+) -> list[float]:
+    """An ordinary training loop, the same for HiFT, for its base optimizer and for the reference.
+
+    Args:
+        start: Number of updates done before, so that a resumed run sees the batches it would have seen.
+        after_step: Called with the number of updates done, after the scheduler has ticked.
+
+    Returns:
+        The loss of every micro-batch.
+    """
+    losses = []
+    for update in range(start, start + steps):
+        for micro in range(accumulation):
+            loss = model(**batches[(update * accumulation + micro) % len(batches)]).loss / accumulation
+            loss.backward()
+            losses.append(loss.item())
+        if isinstance(optimizer, NaiveHiFT):
+            optimizer.keep_active_gradients()
+        if max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            assert norm > max_norm, f"gradient norm {norm} is below {max_norm}: clipping would not be tested"
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+        if after_step is not None:
+            after_step(update + 1)
+    return losses
+
+
+@contextmanager
+def shapes_stepped(optimizer_class: type) -> Iterator[list[torch.Size]]:
+    """Record the shape of every tensor that an optimizer of exactly this class is asked to update.
+
+    All-zero tensors with all-zero gradients are not weights of a model (a trial step, say) and do not count.
+    """
+    seen: list[torch.Size] = []
+
+    def record(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        if type(optimizer) is optimizer_class:
+            stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            seen.extend(p.shape for p in stepped if p.any() or p.grad.any())
+
+    handle = register_optimizer_step_pre_hook(record)
+    try:
+        yield seen
+    finally:
+        handle.remove()

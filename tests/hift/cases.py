@@ -1,0 +1,49 @@
+"""The optimizers that the tests of HiFT run over, and the plain schedule that they share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_cosine_schedule_with_warmup
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+Case = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
+
+OPTIMIZERS: dict[str, Case] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "AdamW amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.01}),
+    "SGD": (torch.optim.SGD, {"lr": 0.5}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "initial_accumulator_value": 1e-4}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.9, "centered": True}),
+    "torch Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "transformers Adafactor": (TransformersAdafactor, {"lr": None}),
+    "transformers Adafactor with lr": (
+        TransformersAdafactor,
+        {"lr": 1e-2, "relative_step": False, "scale_parameter": False, "beta1": 0.9},
+    ),
+    "AdamW8bit": (bitsandbytes.optim.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}),
+}
+WITH_LR = [name for name, (_, options) in OPTIMIZERS.items() if options["lr"] is not None]
+
+BIG_VOCAB = 401
+"""401 x 32 elements: the embedding and the head hold 8-bit state, in pieces with a remainder."""
+
+
+def cosine(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
+    """Cosine decay after a tenth of warm-up; the first learning rate is not zero, or the first cycle would idle."""
+    scheduler = get_cosine_schedule_with_warmup(optimizer, max(1, total // 10), total)
+    assert isinstance(scheduler, LambdaLR)
+    return scheduler
+
+
+def warm_cosine(step: int, total: int) -> float:
+    """A schedule that never is zero before its end and changes at every tick."""
+    progress = step / total
+    return 0.25 + progress if progress < 0.25 else 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))

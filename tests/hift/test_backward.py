@@ -1,0 +1,166 @@
+"""Backward must not run below the active group: graphs walked, operations counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slivertune import HiFT, HiFTConfig
+from tests.helpers.models import (
+    LAYERS,
+    assert_all_moved,
+    assert_same_bits,
+    label_batches,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+    token_batches,
+    twin,
+    weights,
+)
+from tests.helpers.reference import naive_groups, train
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts every dispatched operation by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(loss: torch.Tensor) -> Counter[str]:
+    """Run backward and count its operations."""
+    with CountOperations() as mode:
+        loss.backward()
+    return mode.counts
+
+
+def leaves(loss: torch.Tensor) -> set[int]:
+    """Identities of the tensors that the graph of a loss accumulates gradients into."""
+    found, seen, stack = set(), set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    return next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+
+
+MODELS = {
+    "llama": (tiny_llama, token_batches),
+    "tied llama": (lambda: tiny_llama(tied=True), token_batches),
+    "gpt2": (tiny_gpt2, token_batches),
+    "bert": (tiny_bert, label_batches),
+}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_the_graph_holds_the_active_group_alone(architecture: str) -> None:
+    build, make_batches = MODELS[architecture]
+    model = build()
+    hift = HiFT(model, torch.optim.SGD, lr=0.1)
+    groups = naive_groups(model, 1)
+    parameters = dict(model.named_parameters())
+    outputs: dict[int, bool] = {}
+    for index, block in enumerate(blocks_of(model)):
+
+        def note(_module: nn.Module, _inputs: Any, output: Any, index: int = index) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            outputs[index] = hidden.requires_grad
+
+        block.register_forward_hook(note)
+    for group in groups:
+        loss = model(**make_batches(1)[0]).loss
+        assert leaves(loss) == {id(parameters[name]) for name in group}
+        active = groups.index(group)
+        # Block i is layer i + 1; below the active layer nothing is recorded.
+        assert outputs == {index: index + 1 >= active for index in range(len(outputs))}
+        loss.backward()
+        hift.step()
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 2])
+def test_backward_runs_the_operations_of_a_model_frozen_by_hand(layers_per_group: int) -> None:
+    model = tiny_llama()
+    hand, dense = twin(model), twin(model)
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers_per_group=layers_per_group), lr=0.0)
+    batch = token_batches(1)[0]
+    full = operations(dense(**batch).loss).total()
+    totals = []
+    for group in naive_groups(hand, layers_per_group):
+        for name, parameter in hand.named_parameters():
+            parameter.requires_grad_(name in group)
+        counted = operations(model(**batch).loss)
+        assert counted == operations(hand(**batch).loss)
+        totals.append(counted.total())
+        hift.step()
+        hand.zero_grad()
+    # The embedding's own backward is small; from the lowest block upwards each turn saves a block.
+    assert full > max(totals)
+    assert all(lower > upper for lower, upper in itertools.pairwise(totals[1:]))
+
+
+def enable(model: nn.Module) -> None:
+    model.activation_checkpointing_enable()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_checkpointing_keeps_backward_above_the_active_group(architecture: str, when: str) -> None:
+    build, make_batches = MODELS[architecture]
+    model, batch = build(), make_batches(1)[0]
+    hand = twin(model)
+    enable(hand)
+    hand.disable_input_require_grads()
+    if when == "before":
+        enable(model)
+    hift = HiFT(model, torch.optim.SGD, lr=0.0)
+    if when == "after":
+        enable(model)
+    totals = []
+    for group in naive_groups(hand, 1):
+        for name, parameter in hand.named_parameters():
+            parameter.requires_grad_(name in group)
+        loss = model(**batch).loss
+        assert leaves(loss) == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        counted = operations(loss)
+        assert counted == operations(hand(**batch).loss)
+        totals.append(counted.total())
+        hift.step()
+        hand.zero_grad()
+    # The lowest block is recomputed last; each turn higher up recomputes one block less.
+    assert totals[1] > totals[2] > totals[3] > totals[4]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_checkpointing_does_not_change_one_bit(dtype: torch.dtype, when: str) -> None:
+    model = tiny_llama(dtype)
+    other, before, batches = twin(model), weights(model), token_batches(10)
+    if when == "before":
+        enable(model)
+    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    if when == "after":
+        enable(model)
+    losses = train(model, hift, batches, 2 * LAYERS)
+    assert losses == train(other, HiFT(other, torch.optim.AdamW, lr=1e-2), batches, 2 * LAYERS)
+    assert_same_bits(model, other)
+    assert_all_moved(model, before)

@@ -1,0 +1,370 @@
+"""Wrong input ends in an error that names the value and the way out, and nothing is lost by it."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import io
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import HiFT, HiFTConfig
+from tests.helpers.models import (
+    assert_same_bits,
+    assert_same_tree,
+    bits,
+    differing,
+    tiny_gpt2,
+    tiny_llama,
+    token_batches,
+    trainable,
+    twin,
+    weights,
+)
+from tests.helpers.reference import decay_split, grouped_optimizer, naive_groups, train
+from tests.hift.cases import OPTIMIZERS
+
+BLOCKS = [["model.embed_tokens"], ["model.layers.0"], ["model.layers.1"], ["model.layers.2"]]
+HEAD = ["model.norm", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "sideways"}, "sideways.*bottom2up.*top2down.*random"),
+        ({"layers_per_group": 0}, "layers_per_group=0"),
+        ({"layers_per_group": -2}, "layers_per_group=-2"),
+        ({"steps_per_group": 0}, "steps_per_group=0"),
+        ({"state": "cloud"}, "cloud.*host.*device.*disk.*discard"),
+        ({"master": "fp64"}, "fp64.*fp32.*none.*split"),
+        ({"stream_bytes": -1}, "stream_bytes=-1"),
+        ({"state": "disk"}, "state_dir"),
+        ({"state": "host", "state_dir": "somewhere"}, "somewhere.*disk"),
+        ({"state": "device", "master": "split"}, "split.*device.*fp32"),
+    ],
+)
+def test_a_wrong_choice_is_named_with_the_right_ones(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        HiFTConfig(**options)
+
+
+def test_more_layers_per_group_than_layers_is_refused() -> None:
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=re.compile(r"layers_per_group=6.*5", re.DOTALL)):
+        HiFT(model, torch.optim.SGD, config=HiFTConfig(layers_per_group=6), lr=0.1)
+    assert trainable(model) == {name for name, _ in model.named_parameters()}, "a refused model must not stay frozen"
+
+
+def test_an_empty_item_in_layers_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        HiFT(tiny_llama(), torch.optim.SGD, config=HiFTConfig(layers=[*BLOCKS, [], HEAD]), lr=0.1)
+
+
+def test_a_parameter_in_no_layer_is_named() -> None:
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        HiFT(tiny_llama(), torch.optim.SGD, config=HiFTConfig(layers=[*BLOCKS, ["lm_head"]]), lr=0.1)
+
+
+def test_a_layer_that_names_nothing_in_the_model_is_named() -> None:
+    with pytest.raises(ValueError, match=r"model\.layers\.17"):
+        HiFT(tiny_llama(), torch.optim.SGD, config=HiFTConfig(layers=[*BLOCKS, ["model.layers.17"], HEAD]), lr=0.1)
+
+
+def test_explicit_layers_are_the_layers() -> None:
+    model = tiny_llama()
+    layers = [["model.embed_tokens", "model.layers.0"], ["model.layers.1", "model.layers.2"], HEAD]
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers=layers), lr=0.1)
+    assert [set(group.parameter_names) for group in hift.groups] == [set(group) for group in naive_groups(model, 2)]
+
+
+def test_fp16_weights_are_refused_and_bf16_is_named() -> None:
+    model = tiny_llama(torch.float16)
+    with pytest.raises(ValueError, match=r"bf16|bfloat16"):
+        HiFT(model, torch.optim.AdamW, lr=1e-3)
+    assert trainable(model) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    model = tiny_llama()
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"requires_grad|trainable|frozen"):
+        HiFT(model, torch.optim.AdamW, lr=1e-3)
+
+
+FROZEN: dict[str, Callable[[str], bool]] = {
+    "a whole layer": lambda name: name.startswith("model.embed_tokens"),
+    "a layer in the middle": lambda name: name.startswith("model.layers.1."),
+    "the last layer": lambda name: name.startswith(("model.norm", "lm_head")),
+    "a part of each layer": lambda name: "proj" in name,
+    "all but one tensor": lambda name: name != "model.layers.2.mlp.up_proj.weight",
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(
+    ("which", "layers_per_group"),
+    [*((which, 1) for which in FROZEN), *((which, 2) for which in FROZEN if which != "all but one tensor")],
+)
+def test_parameters_frozen_by_the_user_stay_frozen_and_it_is_said_once(
+    which: str, layers_per_group: int, wrapped: bool
+) -> None:
+    model = tiny_llama()
+    kept = {name for name, _ in model.named_parameters() if FROZEN[which](name)}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in kept)
+    config = HiFTConfig(layers_per_group=layers_per_group)
+    before = weights(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if wrapped:
+            base = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+            hift = HiFT.wrap(base, model, config=config)
+        else:
+            hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+        for update in range(2 * hift.cycle_length):
+            assert trainable(model), "a group without a trainable parameter would never be left"
+            assert not trainable(model) & kept
+            train(model, hift, token_batches(1), 1, start=update)
+        assert hift.updates == 2 * hift.cycle_length
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    assert len([message for message in said if "frozen" in message or "requires_grad" in message]) == 1, said
+    assert set(differing(weights(model), before)) == set(before) - kept
+
+
+def test_an_optimizer_over_other_parameters_is_refused() -> None:
+    model, other = tiny_llama(), tiny_llama()
+    with pytest.raises(ValueError, match="parameter"):
+        HiFT.wrap(torch.optim.AdamW(other.parameters(), lr=1e-3), model)
+    mixed = [*model.parameters(), nn.Parameter(torch.zeros(7))]
+    with pytest.raises(ValueError, match="parameter"):
+        HiFT.wrap(torch.optim.AdamW(mixed, lr=1e-3), model)
+    assert trainable(model) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_that_has_taken_steps_is_refused(optimizer_class: Any) -> None:
+    model = tiny_llama()
+    base = optimizer_class(model.parameters(), lr=1e-3)
+    train(model, base, token_batches(1), 1)
+    before = copy.deepcopy(base.state_dict())
+    with pytest.raises((ValueError, RuntimeError), match=r"step|state"):
+        HiFT.wrap(base, model)
+    assert_same_tree(base.state_dict(), before)
+
+
+def snapshot(model: nn.Module, hift: HiFT) -> tuple[Any, ...]:
+    saved = copy.deepcopy(hift.state_dict())
+    return weights(model), saved, hift.updates, hift.active_group, list(hift.held_lr), trainable(model)
+
+
+def assert_untouched(model: nn.Module, hift: HiFT, before: tuple[Any, ...]) -> None:
+    after = snapshot(model, hift)
+    assert differing(after[0], before[0]) == []
+    assert_same_tree(after[1], before[1])
+    assert after[2:] == before[2:]
+
+
+def started(
+    optimizer_class: Any = torch.optim.AdamW, model: nn.Module | None = None, steps: int = 4, **config: Any
+) -> tuple[nn.Module, HiFT]:
+    model = model if model is not None else tiny_llama(torch.bfloat16)
+    hift = HiFT(model, optimizer_class, config=HiFTConfig(**config), lr=1e-2)
+    train(model, hift, token_batches(steps), steps)
+    return model, hift
+
+
+def saved_by(model: nn.Module, hift: HiFT) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(hift.state_dict(), file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[], tuple[nn.Module, HiFT]], str]] = {
+    "another architecture": (lambda: started(model=tiny_gpt2(torch.bfloat16)), r"transformer\.wte|embed_tokens"),
+    "more blocks": (lambda: started(model=tiny_llama(torch.bfloat16, blocks=4)), r"layers\.3"),
+    "another width": (lambda: started(model=tiny_llama(torch.bfloat16, vocab=101)), r"embed_tokens.*(101|97)"),
+    "another grouping": (lambda: started(layers_per_group=2), r"layers_per_group|group"),
+    "another number of steps": (lambda: started(steps_per_group=2), "steps_per_group"),
+    "another order": (lambda: started(order="top2down"), "order of turns"),
+    "a random order": (lambda: started(order="random", seed=4), "order of turns"),
+    "another class": (lambda: started(torch.optim.Adam), r"\bAdam\b.*AdamW|AdamW.*\bAdam\b"),
+    "a class with other state": (lambda: started(torch.optim.SGD), "SGD"),
+}
+
+
+@pytest.mark.parametrize("which", CHECKPOINTS)
+def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_altered(which: str) -> None:
+    make, message = CHECKPOINTS[which]
+    foreign = saved_by(*make())
+    model, hift = started()
+    undisturbed, other = started()
+    before = snapshot(model, hift)
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        hift.load_state_dict(foreign)
+    assert_untouched(model, hift, before)
+    train(model, hift, token_batches(12), 8, start=4)
+    train(undisturbed, other, token_batches(12), 8, start=4)
+    assert_same_bits(model, undisturbed)
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def damage(saved: dict[str, Any], how: str) -> None:
+    entry = saved["state"][NAME]
+    if how == "entry lost":
+        del saved["state"][NAME]
+    elif how == "moment lost":
+        del entry["exp_avg"]
+    elif how == "master lost":
+        del entry["master"]
+    elif how == "wrong shape":
+        entry["exp_avg_sq"] = entry["exp_avg_sq"][:-1]
+    elif how == "wrong shape of a master":
+        entry["master"] = entry["master"].t().contiguous()
+    elif how == "parameter name unknown":
+        saved["state"]["model.layers.0.mlp.sideways.weight"] = entry
+    elif how == "section lost":
+        del saved["hift"]
+    elif how == "parameter groups lost":
+        del saved["param_groups"]
+    elif how == "a parameter group too many":
+        saved["param_groups"].append(copy.deepcopy(saved["param_groups"][0]))
+    elif how == "members of a parameter group lost":
+        del saved["param_groups"][0]["params"]
+    elif how == "no count of updates":
+        saved["hift"]["updates"] = None
+    elif how == "held learning rates of other parameter groups":
+        saved["hift"]["held_lr"] = [1e-3, 1e-3]
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("entry lost", re.escape(NAME)),
+        ("moment lost", f"{re.escape(NAME)}.*exp_avg|exp_avg.*{re.escape(NAME)}"),
+        ("master lost", f"{re.escape(NAME)}.*master|master.*{re.escape(NAME)}"),
+        ("wrong shape", re.escape(NAME)),
+        ("wrong shape of a master", re.escape(NAME)),
+        ("parameter name unknown", "sideways"),
+        ("section lost", "hift"),
+        ("parameter groups lost", "param_groups"),
+        ("a parameter group too many", "param.groups"),
+        ("members of a parameter group lost", "params"),
+        ("no count of updates", "updates"),
+        ("held learning rates of other parameter groups", "held_lr"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_altered(how: str, message: str) -> None:
+    model, hift = started()
+    saved = saved_by(model, hift)
+    damage(saved, how)
+    before = snapshot(model, hift)
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        hift.load_state_dict(saved)
+    assert_untouched(model, hift, before)
+    _, empty = started(steps=0)
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        empty.load_state_dict(saved)
+    assert empty.updates == 0 and empty.state_dict()["state"] == {}
+
+
+def test_a_checkpoint_of_the_bare_optimizer_is_refused() -> None:
+    model, hift = started()
+    bare = torch.optim.AdamW(twin(model).parameters(), lr=1e-2)
+    before = snapshot(model, hift)
+    with pytest.raises(ValueError, match=r"HiFT|hift"):
+        hift.load_state_dict(bare.state_dict())
+    assert_untouched(model, hift, before)
+
+
+def test_a_checkpoint_of_other_parameter_groups_is_refused() -> None:
+    model = tiny_llama(torch.bfloat16)
+    split = HiFT.wrap(grouped_optimizer(model, torch.optim.AdamW, decay_split(model), lr=1e-2), model)
+    train(model, split, token_batches(3), 3)
+    plain_model, plain = started()
+    before = snapshot(plain_model, plain)
+    with pytest.raises(ValueError, match=r"param.groups"):
+        plain.load_state_dict(saved_by(model, split))
+    assert_untouched(plain_model, plain, before)
+
+
+@pytest.mark.parametrize("stream_bytes", [4096, 134_217_728])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "torch Adafactor", "AdamW8bit"])
+@pytest.mark.parametrize("full_at", [0, 2])
+def test_a_full_disk_is_said_before_the_update_and_the_step_can_be_repeated(
+    full_at: int, name: str, stream_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    batches = token_batches(8)
+    undisturbed = tiny_llama(torch.bfloat16)
+    model = twin(undisturbed)
+    expected = HiFT(undisturbed, optimizer_class, **options)
+    config = HiFTConfig(state="disk", state_dir=str(tmp_path), stream_bytes=stream_bytes)
+    hift = HiFT(model, optimizer_class, config=config, **options)
+    train(model, hift, batches, full_at)
+    model(**batches[full_at]).loss.backward()
+    before, state = weights(model), copy.deepcopy(hift.state_dict()["state"])
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OSError, match=re.escape(str(tmp_path))) as error:
+            hift.step()
+    assert re.search(r"\d", str(error.value).replace(str(tmp_path), "")), "the bytes needed are named"
+    assert differing(weights(model), before) == []
+    assert_same_tree(hift.state_dict()["state"], state)
+    assert hift.updates == full_at and hift.active_group == full_at
+    kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert differing(kept, gradients) == []
+    hift.step()
+    assert hift.updates == full_at + 1
+    train(model, hift, batches, 7 - full_at, start=full_at + 1)
+    train(undisturbed, expected, batches, 8)
+    assert_same_bits(model, undisturbed)
+
+
+def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("a file, not a folder")
+    with pytest.raises(OSError, match=re.escape(str(blocked))):
+        started(steps=1, state="disk", state_dir=str(blocked))
+
+
+def test_files_of_one_run_are_not_shared_with_another_in_the_same_folder(tmp_path: Path) -> None:
+    config = HiFTConfig(state="disk", state_dir=str(tmp_path))
+    pairs = []
+    for seed in (0, 1):
+        model = tiny_llama(torch.bfloat16, seed=seed)
+        pairs.append((model, twin(model)))
+    runs = [(model, HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)) for model, _ in pairs]
+    for update in range(10):
+        for model, hift in runs:
+            train(model, hift, token_batches(10), 1, start=update)
+    for model, other in pairs:
+        train(other, HiFT(other, torch.optim.AdamW, lr=1e-2), token_batches(10), 10)
+        assert_same_bits(model, other)
+
+
+def test_a_failed_construction_leaves_the_model_as_it_was() -> None:
+    model = tiny_llama()
+    before = weights(model)
+    with pytest.raises(TypeError, match="no_such_option"):
+        HiFT(model, torch.optim.AdamW, lr=1e-3, no_such_option=True)
+    with pytest.raises(ValueError, match="learning rate"):
+        HiFT(model, torch.optim.AdamW, lr=-1.0)
+    assert trainable(model) == set(before)
+    assert all(torch.equal(bits(value), bits(before[name])) for name, value in weights(model).items())

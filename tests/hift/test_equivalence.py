@@ -1,0 +1,281 @@
+"""HiFT against the bare optimizer (one group) and against the naive reference (several groups), to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from slivertune import HiFT, HiFTConfig
+from tests.helpers.models import (
+    LAYERS,
+    ODD_LAYERS,
+    assert_all_moved,
+    assert_same_bits,
+    label_batches,
+    odd_model,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+    token_batches,
+    trainable,
+    twin,
+    weights,
+)
+from tests.helpers.reference import NaiveHiFT, decay_split, grouped_optimizer, naive_groups, train
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, WITH_LR, cosine, warm_cosine
+
+ONE_GROUP = {"layers_per_group": LAYERS, "steps_per_group": 1}
+ORDERS = ["bottom2up", "top2down", "random"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_group_equals_the_bare_optimizer(name: str) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    model = tiny_llama(vocab=BIG_VOCAB)
+    bare, before = twin(model), weights(model)
+    batches = token_batches(20, vocab=BIG_VOCAB)
+    hift = HiFT(model, optimizer_class, config=HiFTConfig(**ONE_GROUP), **options)
+    losses = train(model, hift, batches, 20)
+    assert losses == train(bare, optimizer_class(bare.parameters(), **options), batches, 20)
+    assert_same_bits(model, bare)
+    assert_all_moved(model, before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_group_of_bf16_weights_without_masters_equals_the_bare_optimizer(name: str) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    bare = twin(model)
+    batches = token_batches(20, vocab=BIG_VOCAB)
+    hift = HiFT(model, optimizer_class, config=HiFTConfig(**ONE_GROUP, master="none"), **options)
+    losses = train(model, hift, batches, 20)
+    assert losses == train(bare, optimizer_class(bare.parameters(), **options), batches, 20)
+    assert_same_bits(model, bare)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("name", WITH_LR)
+def test_one_group_wrapped_with_decay_groups_equals_the_bare_optimizer(name: str, scheduled: bool) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    options = {key: value for key, value in options.items() if key != "weight_decay"}
+    model = tiny_llama(vocab=BIG_VOCAB)
+    bare = twin(model)
+    batches = token_batches(20, vocab=BIG_VOCAB)
+    split = decay_split(model)
+    split[1][1]["lr"] = options["lr"] / 3
+    plain = grouped_optimizer(bare, optimizer_class, split, **options)
+    hift = HiFT.wrap(grouped_optimizer(model, optimizer_class, split, **options), model, config=HiFTConfig(**ONE_GROUP))
+    train(model, hift, batches, 20, max_norm=0.01, scheduler=cosine(hift, 20) if scheduled else None)
+    train(bare, plain, batches, 20, max_norm=0.01, scheduler=cosine(plain, 20) if scheduled else None)
+    assert_same_bits(model, bare)
+
+
+@pytest.mark.parametrize("name", WITH_LR)
+def test_one_group_with_cosine_and_warmup_equals_the_bare_optimizer(name: str) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    model = tiny_llama(vocab=BIG_VOCAB)
+    bare = twin(model)
+    batches = token_batches(20, vocab=BIG_VOCAB)
+    hift = HiFT(model, optimizer_class, config=HiFTConfig(**ONE_GROUP), **options)
+    plain = optimizer_class(bare.parameters(), **options)
+    train(model, hift, batches, 20, scheduler=cosine(hift, 20))
+    train(bare, plain, batches, 20, scheduler=cosine(plain, 20))
+    assert_same_bits(model, bare)
+
+
+@pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": True}])
+def test_one_group_passes_the_choice_of_kernel_on(kernel: dict[str, bool]) -> None:
+    model = tiny_llama()
+    bare = twin(model)
+    batches = token_batches(6)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**ONE_GROUP), lr=1e-2, **kernel)
+    train(model, hift, batches, 6)
+    train(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2, **kernel), batches, 6)
+    assert_same_bits(model, bare)
+
+
+def hift_and_reference(
+    model: torch.nn.Module,
+    name: str = "AdamW",
+    *,
+    cycles: int = 3,
+    accumulation: int = 1,
+    max_norm: float | None = None,
+    split: bool = False,
+    scheduled: bool = True,
+    big: bool = False,
+    batches: list[dict[str, torch.Tensor]] | None = None,
+    **config: Any,
+) -> tuple[HiFT, list[list[str]]]:
+    """Train a model by HiFT and a twin by the reference; compare every loss and weight; return what was active."""
+    optimizer_class, options = OPTIMIZERS[name]
+    other, before = twin(model), weights(model)
+    groups = naive_groups(model, config.get("layers_per_group", 1))
+    if split:
+        options = {key: value for key, value in options.items() if key != "weight_decay"}
+        hift = HiFT.wrap(
+            grouped_optimizer(model, optimizer_class, decay_split(model), **options), model, config=HiFTConfig(**config)
+        )
+    else:
+        hift = HiFT(model, optimizer_class, config=HiFTConfig(**config), **options)
+    steps_per_group = config.get("steps_per_group", 1)
+    total = cycles * len(groups) * steps_per_group
+    batches = batches or token_batches(total * accumulation, vocab=BIG_VOCAB if big else 97)
+    active = [sorted(trainable(model))]
+    hift_losses = train(
+        model,
+        hift,
+        batches,
+        total,
+        accumulation=accumulation,
+        max_norm=max_norm,
+        scheduler=LambdaLR(hift, lambda step: warm_cosine(step, total)) if scheduled else None,
+        after_step=lambda _: active.append(sorted(trainable(model))),
+    )
+    cycle = active[: len(groups) * steps_per_group]
+    order = [next(i for i, group in enumerate(groups) if sorted(group) == names) for names in cycle[::steps_per_group]]
+    reference = NaiveHiFT(
+        other,
+        optimizer_class,
+        groups=groups,
+        order=order,
+        steps_per_group=steps_per_group,
+        masters=config.get("master", "fp32") != "none",
+        discard=config.get("state") == "discard",
+        split=decay_split(other) if split else None,
+        **options,
+    )
+    reference_losses = train(
+        other,
+        reference,
+        batches,
+        total,
+        accumulation=accumulation,
+        max_norm=max_norm,
+        scheduler=LambdaLR(reference.carrier, lambda step: warm_cosine(step, total)) if scheduled else None,
+    )
+    assert hift_losses == reference_losses
+    assert_same_bits(model, other)
+    assert_all_moved(model, before)
+    assert hift.updates == total
+    return hift, active
+
+
+GRID: list[dict[str, Any]] = [
+    {"order": order, "layers_per_group": m, "steps_per_group": steps, "accumulation": accumulation, "max_norm": norm}
+    for order in ORDERS
+    for m, steps, accumulation, norm in [(1, 1, 1, None), (2, 3, 4, 1e-3), (3, 3, 1, 1e-3), (4, 1, 4, None)]
+]
+GRID_NAMES = ["-".join(str(value) for value in case.values()) for case in GRID]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("case", GRID, ids=GRID_NAMES)
+def test_several_groups_equal_the_reference(case: dict[str, Any], dtype: torch.dtype) -> None:
+    hift_and_reference(tiny_llama(dtype), **case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "AdamW"])
+def test_every_optimizer_equals_the_reference(name: str, dtype: torch.dtype) -> None:
+    scheduled = name in WITH_LR
+    model = tiny_llama(dtype, vocab=BIG_VOCAB)
+    hift_and_reference(model, name, layers_per_group=2, steps_per_group=2, scheduled=scheduled, big=True)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "torch Adafactor"])
+def test_bf16_weights_without_masters_equal_the_reference(name: str) -> None:
+    hift_and_reference(tiny_llama(torch.bfloat16), name, layers_per_group=2, master="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_decay_groups_inside_a_group_equal_the_reference(order: str, dtype: torch.dtype) -> None:
+    hift_and_reference(tiny_llama(dtype), split=True, order=order, layers_per_group=2, max_norm=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("architecture", ["tied llama", "gpt2", "bert"])
+def test_other_architectures_equal_the_reference(architecture: str, dtype: torch.dtype) -> None:
+    if architecture == "tied llama":
+        model, batches = tiny_llama(dtype, tied=True), token_batches(15)
+    elif architecture == "gpt2":
+        model, batches = tiny_gpt2(dtype), token_batches(15)
+    else:
+        model, batches = tiny_bert(dtype), label_batches(15)
+    hift, _ = hift_and_reference(model, batches=batches)
+    assert [list(group.parameter_names) for group in hift.groups] == naive_groups(model, 1)
+
+
+@pytest.mark.parametrize("stream_bytes", [4096, 134_217_728])
+@pytest.mark.parametrize("master", ["fp32", "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "torch Adafactor"])
+def test_odd_parameters_equal_the_reference(name: str, dtype: torch.dtype, master: str, stream_bytes: int) -> None:
+    # torch's Adafactor divides by the number of elements, so it can't step an empty tensor in any case.
+    model = odd_model(dtype, with_empty=name != "torch Adafactor")
+    assert not model.get_parameter("layers.0.across").is_contiguous()
+    hift_and_reference(model, name, layers=ODD_LAYERS, layers_per_group=2, master=master, stream_bytes=stream_bytes)
+
+
+def test_one_group_draws_no_random_numbers() -> None:
+    model = tiny_bert(dropout=0.2)
+    bare = twin(model)
+    batches = label_batches(10)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**ONE_GROUP), lr=1e-2)
+    torch.manual_seed(5)
+    losses = train(model, hift, batches, 10)
+    torch.manual_seed(5)
+    assert losses == train(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2), batches, 10)
+    assert_same_bits(model, bare)
+
+
+@pytest.mark.parametrize("steps_per_group", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_discarded_state_and_masters_are_new_at_each_turn(dtype: torch.dtype, steps_per_group: int) -> None:
+    hift_and_reference(tiny_llama(dtype), state="discard", layers_per_group=2, steps_per_group=steps_per_group)
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 2, 3, 4, 5])
+def test_groups_are_cut_from_the_bottom_and_the_last_may_be_smaller(layers_per_group: int) -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers_per_group=layers_per_group), lr=0.1)
+    expected = naive_groups(model, layers_per_group)
+    assert [list(group.parameter_names) for group in hift.groups] == expected
+    assert hift.num_groups == len(expected) == -(-LAYERS // layers_per_group)
+    assert [group.index for group in hift.groups] == list(range(len(expected)))
+
+
+def orders_of(seed: int, order: str = "random", layers_per_group: int = 1) -> list[list[int]]:
+    """Which group was trainable in each of three cycles, by what requires a gradient."""
+    model = tiny_llama(blocks=6)
+    groups = [sorted(group) for group in naive_groups(model, layers_per_group)]
+    config = HiFTConfig(order=order, seed=seed, layers_per_group=layers_per_group)
+    hift = HiFT(model, torch.optim.SGD, config=config, lr=0.1)
+    assert hift.cycle_length == len(groups)
+    seen = [groups.index(sorted(trainable(model)))]
+    train(
+        model,
+        hift,
+        token_batches(1),
+        3 * len(groups) - 1,
+        after_step=lambda _: seen.append(groups.index(sorted(trainable(model)))),
+    )
+    return [seen[start : start + len(groups)] for start in range(0, len(seen), len(groups))]
+
+
+def test_bottom2up_and_top2down_visit_the_groups_in_order() -> None:
+    assert orders_of(0, "bottom2up", 3) == [[0, 1, 2]] * 3
+    assert orders_of(0, "top2down", 3) == [[2, 1, 0]] * 3
+
+
+def test_random_order_is_one_seeded_permutation_for_the_whole_run() -> None:
+    first = orders_of(7)
+    assert sorted(first[0]) == list(range(8))
+    assert first[1] == first[0] and first[2] == first[0]
+    torch.manual_seed(123)
+    assert orders_of(7) == first
+    assert len({tuple(orders_of(seed)[0]) for seed in range(4)}) > 1

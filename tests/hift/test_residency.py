@@ -1,0 +1,191 @@
+"""Where the bytes are, by the census of living storages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import HiFT, HiFTConfig
+from slivertune.hift.streamed import StreamedGroup
+from slivertune.ledger import Census, Ledger
+
+from ..helpers.models import tiny_llama, token_batches
+
+FP32, BF16 = torch.float32, torch.bfloat16
+NUM_GROUPS = 5
+VOCAB = 4001
+"""Makes the embedding and the head, of 3 MB each with their state, a dozen pieces."""
+STREAM_BYTES = 256 * 1024
+STEP_BYTES = 4
+"""An AdamW step count, one for each slice of a weight."""
+
+
+def build(dtype: torch.dtype, **config: Any) -> tuple[nn.Module, HiFT]:
+    model = tiny_llama(dtype, vocab=VOCAB)
+    settings = HiFTConfig(**{"stream_bytes": STREAM_BYTES, **config})
+    return model, HiFT(model, torch.optim.AdamW, config=settings, lr=1e-2)
+
+
+def active_bytes(model: nn.Module, optimizer: HiFT) -> int:
+    """Bytes of the active group's weights, and so of its gradients."""
+    names = optimizer.groups[optimizer.active_group].parameter_names
+    return sum(parameter.nbytes for name, parameter in model.named_parameters() if name in names)
+
+
+def backward(model: nn.Module, index: int) -> None:
+    model(**token_batches(index + 1)[index]).loss.backward()
+
+
+def assert_only_weights_on_the_device(census: Census, model: nn.Module) -> None:
+    """What must hold after every step."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert (census.parameters, census.gradients) == (weights + buffers, 0)
+    assert census.state == 0, f"{census.state} bytes of state stayed on the device"
+    assert census.residual == 0, f"{census.residual} bytes of no one's stayed on the device"
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_a_step_holds_the_weights_the_active_gradients_and_two_pieces(dtype: torch.dtype, master: str) -> None:
+    model, optimizer = build(dtype, master=master)
+    largest = 0
+    with Ledger(model) as ledger:
+        for index in range(3 * NUM_GROUPS):
+            backward(model, index)
+            gradients = active_bytes(model, optimizer)
+            assert ledger.current().gradients == gradients
+            fixed = ledger.current().parameters + gradients
+            ledger.reset_peak()
+            optimizer.step()
+            assert ledger.peak.device <= fixed + 2 * STREAM_BYTES
+            largest = max(largest, ledger.peak.device - fixed)
+    # The bound is no idle one: the embedding and its state are far larger than two pieces.
+    assert largest > STREAM_BYTES
+
+
+def test_whole_groups_on_the_device_would_break_that_bound() -> None:
+    model, optimizer = build(BF16, stream_bytes=0)
+    with Ledger(model) as ledger:
+        for index in range(2 * NUM_GROUPS):
+            backward(model, index)
+            optimizer.step()
+        assert ledger.highest.state > 2 * STREAM_BYTES
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_between_steps_all_state_waits_on_the_host(dtype: torch.dtype) -> None:
+    model, optimizer = build(dtype)
+    num_elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    bytes_each = 8 if dtype == FP32 else 12  # two moments, and a master for 16-bit weights
+    with Ledger(model) as ledger:
+        visited = 0
+        for index in range(2 * NUM_GROUPS):
+            group = optimizer.groups[optimizer.active_group]
+            backward(model, index)
+            optimizer.step()
+            assert_only_weights_on_the_device(ledger.current(), model)
+            if index < NUM_GROUPS:
+                visited += sum(num_elements[name] for name in group.parameter_names)
+            # Beside it: step counts, and the gaps that keep tensors aligned.
+            assert visited * bytes_each <= ledger.current().host <= visited * bytes_each * 1.25 + 100_000
+
+
+def test_keeping_a_groups_state_alive_after_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+    empty_slots = StreamedGroup._empty_slots
+
+    def forgetful(group: StreamedGroup) -> None:
+        kept.extend(group._slots)
+        empty_slots(group)
+
+    monkeypatch.setattr(StreamedGroup, "_empty_slots", forgetful)
+    model, optimizer = build(BF16)
+    with Ledger(model) as ledger:
+        for index in range(NUM_GROUPS + 1):
+            backward(model, index)
+            optimizer.step()
+        with pytest.raises(AssertionError, match="bytes of state stayed on the device"):
+            assert_only_weights_on_the_device(ledger.current(), model)
+
+
+def test_the_first_pieces_arrive_during_backward() -> None:
+    model, optimizer = build(BF16)
+    with Ledger(model) as ledger:
+        for index in range(NUM_GROUPS):
+            backward(model, index)
+            assert ledger.current().state == 0  # nothing waits yet
+            optimizer.step()
+        for index in range(NUM_GROUPS):
+            backward(model, index)
+            assert 0 < ledger.current().state <= 2 * STREAM_BYTES
+            optimizer.step()
+
+
+def test_prefetched_pieces_survive_a_skipped_step() -> None:
+    results = []
+    for skip in (False, True):
+        model, optimizer = build(BF16)
+        for index in range(3 * NUM_GROUPS):
+            if skip:
+                backward(model, 50 + index)
+                model.zero_grad()
+                optimizer.step()  # nothing to apply
+            backward(model, index)
+            optimizer.step()
+        assert optimizer.updates == 3 * NUM_GROUPS
+        results.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_state_on_the_device_stays_there() -> None:
+    model, optimizer = build(BF16, state="device")
+    with Ledger(model) as ledger:
+        for index in range(2 * NUM_GROUPS):
+            backward(model, index)
+            optimizer.step()
+        num_elements = sum(parameter.numel() for parameter in model.parameters())
+        counts = STEP_BYTES * len(list(model.parameters()))
+        assert (ledger.current().state, ledger.current().host) == (12 * num_elements + counts, 0)
+        assert (ledger.current().gradients, ledger.current().residual) == (0, 0)
+
+
+def test_state_on_disk_is_in_files_that_leave_nothing_behind(tmp_path: Any) -> None:
+    model, optimizer = build(BF16, state="disk", state_dir=tmp_path / "state")
+    with Ledger(model) as ledger:
+        for index in range(2 * NUM_GROUPS):
+            backward(model, index)
+            optimizer.step()
+            assert_only_weights_on_the_device(ledger.current(), model)
+        num_elements = sum(parameter.numel() for parameter in model.parameters())
+        assert ledger.current().disk >= 12 * num_elements
+        assert ledger.current().host < 20_000  # step counts of the slices
+    assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_discarded_state_waits_nowhere() -> None:
+    model, optimizer = build(BF16, state="discard", steps_per_group=2)
+    with Ledger(model) as ledger:
+        for index in range(4 * NUM_GROUPS):
+            backward(model, index)
+            optimizer.step()
+            census = ledger.current()
+            assert_only_weights_on_the_device(census, model)
+            assert (census.host == 0) == (index % 2 == 1)
+
+
+def test_half_the_masters_bytes_wait_when_split() -> None:
+    waiting = {}
+    for master in ("fp32", "split", "none"):
+        model, optimizer = build(BF16, master=master)
+        with Ledger(model) as ledger:
+            for index in range(NUM_GROUPS):
+                backward(model, index)
+                optimizer.step()
+            waiting[master] = ledger.current().host
+        num_elements = sum(parameter.numel() for parameter in model.parameters())
+    assert waiting["fp32"] - waiting["split"] == pytest.approx(2 * num_elements, rel=0.05)
+    assert waiting["split"] - waiting["none"] > 0

@@ -1,0 +1,301 @@
+"""Save, load into a new process's objects, continue: the same bits as a run that was never interrupted."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Trainer, TrainingArguments
+
+from slivertune import HiFT, HiFTConfig
+from tests.helpers.accelerator import one_device
+from tests.helpers.models import (
+    Batch,
+    assert_all_moved,
+    assert_same_bits,
+    assert_same_tree,
+    tiny_llama,
+    token_batches,
+    trainable,
+    weights,
+)
+from tests.helpers.reference import decay_split, grouped_optimizer, train
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, warm_cosine
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with one_device() as made:
+        yield made
+
+
+class Run:
+    """A model, its HiFT and a schedule, which can be written to bytes and made anew from them."""
+
+    def __init__(
+        self, name: str, dtype: torch.dtype, total: int, *, weights_seed: int = 0, wrap: bool = False, **config: Any
+    ):
+        optimizer_class, options = OPTIMIZERS[name]
+        big = name == "AdamW8bit"
+        self.model = tiny_llama(dtype, vocab=BIG_VOCAB if big else 97, seed=weights_seed)
+        self.batches: list[Batch] = token_batches(total, vocab=BIG_VOCAB if big else 97)
+        if wrap:
+            options = {key: value for key, value in options.items() if key != "weight_decay"}
+            base = grouped_optimizer(self.model, optimizer_class, decay_split(self.model), **options)
+            self.hift = HiFT.wrap(base, self.model, config=HiFTConfig(**config))
+        else:
+            self.hift = HiFT(self.model, optimizer_class, config=HiFTConfig(**config), **options)
+        self.scheduler = LambdaLR(self.hift, lambda step: warm_cosine(step, total))
+
+    def train(self, start: int, steps: int) -> list[float]:
+        return train(self.model, self.hift, self.batches, steps, start=start, scheduler=self.scheduler)
+
+    def save(self) -> bytes:
+        file = io.BytesIO()
+        parts = {"model": self.model, "optimizer": self.hift, "scheduler": self.scheduler}
+        torch.save({key: part.state_dict() for key, part in parts.items()}, file)
+        return file.getvalue()
+
+    def load(self, saved: bytes) -> None:
+        loaded = torch.load(io.BytesIO(saved), weights_only=True)
+        self.model.load_state_dict(loaded["model"])
+        self.hift.load_state_dict(loaded["optimizer"])
+        self.scheduler.load_state_dict(loaded["scheduler"])
+
+
+def resume_at_every_step(
+    name: str,
+    dtype: torch.dtype,
+    cycle: int,
+    tmp_path: Path,
+    *,
+    wrap: bool = False,
+    resumed: dict[str, Any] | None = None,
+    every: int = 1,
+    **config: Any,
+) -> None:
+    """Save after every update of two cycles; continue each from a model of other weights; compare losses and bits."""
+
+    def places(folder: str, chosen: dict[str, Any]) -> dict[str, Any]:
+        return {**chosen, "state_dir": str(tmp_path / folder)} if chosen.get("state") == "disk" else chosen
+
+    total = 2 * cycle + 2
+    whole = Run(name, dtype, total, wrap=wrap, **places("whole", config))
+    assert whole.hift.cycle_length == cycle
+    before = weights(whole.model)
+    saves, losses = {0: whole.save()}, []
+    for done in range(total):
+        losses += whole.train(done, 1)
+        saves[done + 1] = whole.save()
+    assert_all_moved(whole.model, before)
+    for done in range(0, 2 * cycle + 1, every):
+        chosen = places(f"resumed{done}", {**config, **(resumed or {})})
+        again = Run(name, dtype, total, weights_seed=9, wrap=wrap, **chosen)
+        again.load(saves[done])
+        assert again.hift.updates == done
+        assert again.train(done, total - done) == losses[done:], f"resumed after {done} updates"
+        assert_same_bits(again.model, whole.model)
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "cycle", "config"),
+    [
+        ("AdamW", FP32, 5, {}),
+        ("AdamW", BF16, 5, {"order": "random", "seed": 5}),
+        ("AdamW", BF16, 9, {"layers_per_group": 2, "steps_per_group": 3, "order": "top2down"}),
+        ("AdamW", BF16, 9, {"layers_per_group": 2, "steps_per_group": 3, "order": "random", "stream_bytes": 4096}),
+        ("AdamW", BF16, 3, {"layers_per_group": 2, "master": "split"}),
+        ("AdamW", BF16, 3, {"layers_per_group": 2, "master": "none"}),
+        ("AdamW", BF16, 3, {"layers_per_group": 2, "state": "disk", "stream_bytes": 4096}),
+        ("AdamW", BF16, 3, {"layers_per_group": 2, "state": "device"}),
+        ("AdamW", BF16, 9, {"layers_per_group": 2, "steps_per_group": 3, "state": "discard"}),
+        ("AdamW8bit", FP32, 3, {"layers_per_group": 2}),
+        ("AdamW8bit", BF16, 3, {"layers_per_group": 2, "stream_bytes": 4096}),
+        ("AdamW8bit", BF16, 3, {"layers_per_group": 2, "state": "disk", "master": "split"}),
+        ("SGD", BF16, 3, {"layers_per_group": 2}),
+        ("SGD momentum", FP32, 3, {"layers_per_group": 2}),
+        ("Adagrad", BF16, 3, {"layers_per_group": 2}),
+        ("RMSprop", BF16, 3, {"layers_per_group": 2}),
+        ("torch Adafactor", BF16, 3, {"layers_per_group": 2}),
+        ("transformers Adafactor with lr", BF16, 3, {"layers_per_group": 2}),
+        ("AdamW", FP32, 1, {"layers_per_group": 5}),
+    ],
+)
+def test_a_run_resumed_at_any_step_has_the_same_bits(
+    name: str, dtype: torch.dtype, cycle: int, config: dict[str, Any], tmp_path: Path
+) -> None:
+    resume_at_every_step(name, dtype, cycle, tmp_path, **config)
+
+
+def test_a_wrapped_optimizer_with_decay_groups_resumes(tmp_path: Path) -> None:
+    resume_at_every_step("AdamW", BF16, 3, tmp_path, wrap=True, layers_per_group=2)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ({"stream_bytes": 4096}, {"stream_bytes": 0}),
+        ({"stream_bytes": 0}, {"stream_bytes": 20_000}),
+        ({"state": "host"}, {"state": "disk"}),
+        ({"state": "disk"}, {"state": "device", "stream_bytes": 4096}),
+        ({"state": "device"}, {"state": "host"}),
+        ({"master": "fp32"}, {"master": "split"}),
+        ({"master": "split"}, {"master": "fp32", "stream_bytes": 4096}),
+    ],
+)
+def test_a_run_resumes_with_other_choices_of_memory(
+    name: str, saved: dict[str, Any], resumed: dict[str, Any], tmp_path: Path
+) -> None:
+    # Choices that name no folder must not inherit one.
+    resume_at_every_step(name, BF16, 3, tmp_path, layers_per_group=2, every=2, resumed=resumed, **saved)
+
+
+@pytest.mark.parametrize("config", [{}, {"master": "split"}, {"state": "device"}, {"stream_bytes": 4096}])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "transformers Adafactor with lr"])
+def test_loading_is_idempotent_and_saving_what_was_loaded_gives_it_back(name: str, config: dict[str, Any]) -> None:
+    run = Run(name, BF16, 12, **config)
+    run.train(0, 7)
+    saved = run.save()
+    first = torch.load(io.BytesIO(saved), weights_only=True)["optimizer"]
+    again = Run(name, BF16, 12, weights_seed=9, **config)
+    again.load(saved)
+    again.load(saved)
+    assert_same_tree(again.hift.state_dict(), first)
+    again.hift.load_state_dict(again.hift.state_dict())
+    assert_same_tree(again.hift.state_dict(), first)
+    assert again.train(7, 5) == run.train(7, 5)
+    assert_same_bits(again.model, run.model)
+
+
+def test_saving_does_not_change_the_run() -> None:
+    run, other = Run("AdamW", BF16, 12), Run("AdamW", BF16, 12)
+    for update in range(12):
+        run.train(update, 1)
+        run.save()
+    other.train(0, 12)
+    assert_same_bits(run.model, other.model)
+
+
+def test_loading_does_not_keep_the_callers_tensors() -> None:
+    run = Run("AdamW", BF16, 12)
+    run.train(0, 7)
+    loaded = torch.load(io.BytesIO(run.save()), weights_only=True)["optimizer"]
+    kept = copy.deepcopy(loaded)
+    again = Run("AdamW", BF16, 12)
+    again.train(0, 7)
+    again.hift.load_state_dict(loaded)
+    again.train(7, 5)
+    assert_same_tree(loaded, kept)
+
+
+def test_state_dict_is_by_parameter_name_and_holds_fp32_masters_of_visited_groups_alone() -> None:
+    run = Run("AdamW", BF16, 12, layers_per_group=2)
+    names = [name for name, _ in run.model.named_parameters()]
+    empty = run.hift.state_dict()
+    assert empty["state"] == {}
+    assert sorted(name for group in empty["param_groups"] for name in group["params"]) == sorted(names)
+    run.train(0, 2)
+    state = run.hift.state_dict()["state"]
+    visited = {name for group in run.hift.groups[:2] for name in group.parameter_names}
+    assert set(state) == visited and visited < set(names)
+    parameters = dict(run.model.named_parameters())
+    for name, entry in state.items():
+        assert {"master", "exp_avg", "exp_avg_sq", "step"} <= set(entry)
+        for key in ("master", "exp_avg", "exp_avg_sq"):
+            assert entry[key].dtype == FP32 and entry[key].shape == parameters[name].shape
+        assert torch.equal(entry["master"].to(BF16), parameters[name])
+
+
+def test_loading_restores_the_active_group_and_what_requires_a_gradient() -> None:
+    run = Run("AdamW", FP32, 12, order="random", seed=3, steps_per_group=2)
+    run.train(0, 5)
+    again = Run("AdamW", FP32, 12, order="random", seed=3, steps_per_group=2)
+    again.load(run.save())
+    assert again.hift.active_group == run.hift.active_group
+    assert trainable(again.model) == trainable(run.model)
+    assert again.hift.held_lr == run.hift.held_lr
+
+
+@pytest.mark.parametrize("done", range(7))
+def test_accelerator_save_state_resumes_to_the_same_bits(accelerator: Accelerator, tmp_path: Path, done: int) -> None:
+    def prepared(seed: int) -> tuple[Run, Any, Any, Any]:
+        run = Run("AdamW", BF16, 8, weights_seed=seed, layers_per_group=2, order="random")
+        return run, *accelerator.prepare(run.model, run.hift, run.scheduler)
+
+    def loop(run: Run, model: Any, optimizer: Any, scheduler: Any, start: int, steps: int) -> list[float]:
+        losses = []
+        for update in range(start, start + steps):
+            loss = model(**run.batches[update]).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    first = prepared(0)
+    loop(*first, 0, done)
+    accelerator.save_state(str(tmp_path))
+    expected = loop(*first, done, 8 - done)
+    accelerator.free_memory()
+    again = prepared(9)
+    accelerator.load_state(str(tmp_path))
+    assert loop(*again, done, 8 - done) == expected
+    assert_same_bits(again[0].model, first[0].model)
+
+
+class Rows(torch.utils.data.Dataset[Batch]):
+    """Forty rows of ids."""
+
+    def __init__(self) -> None:
+        self.rows = [{key: value[0] for key, value in batch.items()} for batch in token_batches(40, batch_size=1)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.rows[index]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_trainer_resumes_from_each_of_its_checkpoints_to_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    def trainer(seed: int, folder: str) -> tuple[Trainer, HiFT]:
+        model = tiny_llama(dtype, seed=seed)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=2), lr=1e-2)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / folder),
+            max_steps=8,
+            save_steps=1,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            lr_scheduler_type="cosine",
+            warmup_steps=2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        return Trainer(model=model, args=arguments, train_dataset=Rows(), optimizers=(hift, None)), hift
+
+    whole, hift = trainer(0, "whole")
+    before = weights(whole.model)
+    whole.train()
+    assert hift.updates == 8
+    assert_all_moved(whole.model, before)
+    for done in range(1, 8):
+        again, resumed = trainer(9, f"again{done}")
+        again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{done}"))
+        assert resumed.updates == 8
+        assert_same_bits(again.model, whole.model)

@@ -1,0 +1,61 @@
+import pickle
+
+import torch
+
+from slivertune.hift.rotation import Rotation
+
+
+def advance(rotation: Rotation, scheduled: float) -> float:
+    """Apply one update and return the learning rate that it used."""
+    applied = rotation.to_apply([scheduled])
+    rotation.advance(applied)
+    (value,) = applied
+    assert isinstance(value, float)
+    return value
+
+
+def test_every_group_has_its_turn_in_order() -> None:
+    rotation = Rotation(order=(2, 0, 1), steps_per_group=2)
+    turns = []
+    for _ in range(12):
+        turns.append(rotation.active_group)
+        advance(rotation, 0.1)
+    assert turns == [2, 2, 0, 0, 1, 1] * 2
+    assert rotation.cycle_length == 6
+
+
+def test_the_rate_of_a_cycle_is_read_at_its_first_update() -> None:
+    rotation = Rotation(order=(0, 1), steps_per_group=2)
+    applied = [advance(rotation, 1.0 - 0.1 * update) for update in range(9)]
+    assert applied == [1.0] * 4 + [1.0 - 0.1 * 4] * 4 + [1.0 - 0.1 * 8]
+
+
+def test_asking_without_applying_changes_nothing() -> None:
+    rotation = Rotation(order=(0, 1), steps_per_group=1)
+    assert rotation.to_apply([1.0]) == [1.0]
+    assert rotation.to_apply([0.5]) == [0.5]
+    assert (rotation.updates, rotation.held_lr) == (0, [])
+
+
+def test_a_tensor_rate_is_held_by_value() -> None:
+    rotation = Rotation(order=(0, 1), steps_per_group=1)
+    rate = torch.tensor(1.0)
+    rotation.advance(rotation.to_apply([rate]))
+    rate.fill_(0.5)
+    assert rotation.to_apply([rate]) == [torch.tensor(1.0)]
+
+
+def test_turns_end_after_their_steps() -> None:
+    rotation = Rotation(order=(0, 1), steps_per_group=3)
+    ends = []
+    for _ in range(6):
+        ends.append(rotation.ends_turn)
+        advance(rotation, 0.1)
+    assert ends == [False, False, True] * 2
+
+
+def test_it_pickles_in_mid_cycle() -> None:
+    rotation = Rotation(order=(1, 0, 2), steps_per_group=2)
+    for _ in range(3):
+        advance(rotation, 0.1)
+    assert pickle.loads(pickle.dumps(rotation)) == rotation

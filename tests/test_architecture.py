@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# A module or folder right under the package, and its floor; a file imports from floors below its own, and from its own
+# module or folder.
+FLOORS = {
+    "layers": 0,
+    "ledger": 0,
+    "presets": 0,
+    "hift": 1,
+    "sft": 1,
+    "tokentune": 1,
+    "parallel": 2,
+    "planning": 2,
+    "interop": 3,
+    "training": 3,
+    "cli": 4,
+    "__main__": 5,
+}
+
+
+def imported_modules(source: str, package: str) -> Iterator[str]:
+    """Full names of what a file of `package` imports anywhere in it, as far as the import statement tells."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def violations(root: Path) -> list[str]:
+    """Say which files under the package folder `root` import from where they may not."""
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        own = parts[0]
+        if parts == ("__init__",):
+            continue  # the public names: resolved on first use, by no file of the package
+        if own not in FLOORS:
+            found.append(f"{path.name}: {own} has no floor in FLOORS")
+            continue
+        for name in imported_modules(path.read_text(encoding="utf-8"), ".".join([root.name, *parts[:-1]])):
+            top, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            if top != root.name or target in (own, "__version__"):
+                continue
+            if target not in FLOORS:
+                found.append(f"{'/'.join(parts)}.py imports {name}: name the module that defines it")
+            elif FLOORS[target] >= FLOORS[own]:
+                found.append(f"{'/'.join(parts)}.py (floor {FLOORS[own]}) imports {name} (floor {FLOORS[target]})")
+    return found
+
+
+def test_every_file_imports_only_from_floors_below_its_own(checkout: Path) -> None:
+    root = checkout / "integrations" / "slivertune"
+    assert len(list(root.rglob("*.py"))) > 1
+    assert violations(root) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("layers.py", "from slivertune.hift.optimizer import HiFT"),
+        ("layers.py", "import slivertune.ledger"),
+        ("hift/optimizer.py", "def f():\n    from slivertune.sft import SFT"),
+        ("hift/optimizer.py", "from ..tokentune import hook"),
+        ("hift/optimizer.py", "from slivertune import cli"),
+        ("hift/optimizer.py", "from slivertune import HiFT"),
+        ("hift/optimizer.py", "if TYPE_CHECKING:\n    import slivertune.training.arguments"),
+        ("training/arguments.py", "from slivertune.interop import trainer"),
+        ("loose.py", ""),
+    ],
+)
+def test_an_import_from_the_same_floor_or_above_is_found(file: str, source: str, tmp_path: Path) -> None:
+    root = tmp_path / "slivertune"
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / file).write_text(source, encoding="utf-8")
+    assert len(violations(root)) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("__init__.py", "from slivertune.hift import HiFT"),
+        ("hift/optimizer.py", "from slivertune.hift.config import HiFTConfig\nfrom . import groups"),
+        ("hift/optimizer.py", "import torch\nfrom slivertune.layers import find_layers\nfrom .. import ledger"),
+        ("training/run.py", "from slivertune import __version__\nfrom slivertune.parallel.single import prepare"),
+        ("__main__.py", "from slivertune.cli import main"),
+    ],
+)
+def test_an_import_from_below_or_from_its_own_folder_is_let_through(file: str, source: str, tmp_path: Path) -> None:
+    root = tmp_path / "slivertune"
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / file).write_text(source, encoding="utf-8")
+    assert violations(root) == []
+
+
+def test_every_folder_of_tests_is_a_package(checkout: Path) -> None:
+    # Two files of one name in folders that are no packages shadow each other.
+    folders = {path.parent for path in (checkout / "tests").rglob("test_*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []

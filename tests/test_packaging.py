@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+import slivertune
+
+HEAVY = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "numpy", "peft", "torch", "transformers")
+
+
+# Fresh interpreters import the package that this one imports.
+SOURCE_ROOT = Path(slivertune.__file__).resolve().parents[1]
+
+
+def run_python(code: str, *, cwd: Path, import_root: Path = SOURCE_ROOT) -> str:
+    """Run code in a fresh interpreter and return what it printed; `import_root` comes before everything installed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(import_root)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def build(checkout: Path, target: str, folder: Path) -> Path:
+    """Build a wheel or sdist of a checkout with the installed hatchling: no isolation, no network."""
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)],
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (built,) = folder.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(checkout, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(checkout, "sdist", tmp_path_factory.mktemp("sdist"))
+
+
+def files_of(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_a_bare_import_pulls_in_nothing_heavy(tmp_path: Path) -> None:
+    code = f"import sys, slivertune; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    assert run_python(code, cwd=tmp_path) == ""
+
+
+def test_finding_a_preset_pulls_in_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys; from slivertune.presets import preset_path; preset_path('single_gpu_24g'); "
+        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    )
+    assert run_python(code, cwd=tmp_path) == ""
+
+
+@pytest.mark.parametrize("name", sorted(slivertune.__all__))
+def test_a_public_name_resolves_and_is_listed(name: str) -> None:
+    assert name in dir(slivertune)
+    value = getattr(slivertune, name)
+    assert value is getattr(slivertune, name)
+    if name != "__version__":
+        assert value.__name__ == name
+        assert value.__module__.startswith("slivertune.")
+
+
+def test_the_names_are_listed_before_they_are_resolved(tmp_path: Path) -> None:
+    code = "import slivertune; print(set(slivertune.__all__) <= set(dir(slivertune)), 'HiFT' in vars(slivertune))"
+    assert run_python(code, cwd=tmp_path) == "True False"
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error_that_lists_the_public_ones() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Hift'; public names: .*HiFT, HiFTConfig"):
+        _ = slivertune.Hift
+
+
+def test_the_wheel_holds_the_package_the_presets_and_nothing_else(wheel: Path, checkout: Path) -> None:
+    package = checkout / "integrations" / "slivertune"
+    expected = {
+        f"slivertune/{path.relative_to(package).as_posix()}"
+        for path in package.rglob("*")
+        if path.suffix in (".py", ".typed")
+    }
+    for folder in ("launch", "ds_configs"):
+        here = {f"slivertune/{folder}/{path.name}" for path in (checkout / folder).iterdir()}
+        assert here
+        expected |= here
+    names = files_of(wheel)
+    about = f"slivertune-{slivertune.__version__}.dist-info/"
+    assert {name for name in names if not name.startswith(about)} == expected
+    assert "slivertune/py.typed" in names
+    assert f"{about}licenses/LICENSE" in names
+
+
+def test_the_wheel_declares_the_command_the_floors_and_the_extras(wheel: Path) -> None:
+    about = f"slivertune-{slivertune.__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"{about}/METADATA").decode()
+        commands = archive.read(f"{about}/entry_points.txt").decode()
+    assert "slivertune = slivertune.cli:main" in commands
+    for line in (
+        "Requires-Python: >=3.11",
+        "License-Expression: Apache-2.0",
+        "Requires-Dist: torch>=2.11",
+        "Requires-Dist: transformers>=5.17",
+        "Requires-Dist: accelerate>=1.15",
+        *(f"Provides-Extra: {extra}" for extra in ("deepspeed", "bitsandbytes", "peft", "plot", "all", "dev")),
+    ):
+        assert line in metadata.splitlines()
+
+
+def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = (
+        "from slivertune.presets import preset_names, preset_path; "
+        "print(*(preset_path(name) for name in preset_names()), sep='\\n')"
+    )
+    found = [Path(line) for line in run_python(code, cwd=tmp_path, import_root=site).splitlines()]
+    assert site / "slivertune" / "launch" / "single_gpu_24g.yaml" in found
+    assert site / "slivertune" / "ds_configs" / "single_gpu_24g.json" in found
+    assert all(path.is_relative_to(site) and path.is_file() for path in found)
+
+
+def test_the_source_package_holds_what_building_and_testing_need(sdist: Path, checkout: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile", "constraints.txt"} <= names
+    for folder in ("integrations", "launch", "ds_configs", "tests"):
+        here = {
+            path.relative_to(checkout).as_posix()
+            for path in (checkout / folder).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        }
+        assert here
+        assert here <= names
+    assert not [name for name in names if name.startswith((".venv", "runs", "dist"))]
+
+
+def test_the_source_package_builds_the_same_wheel_as_the_checkout(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (root,) = (tmp_path / "source").iterdir()
+    assert files_of(build(root, "wheel", tmp_path / "built")) == files_of(wheel)
+
+
+def test_the_pins_satisfy_every_declared_range(checkout: Path) -> None:
+    requirements = pytest.importorskip("packaging.requirements")
+    utils = pytest.importorskip("packaging.utils")
+    lines = (checkout / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = {utils.canonicalize_name(name): version for name, version in pins.items()}
+    project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    for requirement in map(requirements.Requirement, chain.from_iterable(lists)):
+        if requirement.name != project["name"]:
+            assert requirement.specifier.contains(pins[utils.canonicalize_name(requirement.name)]), str(requirement)
