@@ -139,11 +139,14 @@ class OddModel(nn.Module):
 ODD_LAYERS = [["embed_tokens"], ["layers.0"], ["layers.1"], ["head"]]
 
 
-def odd_model(dtype: torch.dtype = torch.float32, *, with_empty: bool = True, seed: int = 0) -> nn.Module:
+def odd_model(
+    dtype: torch.dtype = torch.float32, *, with_empty: bool = True, fp32_gates: bool = False, seed: int = 0
+) -> nn.Module:
     """A model of parameters that a careless optimizer trips over; its layers are `ODD_LAYERS`."""
     model = seeded(lambda: OddModel(with_empty), seed)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in model.named_parameters():
+        if not (fp32_gates and name.endswith("gate")):
+            parameter.data = parameter.data.to(dtype)
     return model
 
 

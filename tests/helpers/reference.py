@@ -127,7 +127,7 @@ class NaiveHiFT:
         for group in inner.param_groups:
             index = group["split_index"]
             carried = self.carrier.param_groups[index]
-            group.update({key: value for key, value in carried.items() if key not in ("params", "lr")})
+            group.update({key: carried[key] for key in ("betas", "momentum") if key in carried})
             group["lr"] = _copied(self.held[index])
         inner.step()
         with torch.no_grad():

@@ -12,6 +12,22 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_schedule_with_warmup
 from transformers.optimization import Adafactor as TransformersAdafactor
 
+
+class CountingSGD(torch.optim.Optimizer):
+    """Adapts a hyperparameter of its own with every step, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
+
+
 Case = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
 
 OPTIMIZERS: dict[str, Case] = {
@@ -28,6 +44,7 @@ OPTIMIZERS: dict[str, Case] = {
         TransformersAdafactor,
         {"lr": 1e-2, "relative_step": False, "scale_parameter": False, "beta1": 0.9},
     ),
+    "own hyperparameter": (CountingSGD, {"lr": 0.5}),
     "AdamW8bit": (bitsandbytes.optim.AdamW8bit, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 WITH_LR = [name for name, (_, options) in OPTIMIZERS.items() if options["lr"] is not None]

@@ -21,6 +21,7 @@ from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
     assert_same_tree,
+    differing,
     tiny_llama,
     token_batches,
     trainable,
@@ -128,6 +129,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
         ("RMSprop", BF16, 3, {"layers_per_group": 2}),
         ("torch Adafactor", BF16, 3, {"layers_per_group": 2}),
         ("transformers Adafactor with lr", BF16, 3, {"layers_per_group": 2}),
+        ("own hyperparameter", BF16, 3, {"layers_per_group": 2}),
         ("AdamW", FP32, 1, {"layers_per_group": 5}),
     ],
 )
@@ -176,6 +178,60 @@ def test_loading_is_idempotent_and_saving_what_was_loaded_gives_it_back(name: st
     assert_same_tree(again.hift.state_dict(), first)
     assert again.train(7, 5) == run.train(7, 5)
     assert_same_bits(again.model, run.model)
+
+
+@pytest.mark.parametrize("config", [{}, {"state": "device"}, {"master": "split"}])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "AdamW8bit"])
+def test_loading_an_earlier_step_forgets_what_came_after_it(name: str, config: dict[str, Any]) -> None:
+    run = Run(name, BF16, 12, **config)
+    run.train(0, 2)
+    saved = run.save()
+    expected = run.train(2, 10)
+    bits_then = weights(run.model)
+    run.load(saved)
+    assert run.hift.updates == 2
+    assert run.train(2, 10) == expected
+    assert differing(weights(run.model), bits_then) == []
+
+
+@pytest.mark.parametrize("state", ["host", "device"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_a_run_with_parameters_that_never_have_a_gradient_resumes(dtype: torch.dtype, state: str) -> None:
+    def steps(run: Run, start: int, count: int) -> None:
+        for update in range(start, start + count):
+            run.model(**run.batches[update]).loss.backward()
+            for name, parameter in run.model.named_parameters():
+                if "up_proj" in name:
+                    parameter.grad = None
+            run.hift.step()
+            run.scheduler.step()
+
+    run, again = (Run("AdamW", dtype, 12, layers_per_group=2, state=state, weights_seed=seed) for seed in (0, 9))
+    steps(run, 0, 5)
+    again.load(run.save())
+    steps(run, 5, 7)
+    steps(again, 5, 7)
+    assert_same_bits(run.model, again.model)
+
+
+def test_a_tensor_lr_resumes() -> None:
+    def made(seed: int) -> tuple[torch.nn.Module, HiFT, LambdaLR]:
+        model = tiny_llama(seed=seed)
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=2), lr=torch.tensor(1e-2))
+        return model, hift, LambdaLR(hift, lambda step: warm_cosine(step, 9))
+
+    batches = token_batches(9)
+    model, hift, scheduler = made(0)
+    train(model, hift, batches, 4, scheduler=scheduler)
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in (model, hift, scheduler)], file)
+    train(model, hift, batches, 5, start=4, scheduler=scheduler)
+    file.seek(0)
+    again = made(9)
+    for part, saved in zip(again, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(saved)
+    train(again[0], again[1], batches, 5, start=4, scheduler=again[2])
+    assert_same_bits(again[0], model)
 
 
 def test_saving_does_not_change_the_run() -> None:

@@ -36,6 +36,13 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key in ours:
         if key not in theirs:
             raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}; use another checkpoint")
+    if not isinstance(theirs["updates"], int) or theirs["updates"] < 0:
+        raise StateMismatchError(f"the saved state is damaged: updates={theirs['updates']!r}; use another checkpoint")
+    if len(theirs["held_lr"]) not in (0, len(own["param_groups"])):
+        raise StateMismatchError(
+            f"the saved state is damaged: held_lr has {len(theirs['held_lr'])} values for "
+            f"{len(own['param_groups'])} param groups; use another checkpoint"
+        )
     if theirs["version"] != VERSION:
         raise StateMismatchError(
             f"the saved state has version {theirs['version']!r}, this library reads {VERSION}; "

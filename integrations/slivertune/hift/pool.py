@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 import os
 import tempfile
 import weakref
@@ -34,14 +33,16 @@ class Carver:
         self._buffer = buffer
         self._used = 0
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-        """The next tensor of this shape and dtype, or None if too little is left."""
-        num_bytes = math.prod(shape) * dtype.itemsize
+    def empty_like(self, model: torch.Tensor) -> torch.Tensor | None:
+        """The next tensor of a model's shape, dtype and, if it has no gaps, strides; None if too little is left."""
+        num_bytes = model.numel() * model.dtype.itemsize
         if self._used + num_bytes > self._buffer.numel():
             return None
-        tensor = self._buffer[self._used : self._used + num_bytes].view(dtype).view(shape)
+        flat = self._buffer[self._used : self._used + num_bytes].view(model.dtype)
         self._used += aligned(num_bytes)
-        return tensor
+        # The order in memory decides which elements vector loops take together, and so their last bits.
+        dense = torch.empty_like(model, device="meta")
+        return flat.as_strided(dense.shape, dense.stride())
 
 
 class Pool:
@@ -68,12 +69,13 @@ class Pool:
             claim(buffer, "state", self._place)
             self._carvers[dtype] = Carver(buffer)
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def empty_like(self, model: torch.Tensor) -> torch.Tensor:
         """A tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
-        tensor = self._carvers[dtype].empty(shape, dtype) if dtype in self._carvers else None
+        dtype = model.dtype
+        tensor = self._carvers[dtype].empty_like(model) if dtype in self._carvers else None
         if tensor is None:
-            self.reserve({dtype: aligned(max(1, math.prod(shape)) * dtype.itemsize)})
-            tensor = self._carvers[dtype].empty(shape, dtype)
+            self.reserve({dtype: aligned(max(1, model.numel()) * dtype.itemsize)})
+            tensor = self._carvers[dtype].empty_like(model)
             assert tensor is not None
         return tensor
 

@@ -19,7 +19,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Take what the bf16 rounding of `master` loses.
 
     Args:
-        master: fp32, any shape, contiguous.
+        master: fp32, any shape.
 
     Returns:
         `low`, int16 of the same shape, and `ties_up`, int32 of shape (ties that rounded up,): flat positions, sorted.
@@ -34,7 +34,7 @@ def join_master(weight: torch.Tensor, low: torch.Tensor, ties_up: torch.Tensor) 
     """Rebuild the fp32 master from the weight that was rounded from it; the inverse of `split_master`.
 
     Args:
-        weight: bf16, any shape, contiguous.
+        weight: bf16, any shape.
         low: int16, the same shape.
         ties_up: int32 flat positions of the ties that rounded up.
 
@@ -45,5 +45,5 @@ def join_master(weight: torch.Tensor, low: torch.Tensor, ties_up: torch.Tensor) 
     lower = low.to(torch.int32) & 0xFFFF
     upper -= (lower > 0x8000).to(torch.int32)
     if ties_up.numel():
-        upper.view(-1)[ties_up.long()] -= 1
+        upper[torch.unravel_index(ties_up.long(), upper.shape)] -= 1
     return upper.bitwise_left_shift_(16).bitwise_or_(lower).view(torch.float32)

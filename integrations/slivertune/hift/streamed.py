@@ -214,7 +214,7 @@ class StreamedGroup(Residency):
             for tensors in waiting:
                 on_device = {}
                 for key, source in tensors.items():
-                    target = slot.empty(tuple(source.shape), source.dtype)
+                    target = slot.empty_like(source)
                     assert target is not None, "a slot has room for the largest piece"
                     on_device[key] = target.copy_(source, non_blocking=True)
                 loaded.append(on_device)

@@ -77,7 +77,7 @@ class WaitingState:
         moves = []
         for key, value in state.items():
             if _has_extent(key, value):
-                whole = self._whole(one.weight, key, _whole_shape(value, one, key), value.dtype)
+                whole = self._whole(one.weight, key, _like_whole(value, one, key))
                 moves.append((key, value, _part(whole, one, key)))
         return moves
 
@@ -91,8 +91,7 @@ class WaitingState:
             scalars.pop(TIES, None)
             if LOW in tensors:
                 ties = [self._scalars[weight.name, start][TIES] + max(start, 0) for start in slices]
-                on_host = weight.parameter.detach().cpu().contiguous()
-                tensors[MASTER] = join_master(on_host, tensors.pop(LOW), torch.cat(ties))
+                tensors[MASTER] = join_master(weight.parameter.detach().cpu(), tensors.pop(LOW), torch.cat(ties))
             if tensors or scalars:
                 exported[weight.name] = {**tensors, **scalars}
         return exported
@@ -103,7 +102,7 @@ class WaitingState:
         for name, values in state.items():
             values = dict(values)
             if self._split and MASTER in values:
-                values[LOW], values[TIES] = split_master(values.pop(MASTER).to("cpu", torch.float32).contiguous())
+                values[LOW], values[TIES] = split_master(values.pop(MASTER).to("cpu", torch.float32))
             arriving[name] = values
         num_bytes: Counter[torch.dtype] = Counter()
         for values in arriving.values():
@@ -118,16 +117,17 @@ class WaitingState:
             }
             for key, value in values.items():
                 if _has_extent(key, value):
-                    self._whole(weight, key, tuple(value.shape), value.dtype).copy_(value)
+                    self._whole(weight, key, value).copy_(value)
 
     def _at_rest(self, value: Any) -> Any:
         return self._pool.small(value) if isinstance(value, torch.Tensor) else value
 
-    def _whole(self, weight: Weight, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _whole(self, weight: Weight, key: str, model: torch.Tensor) -> torch.Tensor:
+        """Where all of a weight's state under `key` waits; made like `model` if it is new or has changed."""
         tensors = self._tensors.setdefault(weight.name, {})
         known = tensors.get(key)
-        if known is None or known.shape != shape or known.dtype != dtype:
-            tensors[key] = self._pool.empty(shape, dtype)
+        if known is None or known.shape != model.shape or known.dtype != model.dtype:
+            tensors[key] = self._pool.empty_like(model)
         return tensors[key]
 
 
@@ -136,7 +136,8 @@ _WHOLE = -1
 
 
 def _has_extent(key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and key != TIES
+    # A master counts even of a weight without dimensions.
+    return isinstance(value, torch.Tensor) and key != TIES and (value.dim() > 0 or key in (MASTER, LOW))
 
 
 def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
@@ -147,17 +148,18 @@ def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
     return whole.view(-1)[one.start : one.stop]
 
 
-def _whole_shape(value: torch.Tensor, one: Slice, key: str) -> tuple[int, ...]:
+def _like_whole(value: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
+    """A tensor without memory in the form of a weight's state, given that of one slice."""
     if one.is_whole or _is_table(key):
-        return tuple(value.shape)
+        return value
     if _counts_blocks(key):
-        return (-(-one.weight.parameter.numel() // CUT_MULTIPLE),)
+        return value.new_empty(-(-one.weight.parameter.numel() // CUT_MULTIPLE), device="meta")
     if value.numel() != one.stop - one.start:
         raise ValueError(
             f"the state {key!r} of {one.weight.name} has {value.numel()} elements for {one.stop - one.start} of the "
             "weight, so the base optimizer is not element-wise; set elementwise=False"
         )
-    return tuple(one.weight.parameter.shape)
+    return value.new_empty(one.weight.parameter.shape, device="meta")
 
 
 # bitsandbytes' 8-bit state: one scale a block of CUT_MULTIPLE elements, and the code book.
