@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .base import CUT_MULTIPLE
+from slivertune.hift.base import CUT_MULTIPLE
 
 VERSION = 1
 """Version of the saved form."""

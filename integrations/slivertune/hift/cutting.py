@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .base import CUT_MULTIPLE, Slicing
+from slivertune.hift.base import CUT_MULTIPLE, Slicing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

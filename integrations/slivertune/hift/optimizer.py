@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers import find_layers
-from .base import BaseOptimizer
-from .checkpoint import VERSION, StateMismatchError, check_header, check_weight
-from .config import HiFTConfig
-from .freezing import Thaw
-from .groups import Group, cut_groups, turn_order
-from .piece import Weight
-from .pool import disk_pool, host_pool
-from .probe import StepMeter
-from .residency import Residency
-from .resident import ResidentGroup
-from .rotation import LearningRate, Rotation
-from .streamed import StreamedGroup
+from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
+from slivertune.hift.config import HiFTConfig
+from slivertune.hift.freezing import Thaw
+from slivertune.hift.groups import Group, cut_groups, turn_order
+from slivertune.hift.piece import Weight
+from slivertune.hift.pool import disk_pool, host_pool
+from slivertune.hift.probe import StepMeter
+from slivertune.hift.residency import Residency
+from slivertune.hift.resident import ResidentGroup
+from slivertune.hift.rotation import LearningRate, Rotation
+from slivertune.hift.streamed import StreamedGroup
+from slivertune.layers import find_layers
 
 
 class HiFT(torch.optim.Optimizer):

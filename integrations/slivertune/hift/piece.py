@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .base import BaseOptimizer
-from .rotation import LearningRate
+from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.rotation import LearningRate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ..ledger import Place, claim, claimed_at_birth
+from slivertune.ledger import Place, claim, claimed_at_birth
 
 ALIGNMENT = 64
 """Bytes; tensors in one buffer begin at multiples of it."""

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..ledger import Ledger, claim
-from .base import CUT_MULTIPLE, BaseOptimizer
-from .piece import Weight
+from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
+from slivertune.hift.piece import Weight
+from slivertune.ledger import Ledger, claim
 
 _PROBE_ELEMENTS = 64 * CUT_MULTIPLE
 

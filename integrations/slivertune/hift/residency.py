@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from .rotation import LearningRate
+from slivertune.hift.rotation import LearningRate
 
 ParamGroups = Sequence[dict[str, Any]]
 """The param groups of the optimizer that the user holds."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
-from ..ledger import claim
-from .base import BaseOptimizer
-from .piece import Piece, Slice, Weight
-from .probe import StepMeter
-from .residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
-from .rotation import LearningRate
+from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.piece import Piece, Slice, Weight
+from slivertune.hift.probe import StepMeter
+from slivertune.hift.residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
+from slivertune.hift.rotation import LearningRate
+from slivertune.ledger import claim
 
 
 class ResidentGroup(Residency):

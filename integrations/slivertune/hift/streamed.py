@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..ledger import claim, claimed_at_birth
-from .base import BaseOptimizer
-from .config import MasterKind
-from .cutting import WeightSize, cut_pieces
-from .lanes import Lanes, Mark
-from .piece import Piece, Slice, Weight
-from .pool import Carver, Pool, aligned
-from .probe import StepMeter
-from .residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
-from .rotation import LearningRate
-from .split import join_master
-from .waiting import LOW, TIES, WaitingState
+from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.config import MasterKind
+from slivertune.hift.cutting import WeightSize, cut_pieces
+from slivertune.hift.lanes import Lanes, Mark
+from slivertune.hift.piece import Piece, Slice, Weight
+from slivertune.hift.pool import Carver, Pool, aligned
+from slivertune.hift.probe import StepMeter
+from slivertune.hift.residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
+from slivertune.hift.rotation import LearningRate
+from slivertune.hift.split import join_master
+from slivertune.hift.waiting import LOW, TIES, WaitingState
+from slivertune.ledger import claim, claimed_at_birth
 
 Loaded = list[dict[str, torch.Tensor]]
 """For each slice of a piece, its tensors on the device by key."""

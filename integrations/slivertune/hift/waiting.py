@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .base import CUT_MULTIPLE
-from .piece import Slice, Weight
-from .pool import Pool, aligned
-from .residency import MASTER, WeightState
-from .split import join_master, split_master
+from slivertune.hift.base import CUT_MULTIPLE
+from slivertune.hift.piece import Slice, Weight
+from slivertune.hift.pool import Pool, aligned
+from slivertune.hift.residency import MASTER, WeightState
+from slivertune.hift.split import join_master, split_master
 
 LOW = "master_low"
 """Key of the lower 16 bits that complete a bf16 weight to its master."""
