@@ -46,7 +46,8 @@ class Layer:
 def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None) -> tuple[Layer, ...]:
     """Sort every parameter of a model, frozen or not, into exactly one layer.
 
-    A parameter with several names, such as a tied head, belongs to the lowest of its layers. Where no dummy batch
+    A parameter with several names, such as a tied head, belongs to the lowest of its layers. What only optional inputs
+    read (the embedding of an entity, of a layout) is not seen before the blocks, and so is head. Where no dummy batch
     reaches the blocks, the order of registration decides, and a warning names the modules concerned. The model is only
     read, wherever its weights lie (the meta device included); the search takes no memory for weights.
 
