@@ -15,7 +15,20 @@ from torch.utils._pytree import tree_leaves
 
 from slivertune import Layer, find_layers
 
-from .helpers.architectures import CASES, HIDDEN, OPT, SIZES, VOCAB, Batch, Case, hf, ids, ids_and_decoder_ids, llama
+from .helpers.architectures import (
+    BART,
+    CASES,
+    HIDDEN,
+    OPT,
+    SIZES,
+    VOCAB,
+    Batch,
+    Case,
+    hf,
+    ids,
+    ids_and_decoder_ids,
+    llama,
+)
 
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
