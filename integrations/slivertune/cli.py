@@ -1,0 +1,101 @@
+"""The `slivertune` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+
+from slivertune import __version__
+from slivertune.presets import preset_names, preset_path
+
+_FAILED = 1
+_BAD_ARGUMENTS = 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: Arguments without the program's name; the process's own by default.
+
+    Returns:
+        The exit code: 0; 1 for a failure; 2 for arguments that don't hold together; 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = arguments[:1] == ["--debug"]
+    if debug:
+        del arguments[0]
+    # `train` has a parser of its own, of two hundred arguments, for which torch and transformers are imported.
+    if arguments[:1] == ["train"]:
+        return _train(arguments[1:], debug=debug)
+    try:
+        print(preset_path(_make_parser().parse_args(arguments).preset))
+    except (ValueError, FileNotFoundError) as error:
+        return _complain("path", error, _BAD_ARGUMENTS, debug=debug)
+    return 0
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slivertune",
+        description="Fine-tune a sliver of a model at a time.",
+        epilog="slivertune VERB --help lists what a verb takes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"slivertune {__version__}")
+    parser.add_argument("--debug", action="store_true", help="before the verb: show the whole traceback of an error")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    verbs.add_parser("train", add_help=False, help="fine-tune a causal language model or a classifier")
+    path = verbs.add_parser(
+        "path",
+        help="print where a preset lies",
+        description="Print where a preset lies, as for accelerate launch --config_file $(slivertune path PRESET) ...",
+        allow_abbrev=False,
+    )
+    path.add_argument("preset", metavar="PRESET", help=f"{', '.join(preset_names())}; the ending may be left out")
+    return parser
+
+
+def _train(argv: list[str], *, debug: bool) -> int:
+    # Transformers pulls bitsandbytes in through peft, which then warns of a 4-bit kernel that nothing here calls.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    arguments = None
+    is_ready = False
+    try:
+        from slivertune.training.arguments import parse_train_arguments
+        from slivertune.training.assemble import assemble
+        from slivertune.training.run import execute
+        from slivertune.training.terminal import make_console, one_voice
+
+        console = make_console()
+        with one_voice(console):
+            arguments = parse_train_arguments(argv)
+            run = assemble(arguments, console)
+            is_ready = True
+            execute(run, console)
+    except KeyboardInterrupt:
+        line = "interrupted before anything was trained"
+        if arguments is not None:
+            from slivertune.training.run import describe_interruption
+
+            line = describe_interruption(arguments)
+        print(f"\nslivertune train: {line}", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception as error:
+        # Until a run stands, what doesn't hold together was asked for; later on, something broke.
+        code = _BAD_ARGUMENTS if isinstance(error, (ValueError, FileExistsError)) and not is_ready else _FAILED
+        return _complain("train", error, code, debug=debug)
+    return 0
+
+
+def _complain(verb: str, error: Exception, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    text = " ".join(str(error).split())
+    kind = "" if isinstance(error, (ValueError, RuntimeError, OSError)) and text else f"{type(error).__name__}: "
+    print(f"slivertune {verb}: error: {kind}{text}", file=sys.stderr)
+    return code

@@ -1,0 +1,210 @@
+"""From the command line of `slivertune train` to the settings of a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from slivertune.training.data_arguments import DataArguments
+from slivertune.training.defaults import data_defaults, method_defaults, training_defaults
+from slivertune.training.folders import RunFolder, choose_run_folder
+from slivertune.training.method_arguments import MethodArguments, ModelArguments, hift_settings
+from slivertune.training.precision import Precision, choose_precision
+
+_Dataclass = TypeVar("_Dataclass")
+
+# transformers 5.23 renamed these and warns of the old names, which every older command line uses.
+_RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+_ARGUMENT_KINDS: dict[str, Any] = {
+    "method": MethodArguments,
+    "model": ModelArguments,
+    "data": DataArguments,
+    "transformers.TrainingArguments": TrainingArguments,
+}
+# Optimizers that step inside backward, keep projections of whole gradients, or swap weights between training and
+# evaluation: none of these survives that a group's masters and state are elsewhere between its turns.
+_REFUSED_OPTIMIZERS = {
+    "lomo": "it updates weights inside backward and keeps no gradient to step with",
+    "adalomo": "it updates weights inside backward and keeps no gradient to step with",
+    "galore": "it trains low-rank projections through hooks of its own",
+    "apollo": "it trains low-rank projections through hooks of its own",
+    "schedule_free": "it swaps the weights between training and evaluation, also those of groups that wait",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainArguments:
+    """Everything `slivertune train` was asked for, checked."""
+
+    method: MethodArguments
+    model: ModelArguments
+    data: DataArguments
+    training: TrainingArguments
+    precision: Precision
+    folder: RunFolder
+    given: frozenset[str]
+    """Names of the arguments that the user set."""
+    command: tuple[str, ...]
+    """The command line, for the hint how to resume."""
+
+
+class _Parser(HfArgumentParser):
+    """Raises where argparse would print a usage of two hundred options and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Turn argparse's complaint into an exception.
+
+        Args:
+            message: What is wrong.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"{message}; see slivertune train --help")
+
+
+def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
+    """Read and check the arguments of `slivertune train`; `--help` prints them all and exits.
+
+    Args:
+        argv: What follows `slivertune train`.
+
+    Returns:
+        The settings, with the defaults of the method and of the embedded model filled in.
+
+    Raises:
+        ValueError: If an argument is unknown, out of range, or contradicts another.
+        FileExistsError: If `--output_dir` names a folder that holds something already.
+    """
+    values = _given_values(argv)
+    given = frozenset(values)
+    embedded_data = "dataset" not in given
+    method = _build(MethodArguments, {**method_defaults(embedded_data=embedded_data), **values})
+    model = _build(ModelArguments, values)
+    _check_method(method, given)
+    _check_given(values)
+    data = _build(DataArguments, {**data_defaults(embedded_data=embedded_data), **values})
+    mixed = _mixed_precision(values)
+    precision = choose_precision(method.method, model.weights_dtype, bf16=mixed == "bf16", fp16=mixed == "fp16")
+    folder = choose_run_folder(method.method, values.get("output_dir"), values.get("resume_from_checkpoint"))
+    training_values = {
+        **training_defaults(
+            method.method,
+            embedded_model=model.model_name_or_path is None,
+            embedded_data=embedded_data,
+            has_cuda=torch.cuda.is_available() and not values.get("use_cpu", False),
+        ),
+        **values,
+        "bf16": precision.autocast == "bf16",
+        "fp16": precision.autocast == "fp16",
+        "output_dir": str(folder.path),
+        "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
+    }
+    training = _build(TrainingArguments, training_values)
+    training.mixed_precision = precision.autocast
+    _check_training(method, training)
+    return TrainArguments(
+        method=method,
+        model=model,
+        data=data,
+        training=training,
+        precision=precision,
+        folder=folder,
+        given=given,
+        command=("slivertune", "train", *argv),
+    )
+
+
+def enum_value(value: Any) -> str:
+    """A `TrainingArguments` field that is an enumeration or its value, as it is typed on the command line."""
+    return str(getattr(value, "value", value))
+
+
+def make_parser() -> HfArgumentParser:
+    """The parser of `slivertune train`, with every argument in a group of its own kind."""
+    return _Parser(
+        [_in_help_group(kind, title) for title, kind in _ARGUMENT_KINDS.items()],
+        prog="slivertune train",
+        usage="slivertune train [options]",
+        description=(
+            "Fine-tune a causal language model or a classifier with the Hugging Face Trainer. Without any options: a "
+            "small byte-level Llama, made on this machine, learns the Python language reference by HiFT."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _given_values(argv: Sequence[str]) -> dict[str, Any]:
+    """What the user typed, by field name, without any default."""
+    parser = make_parser()
+    names = [item.name for kind in _ARGUMENT_KINDS.values() for item in dataclasses.fields(kind) if item.init]
+    # argparse fills in a default only where the namespace has nothing yet.
+    absent = object()
+    namespace = parser.parse_args(list(argv), argparse.Namespace(**dict.fromkeys(names, absent)))
+    values = {name: value for name, value in vars(namespace).items() if value is not absent}
+    for old, new in _RENAMED.items():
+        if old in values:
+            values.setdefault(new, values.pop(old))
+    return values
+
+
+def _mixed_precision(values: dict[str, Any]) -> str:
+    """--bf16, --fp16, or else what the launcher was configured for."""
+    bf16, fp16 = values.get("bf16", False), values.get("fp16", False)
+    if bf16 and fp16:
+        raise ValueError("--bf16 and --fp16 exclude each other; keep --bf16 where the hardware has it")
+    if bf16 or fp16:
+        return "bf16" if bf16 else "fp16"
+    if {"bf16", "fp16"}.intersection(values):
+        return "no"
+    # `accelerate launch` hands its mixed_precision on in the environment, where only autocast would follow it.
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def _in_help_group(kind: Any, title: str) -> Any:
+    # The parser reads the title of a group from the class; a subclass made for the parser alone carries it.
+    return type(kind.__name__, (kind,), {"_argument_group_name": title})
+
+
+def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:
+    names = {item.name for item in dataclasses.fields(kind) if item.init}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})
+
+
+def _check_method(method: MethodArguments, given: frozenset[str]) -> None:
+    unused = [f"--{name}" for name in hift_settings() if name in given]
+    if method.method != "hift" and unused:
+        raise ValueError(f"{', '.join(unused)}: only --method hift reads this; leave it out or choose hift")
+    # Contradictions among HiFT's settings should show before a model is loaded.
+    method.hift_config(seed=0)
+
+
+def _check_given(values: dict[str, Any]) -> None:
+    for name in ("deepspeed", "fsdp"):
+        if values.get(name):
+            raise ValueError(f"--{name} {values[name]}: slivertune train runs on one device; leave it out")
+    limit = values.get("save_total_limit")
+    if limit is not None and limit < 1:
+        raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
+
+
+def _check_training(method: MethodArguments, training: TrainingArguments) -> None:
+    if training.world_size > 1:
+        raise ValueError(f"slivertune train runs on one device, and {training.world_size} processes run; start one")
+    optim = enum_value(training.optim)
+    for prefix, reason in _REFUSED_OPTIMIZERS.items():
+        if method.method == "hift" and optim.startswith(prefix):
+            raise ValueError(
+                f"--optim {optim} can't be HiFT's base optimizer: {reason}; take adamw_torch, or --method dense"
+            )

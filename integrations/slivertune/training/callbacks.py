@@ -1,0 +1,179 @@
+"""What watches a run of the stock Trainer: whole checkpoints, and losses or gradients that are not finite."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from slivertune.training.checkpoints import (
+    MARKER_NAME,
+    checkpoint_folders,
+    checkpoint_step,
+    find_damage,
+    remove_old,
+    write_marker,
+)
+
+logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+class CheckpointMarker(TrainerCallback):
+    """Marks a Trainer checkpoint as whole, last of all, and only then deletes old ones.
+
+    The Trainer itself deletes before it says that it has saved, so its own limit (`TrainingArguments.save_total_limit`)
+    must be off: between its deletion and our marker nothing whole would be left.
+
+    Args:
+        facts: What a resumed run should know; plain JSON.
+        save_total_limit: Checkpoints to keep; None keeps all. The newest whole one and the best one always stay.
+    """
+
+    def __init__(self, facts: dict[str, Any], save_total_limit: int | None = None) -> None:
+        self._facts = facts
+        self._save_total_limit = save_total_limit
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Unmark damaged checkpoints that this run will write over."""
+        if args.save_total_limit is not None:
+            raise RuntimeError(
+                f"TrainingArguments.save_total_limit={args.save_total_limit} deletes before a checkpoint is marked; "
+                "set it to None and give the limit to CheckpointMarker"
+            )
+        if state.is_world_process_zero:
+            for folder in checkpoint_folders(Path(str(args.output_dir))):
+                if checkpoint_step(folder) > state.global_step and find_damage(folder) is not None:
+                    (folder / MARKER_NAME).unlink(missing_ok=True)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Mark the checkpoint that was just saved, and delete those beyond the limit."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Other processes may still be writing their random states.
+            torch.distributed.barrier()
+        if not state.is_world_process_zero:
+            return
+        output_folder = Path(str(args.output_dir))
+        write_marker(output_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._facts)
+        if self._save_total_limit is not None:
+            best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
+            remove_old(output_folder, self._save_total_limit, best)
+
+
+class NonFiniteGuard(TrainerCallback):
+    """Skips an update whose loss or gradient is not finite, says so, and gives up after too many in a row.
+
+    Costs one norm of the gradients that exist and one synchronisation with the device an update. A skipped update
+    still counts as a step of the Trainer and of its schedule; the optimizer keeps its state, and HiFT its group. Under
+    fp16 autocast gradients overflow by design and the scaler skips those updates itself: only the loss is judged there.
+
+    Args:
+        limit: Updates in a row after which training stops.
+        say: Shows a line to the user.
+    """
+
+    def __init__(self, limit: int, say: Say) -> None:
+        self._limit = limit
+        self._say = say
+        self._num_in_a_row = 0
+        self._losses: list[torch.Tensor] = []
+        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self.num_skipped = 0
+        """Updates that were skipped so far."""
+
+    def watch_loss(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Wrap a Trainer's `compute_loss_func`, whose loss no model output carries.
+
+        Args:
+            function: Computes the loss.
+
+        Returns:
+            The same function, whose losses are judged.
+        """
+
+        def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = function(*args, **kwargs)
+            self._see(loss)
+            return loss
+
+        return watched
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to see the losses that the model returns."""
+        self.close()
+        self._hook = kwargs["model"].register_forward_hook(self._after_forward)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Judge the update that is about to be made; called after clipping.
+
+        Raises:
+            RuntimeError: If `limit` updates in a row were not finite.
+        """
+        model: nn.Module = kwargs["model"]
+        found = self._find(model, judge_gradients=not args.fp16)
+        self._losses.clear()
+        if found is None:
+            self._num_in_a_row = 0
+            return
+        for parameter in model.parameters():
+            parameter.grad = None
+        self.num_skipped += 1
+        self._num_in_a_row += 1
+        step = state.global_step + 1
+        self._say(f"step {step}: {found}; this update is skipped ({self.num_skipped} so far)")
+        if self._num_in_a_row >= self._limit:
+            raise RuntimeError(
+                f"{self._num_in_a_row} updates in a row were not finite, the last at step {step} ({found}); lower "
+                "--learning_rate or --max_grad_norm, look for broken rows, or raise --non_finite_limit"
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Stop seeing losses."""
+        self.close()
+
+    def close(self) -> None:
+        """Take the hook off the model; harmless where there is none."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self._losses.clear()
+
+    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if model.training and loss is not None:
+            self._see(loss)
+
+    def _see(self, loss: torch.Tensor) -> None:
+        if loss.requires_grad:
+            self._losses.append(loss.detach())
+
+    def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
+        """What is not finite, or None."""
+        signs = [loss.float().sum() for loss in self._losses]
+        if judge_gradients:
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            if gradients:
+                signs.append(torch.nn.utils.get_total_norm(gradients).float())
+        if not signs:
+            return None
+        values = torch.stack([sign.to(signs[-1].device) for sign in signs]).tolist()
+        names = [*["loss"] * len(self._losses), "gradient norm"]
+        for name, value in zip(names, values, strict=False):
+            if value != value or value in (float("inf"), float("-inf")):
+                return f"the {name} is {value}"
+        return None

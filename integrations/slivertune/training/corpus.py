@@ -1,0 +1,91 @@
+"""Text that every Python carries: docstrings of its standard library, and the language reference of `help()`."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sysconfig
+import warnings
+from pathlib import Path
+
+_SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
+)
+_SHORTEST_DOCSTRING = 32
+_EVALUATED_TOPICS = 8
+"""One topic in this many is held out for evaluation."""
+
+
+def collect_docstrings(root: Path | None = None) -> list[str]:
+    """Read the docstrings of all modules, classes and functions, without importing anything.
+
+    Args:
+        root: Folder to walk; by default this Python's standard library. Installed packages and tests are left out.
+
+    Returns:
+        Distinct docstrings of at least 32 characters, in an order that depends on nothing but their text.
+
+    Raises:
+        RuntimeError: If there is no Python source under the folder.
+    """
+    folder = Path(sysconfig.get_path("stdlib")) if root is None else root
+    docstrings: set[str] = set()
+    for path in sorted(folder.rglob("*.py")):
+        if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts):
+            docstrings.update(_docstrings_of(path))
+    if not docstrings:
+        raise RuntimeError(
+            f"no docstrings under {folder}: this Python comes without its library's sources, so the embedded base "
+            "model can't be made; name a model with --model_name_or_path"
+        )
+    return sorted(docstrings, key=_shuffled)
+
+
+def language_reference() -> tuple[list[str], list[str]]:
+    """The Python language reference, as shipped for `help()`.
+
+    Returns:
+        Training topics and evaluation topics, one in eight, chosen by their names.
+
+    Raises:
+        RuntimeError: If this Python comes without it.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise RuntimeError(
+            "this Python comes without pydoc_data.topics, the language reference; name data with --dataset"
+        ) from error
+    names = sorted(topics, key=_shuffled)
+    held_out = set(names[: len(names) // _EVALUATED_TOPICS])
+    return (
+        [topics[name].strip() for name in names if name not in held_out],
+        [topics[name].strip() for name in names if name in held_out],
+    )
+
+
+def _docstrings_of(path: Path) -> list[str]:
+    try:
+        with warnings.catch_warnings():
+            # A stray backslash in somebody's source is none of the user's business.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError):
+        # The library keeps a few files that are broken or oddly encoded on purpose.
+        return []
+    found = (
+        ast.get_docstring(node)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    return [text for text in found if text is not None and len(text) >= _SHORTEST_DOCSTRING and _is_unicode(text)]
+
+
+def _is_unicode(text: str) -> bool:
+    # Half a surrogate pair, which some docstrings quote, has no bytes.
+    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+
+
+def _shuffled(text: str) -> str:
+    # A hash mixes long with short and module with module, the same way on every machine.
+    return hashlib.sha256(text.encode()).hexdigest()

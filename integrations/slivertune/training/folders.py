@@ -1,0 +1,98 @@
+"""Where a run writes and what it continues: never over an earlier run, never from half a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, find_damage, newest_whole
+
+_RUNS = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """The folder of a run, and the checkpoint it continues from."""
+
+    path: Path
+    checkpoint: Path | None = None
+    notes: tuple[str, ...] = ()
+    """What the user should know about checkpoints that were passed over."""
+
+
+def choose_run_folder(method: str, asked: str | None, resume: str | None) -> RunFolder:
+    """Choose where a run writes and what it continues from.
+
+    Args:
+        method: Names the default folder: `runs/METHOD`, or the first free one of `runs/METHOD-2`, `runs/METHOD-3`, ...
+        asked: `--output_dir`.
+        resume: `--resume_from_checkpoint`: "true" for the newest whole checkpoint, or the path of one.
+
+    Returns:
+        The folder, which need not exist yet, and the checkpoint if the run is resumed.
+
+    Raises:
+        FileExistsError: If the folder asked for holds something already and the run is not resumed from there.
+        ValueError: If there is nothing to resume, or it is not whole, or newer checkpoints would be written over.
+    """
+    if resume is None or resume.lower() == "false":
+        return RunFolder(path=_fresh_folder(method, asked))
+    if resume.lower() == "true":
+        return _continue_newest(method, asked)
+    return _continue_from(Path(resume).expanduser(), asked)
+
+
+def _fresh_folder(method: str, asked: str | None) -> Path:
+    if asked is None:
+        return next(folder for folder in _default_folders(method) if not _is_occupied(folder))
+    folder = Path(asked).expanduser()
+    if _is_occupied(folder):
+        raise FileExistsError(
+            f"output_dir {folder} already holds something, which is never written over; name another folder, or "
+            "continue what lies there with --resume_from_checkpoint true"
+        )
+    return folder
+
+
+def _continue_newest(method: str, asked: str | None) -> RunFolder:
+    if asked is not None:
+        folder = Path(asked).expanduser()
+    else:
+        existing = itertools.takewhile(Path.exists, _default_folders(method))
+        folder = next((path for path in reversed(list(existing)) if checkpoint_folders(path)), _RUNS / method)
+    checkpoint, passed_over = newest_whole(folder)
+    if checkpoint is None:
+        reasons = "; ".join(passed_over) or "it holds no checkpoint"
+        raise ValueError(f"there is nothing whole to resume in {folder}: {reasons}; start anew in another --output_dir")
+    return RunFolder(path=folder, checkpoint=checkpoint, notes=tuple(f"passed over: {line}" for line in passed_over))
+
+
+def _continue_from(checkpoint: Path, asked: str | None) -> RunFolder:
+    if not checkpoint.is_dir():
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r} is no folder; give a checkpoint's path, or true for the newest"
+        )
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        whole, _ = newest_whole(checkpoint.parent)
+        instead = "no checkpoint beside it is whole" if whole is None else f"{whole} is the newest whole one"
+        raise ValueError(f"{checkpoint} can't be resumed: {damage}; {instead}")
+    folder = checkpoint.parent if asked is None else Path(asked).expanduser()
+    if folder.resolve() != checkpoint.parent.resolve():
+        return RunFolder(path=_fresh_folder("", str(folder)), checkpoint=checkpoint)
+    newer = [path for path in checkpoint_folders(folder) if checkpoint_step(path) > checkpoint_step(checkpoint)]
+    for path in newer:
+        if find_damage(path, read_files=False) is None:
+            raise ValueError(
+                f"{path} is newer than {checkpoint} and would be written over; name another --output_dir to branch off"
+            )
+    return RunFolder(path=folder, checkpoint=checkpoint)
+
+
+def _default_folders(method: str) -> itertools.chain[Path]:
+    return itertools.chain([_RUNS / method], (_RUNS / f"{method}-{number}" for number in itertools.count(2)))
+
+
+def _is_occupied(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))

@@ -1,0 +1,51 @@
+"""In what the weights are held and computed with, from `--weights_dtype`, `--bf16` and `--fp16`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slivertune.training.method_arguments import Method, WeightsDtype
+
+Loading = Literal["fp32", "bf16", "stored"]
+Autocast = Literal["no", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """How weights are loaded and whether operators autocast."""
+
+    loading: Loading
+    """`stored` takes the checkpoint's own type, with fp16 read as bf16."""
+    autocast: Autocast
+    """The Trainer's mixed precision; "no" where the weights themselves are bf16."""
+
+
+def choose_precision(method: Method, weights_dtype: WeightsDtype, *, bf16: bool, fp16: bool) -> Precision:
+    """Settle the precision of a run.
+
+    `--bf16` with HiFT means the paper's Mixed^Hi: weights in bf16, whose fp32 masters wait on the host. Autocast is
+    then off: it would only cast what is bf16 already. Dense fine-tuning has no masters, so `--bf16` there keeps fp32
+    weights under bf16 autocast, as in the Trainer.
+
+    Args:
+        method: How the model is trained.
+        weights_dtype: `--weights_dtype`.
+        bf16: `--bf16`, or a launcher's mixed precision.
+        fp16: `--fp16`, or a launcher's; not together with `bf16`.
+
+    Returns:
+        What to load and how to compute.
+
+    Raises:
+        ValueError: If fp16 autocast is asked for over bf16 weights.
+    """
+    if fp16:
+        if weights_dtype == "bf16":
+            raise ValueError("--fp16 autocast needs fp32 weights; leave out --weights_dtype bf16, or take --bf16")
+        return Precision(loading="fp32", autocast="fp16")
+    if weights_dtype == "bf16" or (weights_dtype == "auto" and bf16 and method == "hift"):
+        return Precision(loading="bf16", autocast="no")
+    if weights_dtype == "auto" and method == "hift":
+        return Precision(loading="stored", autocast="no")
+    return Precision(loading="fp32", autocast="bf16" if bf16 else "no")

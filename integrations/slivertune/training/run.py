@@ -1,0 +1,132 @@
+"""`slivertune train`: judge, train, judge again, keep the model, report."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from slivertune.training import aside
+from slivertune.training.arguments import TrainArguments, enum_value
+from slivertune.training.assemble import Run
+from slivertune.training.checkpoints import newest_whole
+from slivertune.training.display import describe_metrics
+from slivertune.training.method_arguments import hift_settings
+from slivertune.training.report import Results, Sample, print_results, write_results
+from slivertune.training.samples import Probe
+
+MODEL_FOLDER = "model"
+"""Where the trained model lies in a run's folder, without optimizer state."""
+
+
+def execute(run: Run, console: Console) -> Results:
+    """Train, and report.
+
+    Args:
+        run: What `assemble` made.
+        console: Where to write.
+
+    Returns:
+        The figures, which are also in the run's folder.
+
+    Raises:
+        RuntimeError: If too many updates in a row are not finite.
+    """
+    try:
+        return _execute(run, console)
+    finally:
+        run.close()
+
+
+def describe_interruption(arguments: TrainArguments) -> str:
+    """Say where the last whole checkpoint of an interrupted run lies, and how to go on.
+
+    Args:
+        arguments: The run's settings.
+
+    Returns:
+        One line.
+    """
+    folder = Path(str(arguments.training.output_dir))
+    checkpoint, _ = newest_whole(folder, read_files=False)
+    if checkpoint is None:
+        return f"interrupted before the first checkpoint; start again with: {shlex.join(arguments.command)}"
+    command = [*arguments.command, "--output_dir", str(folder), "--resume_from_checkpoint", "true"]
+    return f"interrupted; the last whole checkpoint is {checkpoint}; continue with: {shlex.join(command)}"
+
+
+def _execute(run: Run, console: Console) -> Results:
+    method, training = run.arguments.method, run.arguments.training
+    model: Any = run.trainer.model
+    output_folder = Path(str(training.output_dir))
+    if "before" not in run.facts:
+        run.facts["before"] = _evaluate(run)
+        run.facts["sample_before"] = None if run.probe is None else run.probe.ask()
+    run.display.say(f"evaluation before: {describe_metrics(run.facts['before'])}")
+    output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    after = _evaluate(run)
+    checkpoint, _ = newest_whole(output_folder, read_files=False)
+    results = Results(
+        method=method.method,
+        model=run.model_name,
+        dataset=run.dataset_name,
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        device=str(training.device),
+        settings=_settings(run),
+        before=run.facts["before"],
+        after=after,
+        num_steps=output.global_step,
+        steps_per_second=run.display.num_updates / run.display.seconds if run.display.seconds else None,
+        num_skipped=run.guard.num_skipped,
+        peak=None if run.ledger is None else run.ledger.peak,
+        highest=None if run.ledger is None else run.ledger.highest,
+        model_folder=_save_model(run, output_folder),
+        checkpoint=checkpoint,
+        sample=None if run.probe is None else _ask_again(run, run.probe),
+        command=run.arguments.command,
+    )
+    print_results(results, console, write_results(results, output_folder))
+    return results
+
+
+def _ask_again(run: Run, probe: Probe) -> Sample:
+    before = run.facts["sample_before"]
+    return Sample(prompt=probe.prompt, before=before, after=probe.ask(), expected=probe.expected)
+
+
+def _evaluate(run: Run) -> dict[str, float]:
+    metrics = run.trainer.evaluate()
+    return {name: float(metrics[name]) for name in ("eval_loss", "eval_accuracy") if name in metrics}
+
+
+def _save_model(run: Run, output_folder: Path) -> Path:
+    folder = output_folder / MODEL_FOLDER
+    with aside.folder_aside(folder) as new:
+        run.trainer.save_model(str(new))
+    return folder
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What decides the figures, beside the model and the data."""
+    training, method = run.arguments.training, run.arguments.method
+    settings: dict[str, Any] = {
+        name: getattr(training, name)
+        for name in (
+            "learning_rate",
+            "weight_decay",
+            "max_grad_norm",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "activation_checkpointing",
+            "seed",
+        )
+    }
+    settings |= {name: enum_value(getattr(training, name)) for name in ("optim", "lr_scheduler_type")}
+    settings |= {"weights": run.arguments.precision.loading, "autocast": run.arguments.precision.autocast}
+    settings["max_length"] = run.task.max_length
+    if run.hift is not None:
+        settings |= {name: getattr(method, name) for name in hift_settings()}
+        settings["num_groups"] = run.hift.num_groups
+    return settings

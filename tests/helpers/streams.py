@@ -1,0 +1,193 @@
+"""Streams that are only pretended: who may touch which memory when, checked on a CPU.
+
+Streams of a device run beside each other and beside the host; what orders them are events and waits. `Streams` stands
+in for them: every operator that torch runs is noted as one of the computing stream, of a copying lane or of the host,
+with the bytes that it reads and writes, and must come *after* every earlier one that wrote them (or read what it
+writes). It does so if it follows in the same stream, or through a chain of marks and waits (vector clocks). Memory on
+the device that is let go of belongs to the stream that allocated it, at once, as in torch's caching allocator; memory
+of the host is unpinned and gone. Both must come after all that other streams still do with it.
+
+The operators really run one after the other, so results are right even where the order is not promised: what a GPU
+would make a rare wrong bit is here a line in `violations`, every time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Clock = Counter[str]
+"""How far a stream has seen each stream: number of its operators by stream."""
+Span = tuple[int, int]
+
+HOST = "host"
+COMPUTING = "computing"
+# Operators that take from their inputs nothing but shape and dtype.
+_FORM_ALONE = frozenset({"empty_like", "new_empty", "new_zeros", "zeros_like", "ones_like", "full_like"})
+
+
+class _Memory:
+    """What happened to one storage: the last read and the last write, by stream and bytes."""
+
+    def __init__(self, owner: str, is_host: bool) -> None:
+        self.owner = owner
+        self.is_host = is_host
+        self.touched: dict[tuple[str, Span, bool], int] = {}
+
+
+class Streams(TorchDispatchMode):
+    """Notes operators by stream while it is entered; `violations` says what was not in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.violations: list[str] = []
+        self.current = COMPUTING
+        self.num_by_stream: Counter[str] = Counter()
+        self._clocks: dict[str, Clock] = {HOST: Counter(), COMPUTING: Counter()}
+        self._memory: dict[int, _Memory] = {}
+        self._watching = False
+
+    def __enter__(self) -> Streams:
+        self._watching = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._watching = False
+
+    def add(self, name: str) -> str:
+        """Make another stream."""
+        name = f"{name} {len(self._clocks)}"
+        self._clocks[name] = Counter()
+        return name
+
+    def mark(self, stream: str) -> Clock:
+        """What has been queued on a stream so far, and all that it waits for."""
+        return self._clocks[stream].copy()
+
+    def wait(self, stream: str, mark: Clock) -> None:
+        """Let what comes next on a stream come after a mark."""
+        self._clocks[stream] |= mark
+
+    def call_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Say that a tensor lies in (pinned) host memory."""
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata) or self._adopt(storage, HOST, is_host=True)
+        memory.is_host, memory.owner = True, HOST
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.is_view:
+            return out
+        inputs: list[tuple[torch.Tensor, bool]] = []
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            inputs += [(leaf, written) for leaf in tree_leaves(value) if _has_memory(leaf)]
+        known = {tensor.untyped_storage()._cdata for tensor, _ in inputs}
+        outputs = [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
+        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+        places = {self._of(tensor).is_host for tensor, _ in inputs}
+        stream = HOST if places == {True} else self.current
+        read = [] if func.overloadpacket.__name__ in _FORM_ALONE else inputs
+        self._note(stream, [*read, *((tensor, True) for tensor in fresh)], str(func))
+        if len(places) == 2 and not _is_non_blocking(func, args, kwargs):
+            self.wait(HOST, self.mark(stream))  # such a copy makes the host wait for its stream
+        return out
+
+    def _of(self, tensor: torch.Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        return self._memory.get(storage._cdata) or self._adopt(storage, self.current, is_host=False)
+
+    def _adopt(self, storage: torch.UntypedStorage, owner: str, *, is_host: bool) -> _Memory:
+        memory = self._memory[storage._cdata] = _Memory(owner, is_host)
+        weakref.finalize(storage, self._let_go, storage._cdata).atexit = False
+        return memory
+
+    def _note(self, stream: str, touched: list[tuple[torch.Tensor, bool]], what: str) -> None:
+        clock = self._clocks[stream]
+        clock |= self._clocks[HOST]  # what the host queues comes after what the host has done
+        clock[stream] += 1
+        self.num_by_stream[stream.partition(" ")[0]] += 1
+        for tensor, written in touched:
+            storage = tensor.untyped_storage()
+            memory = self._memory.get(storage._cdata) or self._adopt(storage, stream, is_host=stream == HOST)
+            span = _span(tensor)
+            for (other, its_span, wrote), when in memory.touched.items():
+                overlap = span[0] < its_span[1] and its_span[0] < span[1]
+                if overlap and (written or wrote) and clock[other] < when:
+                    verb, verb_before = ("writes", "reads")[not written], ("wrote", "read")[not wrote]
+                    self.violations.append(
+                        f"{what} on {stream} {verb} what {other} {verb_before}, with no wait between"
+                    )
+            memory.touched[stream, span, written] = clock[stream]
+
+    def _let_go(self, key: int) -> None:
+        memory = self._memory.pop(key, None)
+        if memory is None or not self._watching:
+            return
+        clock = self._clocks[memory.owner] | self._clocks[HOST]
+        for (other, span, _), when in memory.touched.items():
+            if clock[other] < when:
+                kind = "host memory" if memory.is_host else "memory"
+                self.violations.append(f"{kind} {span} of {memory.owner} is let go of while {other} uses it")
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "meta"
+
+
+def _is_non_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking"))
+
+
+def _span(tensor: torch.Tensor) -> Span:
+    """The bytes of the storage from the tensor's first element to its last."""
+    start = tensor.storage_offset() * tensor.itemsize
+    if tensor.numel() == 0:
+        return (start, start)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (start, start + (last + 1) * tensor.itemsize)
+
+
+class PretendedLanes:
+    """Has the methods of `slivertune.hift.lanes.Lanes`, on pretended streams."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._names = {lane: streams.add(lane) for lane in ("inbound", "outbound")}
+
+    @contextmanager
+    def on(self, lane: str, *after: Clock | None) -> Iterator[None]:
+        for mark in after:
+            if mark is not None:
+                self._streams.wait(self._names[lane], mark)
+        before, self._streams.current = self._streams.current, self._names[lane]
+        try:
+            yield
+        finally:
+            self._streams.current = before
+
+    def mark(self, lane: str | None = None) -> Clock:
+        return self._streams.mark(COMPUTING if lane is None else self._names[lane])
+
+    def compute_after(self, mark: Clock | None) -> None:
+        if mark is not None:
+            self._streams.wait(COMPUTING, mark)
+
+    def synchronize(self) -> None:
+        for name in self._names.values():
+            self._streams.wait(HOST, self._streams.mark(name))

@@ -1,0 +1,134 @@
+"""The copies of streamed state, checked on pretended streams: everything comes after what it depends on.
+
+What is checked is the real code of `streamed.py` and `waiting.py`; only its lanes are pretended (`helpers/streams.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune import HiFT, HiFTConfig
+from slivertune.hift import optimizer as hift_optimizer
+from slivertune.hift import streamed
+from slivertune.hift.pool import Pool
+from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.reference import train
+from tests.helpers.streams import PretendedLanes, Streams
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS
+
+
+@contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch, lanes_class: type[PretendedLanes] = PretendedLanes) -> Iterator[Streams]:
+    """Streams in force, with lanes of this class over them in place of the real ones."""
+    streams = Streams()
+
+    def allocate(num_bytes: int) -> torch.Tensor:
+        return streams.call_host(torch.empty(num_bytes, dtype=torch.uint8))
+
+    monkeypatch.setattr(streamed, "Lanes", lambda device: lanes_class(streams))
+    monkeypatch.setattr(hift_optimizer, "host_pool", lambda device: Pool("host", allocate))
+    with streams:
+        yield streams
+
+
+def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
+    """Three cycles, the state read and loaded again in mid-cycle."""
+    optimizer_class, options = OPTIMIZERS[name]
+    model = tiny_llama(dtype, vocab=BIG_VOCAB)
+    hift = HiFT(model, optimizer_class, config=HiFTConfig(**config), **options)
+    batches = token_batches(10, vocab=BIG_VOCAB)
+    train(model, hift, batches, 7)
+    saved = copy.deepcopy(hift.state_dict())
+    train(model, hift, batches, 2)
+    hift.load_state_dict(saved)
+    train(model, hift, batches, 8)
+    return hift
+
+
+@pytest.mark.parametrize("stream_bytes", [4096, 65_536, 0])
+@pytest.mark.parametrize(
+    ("name", "dtype", "master"),
+    [
+        ("AdamW", torch.float32, "fp32"),
+        ("AdamW", torch.bfloat16, "fp32"),
+        ("AdamW", torch.bfloat16, "split"),
+        ("AdamW", torch.bfloat16, "none"),
+        ("SGD", torch.bfloat16, "fp32"),
+        ("torch Adafactor", torch.bfloat16, "fp32"),
+        ("transformers Adafactor", torch.float32, "fp32"),
+        ("AdamW8bit", torch.bfloat16, "fp32"),
+    ],
+)
+def test_every_copy_comes_after_what_it_depends_on(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, master: str, stream_bytes: int
+) -> None:
+    with pretended(monkeypatch) as streams:
+        hift = run(name, dtype, master=master, stream_bytes=stream_bytes)
+    assert hift.updates == 15
+    assert streams.violations == []
+    assert min(streams.num_by_stream[lane] for lane in ("inbound", "outbound", "computing")) > 0
+
+
+@pytest.mark.parametrize("state", ["host", "discard"])
+def test_turns_of_several_steps_and_several_layers_are_in_order(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
+    with pretended(monkeypatch) as streams:
+        hift = run("AdamW", torch.bfloat16, state=state, stream_bytes=20_000, steps_per_group=2, layers_per_group=2)
+    assert hift.updates == 15
+    assert streams.violations == []
+
+
+def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = tiny_llama(torch.bfloat16), token_batches(5)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192), lr=1e-2)
+    with pretended(monkeypatch) as streams:
+        for _ in range(3):
+            train(model, hift, batches, 5)
+            model(**batches[0]).loss.backward()
+            model.zero_grad()
+            hift.step()  # no gradient: no update
+        saved = copy.deepcopy(hift.state_dict())
+        model(**batches[0]).loss.backward()
+        hift.load_state_dict(saved)
+        train(model, hift, batches, 5)
+    assert hift.updates == 20
+    assert streams.violations == []
+
+
+class _NoComputeAfter(PretendedLanes):
+    def compute_after(self, mark: Any) -> None:
+        """The computing stream waits for no copy."""
+
+
+class _NoWaitOnLanes(PretendedLanes):
+    @contextmanager
+    def on(self, lane: str, *after: Any) -> Iterator[None]:
+        """The lanes wait for nothing."""
+        with super().on(lane):
+            yield
+
+
+class _OnlyFirstWait(PretendedLanes):
+    @contextmanager
+    def on(self, lane: str, *after: Any) -> Iterator[None]:
+        """A load waits for the computing stream, not for the store that empties its slot."""
+        with super().on(lane, *after[:1]):
+            yield
+
+
+class _NoSynchronize(PretendedLanes):
+    def synchronize(self) -> None:
+        """The host does not wait before it reads."""
+
+
+@pytest.mark.parametrize("lanes_class", [_NoComputeAfter, _NoWaitOnLanes, _OnlyFirstWait, _NoSynchronize])
+def test_the_check_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, lanes_class: type[PretendedLanes]) -> None:
+    with pretended(monkeypatch, lanes_class) as streams:
+        hift = run("AdamW", torch.float32, stream_bytes=4096)
+    assert hift.updates == 15
+    assert streams.violations

@@ -1,0 +1,15 @@
+"""A base model small enough for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.tiny_runs import make_tiny_base
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level Llama of two blocks and its tokenizer."""
+    return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_outputs import ModelOutput
+
+from slivertune.hift import HiFTConfig
+from slivertune.training.attach import attach_hift
+from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
+from slivertune.training.checkpoints import MARKER_NAME, checkpoint_folders, find_damage, read_facts
+from tests.helpers.models import tiny_llama
+from tests.training.test_checkpoints import make_checkpoint
+
+ROWS = [{"input_ids": [(7 * row + 3 * i) % 97 for i in range(8)]} for row in range(16)]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_trainer(
+    output: Path, *callbacks: TrainerCallback, model: nn.Module | None = None, loss: Any = None, **options: Any
+) -> Trainer:
+    options = {"max_steps": 6, "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2} | options
+    return Trainer(
+        model=model or tiny_llama(),
+        args=TrainingArguments(
+            output_dir=str(output),
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            disable_tqdm=True,
+            report_to="none",
+            dataloader_pin_memory=False,
+            **options,
+        ),
+        train_dataset=ROWS,
+        eval_dataset=ROWS[:4],
+        data_collator=collate,
+        compute_loss_func=loss,
+        callbacks=list(callbacks),
+    )
+
+
+class Watch(TrainerCallback):
+    """Remembers the weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: list[list[torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights.append([parameter.detach().clone() for parameter in kwargs["model"].parameters()])
+
+    def moved(self, step: int) -> bool:
+        pairs = zip(self.weights[step - 2], self.weights[step - 1], strict=True)
+        return not all(torch.equal(before, after) for before, after in pairs)
+
+
+def poison(model: nn.Module, calls: set[int], *, gradient: bool = False, value: float = float("nan")) -> None:
+    """Break the loss, or the gradient of an otherwise finite one, in the given training calls."""
+    count = 0
+
+    def after(module: nn.Module, inputs: Any, output: ModelOutput) -> ModelOutput | None:
+        nonlocal count
+        count += module.training
+        if not module.training or count not in calls:
+            return None
+        if gradient:
+            output.loss.register_hook(lambda grad: grad * value)
+        else:
+            output["loss"] = output.loss * value
+        return output
+
+    model.register_forward_hook(after)
+
+
+@pytest.mark.parametrize("method", ["dense", "hift"])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_update_that_is_not_finite_changes_nothing_and_is_said_once(
+    method: str, gradient: bool, value: float, tmp_path: Path
+) -> None:
+    model, watch, said = tiny_llama(), Watch(), list[str]()
+    poison(model, {3}, gradient=gradient, value=value)
+    guard = NonFiniteGuard(10, said.append)
+    trainer = make_trainer(tmp_path, guard, watch, model=model)
+    hift = attach_hift(trainer, HiFTConfig()) if method == "hift" else None
+    trainer.train()
+    assert [watch.moved(step) for step in (2, 3, 4)] == [True, False, True]
+    assert all(tensor.isfinite().all() for tensor in watch.weights[-1])
+    assert guard.num_skipped == len(said) == 1
+    assert said[0].startswith(f"step 3: the {'gradient norm' if gradient else 'loss'} is ")
+    if hift is not None:
+        assert hift.updates == 5
+        assert hift.active_group == 0, "five groups had one turn each, so it is the first one's again"
+
+
+def test_a_broken_micro_batch_skips_the_whole_update(tmp_path: Path) -> None:
+    model, watch, said = tiny_llama(), Watch(), list[str]()
+    poison(model, {3})  # the first of the two of step 2
+    guard = NonFiniteGuard(10, said.append)
+    make_trainer(tmp_path, guard, watch, model=model, gradient_accumulation_steps=2, max_steps=3).train()
+    assert not watch.moved(2)
+    assert watch.moved(3)
+    assert len(said) == 1
+
+
+def test_an_infinite_loss_with_finite_gradients_is_seen(tmp_path: Path) -> None:
+    model, said = tiny_llama(), list[str]()
+
+    def add(module: nn.Module, inputs: Any, output: ModelOutput) -> ModelOutput:
+        output["loss"] = output.loss + float("inf")
+        return output
+
+    model.register_forward_hook(add)
+    guard = NonFiniteGuard(10, said.append)
+    make_trainer(tmp_path, guard, model=model, max_steps=1).train()
+    assert said == ["step 1: the loss is inf; this update is skipped (1 so far)"]
+
+
+def test_the_loss_of_a_loss_function_is_seen(tmp_path: Path) -> None:
+    said: list[str] = []
+    guard = NonFiniteGuard(10, said.append)
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.mean() + float("inf")
+
+    make_trainer(tmp_path, guard, loss=guard.watch_loss(loss), max_steps=2).train()
+    assert [line.split(";")[0] for line in said] == ["step 1: the loss is inf", "step 2: the loss is inf"]
+
+
+def test_only_a_row_of_failures_stops_the_run(tmp_path: Path) -> None:
+    model = tiny_llama()
+    poison(model, {1, 2, 4, 5, 6})
+    with pytest.raises(RuntimeError, match=r"3 updates in a row were not finite, the last at step 6.*--learning_rate"):
+        make_trainer(tmp_path, NonFiniteGuard(3, lambda line: None), model=model, max_steps=9).train()
+
+
+def test_a_finite_run_is_left_alone_and_the_hook_taken_off(tmp_path: Path) -> None:
+    plain, guarded = tiny_llama(), tiny_llama()
+    make_trainer(tmp_path, model=plain).train()
+    guard = NonFiniteGuard(1, lambda line: pytest.fail(line))
+    make_trainer(tmp_path, guard, model=guarded).train()
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
+    assert not guarded._forward_hooks
+
+
+class Look(TrainerCallback):
+    """Notes which checkpoints are whole at each event of saving."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.before: list[list[str]] = []
+        self.after: list[list[str]] = []
+
+    def whole(self) -> list[str]:
+        return [path.name for path in checkpoint_folders(self.output) if find_damage(path) is None]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.before.append(self.whole())
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.after.append(self.whole())
+
+
+def test_there_is_always_a_whole_checkpoint_once_there_was_one(tmp_path: Path) -> None:
+    # Added before the marker, so that it looks when the Trainer has saved and the marker has not been written.
+    look = Look(tmp_path)
+    marker = CheckpointMarker({"method": "dense"}, save_total_limit=1)
+    make_trainer(tmp_path, look, marker, max_steps=4, save_strategy="steps", save_steps=1).train()
+    assert look.after == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
+    assert look.before == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
+    assert look.whole() == ["checkpoint-4"]
+    assert read_facts(tmp_path / "checkpoint-4") == {"method": "dense"}
+
+
+def test_the_trainers_own_rotation_must_be_off(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="save_total_limit=1 deletes before a checkpoint is marked"):
+        make_trainer(tmp_path, CheckpointMarker({}), save_total_limit=1).train()
+
+
+def test_the_best_checkpoint_survives_the_limit(tmp_path: Path) -> None:
+    marker = CheckpointMarker({}, save_total_limit=1)
+    trainer = make_trainer(
+        tmp_path, marker, max_steps=3, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+        load_best_model_at_end=True, greater_is_better=True, metric_for_best_model="loss", learning_rate=1e-2,
+    )  # fmt: skip
+    trainer.train()
+    # The loss falls, and greater counts as better, so the first is the best.
+    assert [path.name for path in checkpoint_folders(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_a_damaged_checkpoint_that_will_be_written_over_loses_its_marker_first(tmp_path: Path) -> None:
+    for step in (1, 9):
+        folder = make_checkpoint(tmp_path, step)
+        (folder / "model.bin").write_bytes(b"short")
+    whole = make_checkpoint(tmp_path, 5)
+    make_trainer(tmp_path, CheckpointMarker({}), max_steps=1).train()
+    assert not (tmp_path / "checkpoint-9" / MARKER_NAME).exists()
+    assert (whole / MARKER_NAME).exists()

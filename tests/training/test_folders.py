@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slivertune.training.folders import choose_run_folder
+from tests.training.test_checkpoints import make_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_fresh_run_takes_the_first_free_default_folder() -> None:
+    assert choose_run_folder("hift", None, None).path == Path("runs/hift")
+    Path("runs/hift").mkdir(parents=True)
+    assert choose_run_folder("hift", None, "false").path == Path("runs/hift"), "an empty folder is free"
+    Path("runs/hift/results.json").touch()
+    Path("runs/hift-2").touch()
+    assert choose_run_folder("hift", None, None).path == Path("runs/hift-3")
+    assert choose_run_folder("dense", None, None).path == Path("runs/dense")
+
+
+def test_a_folder_that_was_asked_for_must_hold_nothing() -> None:
+    Path("mine").mkdir()
+    assert choose_run_folder("hift", "mine", None).path == Path("mine")
+    Path("mine/thesis.txt").touch()
+    with pytest.raises(FileExistsError, match=r"mine already holds something.*--resume_from_checkpoint true"):
+        choose_run_folder("hift", "mine", None)
+    with pytest.raises(FileExistsError, match="already holds something"):
+        choose_run_folder("hift", "mine/thesis.txt", None)
+
+
+def test_the_newest_checkpoint_of_the_newest_default_folder_is_continued() -> None:
+    make_checkpoint(Path("runs/hift"), 30)
+    make_checkpoint(Path("runs/hift-2"), 10)
+    Path("runs/hift-3").mkdir()
+    for resume in ("true", "True"):
+        folder = choose_run_folder("hift", None, resume)
+        assert (folder.path, folder.checkpoint) == (Path("runs/hift-2"), Path("runs/hift-2/checkpoint-10"))
+    assert folder.notes == ()
+
+
+def test_nothing_whole_to_continue_is_an_error_with_the_reasons() -> None:
+    with pytest.raises(ValueError, match="nothing whole to resume in runs/hift: it holds no checkpoint"):
+        choose_run_folder("hift", None, "true")
+    make_checkpoint(Path("mine"), 3, marked=False)
+    with pytest.raises(ValueError, match=r"checkpoint-3 is not whole: it has no slivertune_checkpoint\.json"):
+        choose_run_folder("hift", "mine", "true")
+
+
+def test_a_checkpoint_named_by_path_is_continued_where_it_lies_or_elsewhere() -> None:
+    checkpoint = make_checkpoint(Path("mine"), 3)
+    folder = choose_run_folder("hift", None, str(checkpoint))
+    assert (folder.path, folder.checkpoint) == (Path("mine"), checkpoint)
+    folder = choose_run_folder("hift", "elsewhere", str(checkpoint))
+    assert (folder.path, folder.checkpoint) == (Path("elsewhere"), checkpoint)
+    Path("elsewhere").mkdir()
+    Path("elsewhere/other.txt").touch()
+    with pytest.raises(FileExistsError, match="elsewhere already holds something"):
+        choose_run_folder("hift", "elsewhere", str(checkpoint))
+
+
+def test_a_damaged_or_absent_checkpoint_named_by_path_is_refused_and_a_whole_one_named() -> None:
+    make_checkpoint(Path("mine"), 3)
+    damaged = make_checkpoint(Path("mine"), 6)
+    (damaged / "model.bin").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"model\.bin has 5 bytes.*mine/checkpoint-3 is the newest whole one"):
+        choose_run_folder("hift", None, str(damaged))
+    with pytest.raises(ValueError, match="resume_from_checkpoint='mine/checkpoint-9' is no folder"):
+        choose_run_folder("hift", None, "mine/checkpoint-9")
+
+
+def test_newer_whole_checkpoints_are_not_written_over() -> None:
+    older = make_checkpoint(Path("mine"), 3)
+    make_checkpoint(Path("mine"), 9, marked=False)
+    assert choose_run_folder("hift", None, str(older)).checkpoint == older
+    make_checkpoint(Path("mine"), 6)
+    with pytest.raises(ValueError, match="checkpoint-6 is newer than mine/checkpoint-3 and would be written over"):
+        choose_run_folder("hift", None, str(older))

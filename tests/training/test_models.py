@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slivertune.training.method_arguments import ModelArguments
+from slivertune.training.models import load_model, open_model
+from slivertune.training.precision import Precision
+from slivertune.training.task import Task
+from tests.training.tiny import byte_tokenizer
+
+
+def make_task(kind: str = "causal_lm") -> Task:
+    labels = {0: "bad", 1: "good", 2: "odd"} if kind == "sequence_classification" else None
+    return Task(
+        train_dataset=None, eval_dataset=None, data_collator=None, metric_name="eval_loss", model_kind=kind,
+        max_length=8, pad_token_id=7, num_labels=3, id2label=labels,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def stored_as(dtype: torch.dtype, base: Path, folder: Path) -> Path:
+    AutoModelForCausalLM.from_pretrained(base).to(dtype).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stored", "loading", "expected"),
+    [
+        (torch.float32, "stored", torch.float32),
+        (torch.bfloat16, "stored", torch.bfloat16),
+        (torch.float16, "stored", torch.bfloat16),
+        (torch.float16, "fp32", torch.float32),
+        (torch.float32, "bf16", torch.bfloat16),
+    ],
+)
+def test_weights_are_held_in_what_was_settled(
+    stored: torch.dtype, loading: str, expected: torch.dtype, tiny_base: Path, tmp_path: Path
+) -> None:
+    folder = stored_as(stored, tiny_base, tmp_path)
+    source = open_model(ModelArguments(model_name_or_path=str(folder)), None)
+    model = load_model(source, make_task(), precision=Precision(loading=loading, autocast="no"))  # type: ignore[arg-type]
+    assert {parameter.dtype for parameter in model.parameters()} == {expected}
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_classifier_knows_its_labels_and_its_padding(tiny_base: Path) -> None:
+    source = open_model(ModelArguments(), tiny_base)
+    precision = Precision(loading="fp32", autocast="no")
+    model = load_model(source, make_task("sequence_classification"), precision=precision)
+    assert model.config.id2label == {0: "bad", 1: "good", 2: "odd"}
+    assert model.config.label2id == {"bad": 0, "good": 1, "odd": 2}
+    assert model.config.pad_token_id == 7
+    assert model.score.out_features == 3
+
+
+def test_attention_is_the_one_asked_for(tiny_base: Path) -> None:
+    source = open_model(ModelArguments(), tiny_base)
+    precision = Precision(loading="fp32", autocast="no")
+    model = load_model(source, make_task(), precision=precision, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="can't be loaded as causal_lm"):
+        load_model(source, make_task(), precision=precision, attn_implementation="psychic")
+
+
+def test_a_model_that_is_not_there_or_has_not_the_head_is_named(tiny_base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model_name_or_path='./nowhere' can't be opened.*give a local folder"):
+        open_model(ModelArguments(model_name_or_path="./nowhere"), None)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    with pytest.raises(ValueError, match="can't be opened"):
+        open_model(ModelArguments(model_name_or_path=str(tmp_path)), None)
+    source = open_model(ModelArguments(), tiny_base)
+    with pytest.raises(ValueError, match="can't be loaded as masked_lm"):
+        load_model(source, make_task("masked_lm"), precision=Precision(loading="fp32", autocast="no"))

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from slivertune.training.method_arguments import Method, WeightsDtype
+from slivertune.training.precision import choose_precision
+
+TABLE = {
+    # method, weights_dtype, bf16 -> loading, autocast
+    ("hift", "auto", False): ("stored", "no"),
+    ("hift", "auto", True): ("bf16", "no"),
+    ("hift", "fp32", False): ("fp32", "no"),
+    ("hift", "fp32", True): ("fp32", "bf16"),
+    ("hift", "bf16", False): ("bf16", "no"),
+    ("hift", "bf16", True): ("bf16", "no"),
+    ("dense", "auto", False): ("fp32", "no"),
+    ("dense", "auto", True): ("fp32", "bf16"),
+    ("dense", "fp32", False): ("fp32", "no"),
+    ("dense", "fp32", True): ("fp32", "bf16"),
+    ("dense", "bf16", False): ("bf16", "no"),
+    ("dense", "bf16", True): ("bf16", "no"),
+}
+
+
+@pytest.mark.parametrize(("method", "weights_dtype", "bf16"), list(TABLE))
+def test_the_table_of_precisions(method: Method, weights_dtype: WeightsDtype, bf16: bool) -> None:
+    precision = choose_precision(method, weights_dtype, bf16=bf16, fp16=False)
+    assert (precision.loading, precision.autocast) == TABLE[method, weights_dtype, bf16]
+
+
+@pytest.mark.parametrize(("method", "weights_dtype"), list(product(("dense", "hift"), ("auto", "fp32"))))
+def test_fp16_is_autocast_over_fp32_weights(method: Method, weights_dtype: WeightsDtype) -> None:
+    precision = choose_precision(method, weights_dtype, bf16=False, fp16=True)
+    assert (precision.loading, precision.autocast) == ("fp32", "fp16")

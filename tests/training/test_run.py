@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import csv
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from slivertune.cli import main
+from slivertune.training.checkpoints import find_damage
+from tests.training.tiny_runs import METHODS, TINY_CYCLE, saved_weights, train, train_arguments, write_texts
+
+KINDS = {"parameters", "gradients", "state", "residual", "host", "disk"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_lowers_the_loss_and_leaves_a_loadable_model_and_a_whole_checkpoint(
+    method: str, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_texts(tmp_path)
+    results = train(tiny_base, data, tmp_path / "out", "--max_steps", "24", method=method)
+    assert results["after"]["eval_loss"] < results["before"]["eval_loss"] - 0.1
+    assert results["num_steps"] == 24
+    assert results["steps_per_second"] > 0
+    assert find_damage(Path(results["checkpoint"])) is None
+    trained = AutoModelForCausalLM.from_pretrained(results["model_folder"])
+    tokenizer = AutoTokenizer.from_pretrained(results["model_folder"])
+    assert tokenizer.decode(tokenizer("naïve ☃")["input_ids"]) == "naïve ☃"
+    before = AutoModelForCausalLM.from_pretrained(tiny_base)
+    moved = [not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
+    assert all(moved), "24 updates are six cycles, so that every layer has moved"
+    out = capsys.readouterr().out
+    for part in ("evaluation before", "evaluation loss", "updates a second", results["checkpoint"], "[prompt]"):
+        assert part in out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_ledger_has_a_line_a_cycle_and_a_peak_by_kind(
+    method: str, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", "--max_steps", "24", method=method)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "state on the host" in line and "weights" in line]
+    assert len(lines) == 3, "a line for every eight updates, which are two cycles of four"
+    assert set(results["highest_bytes"]) == KINDS
+    sizes = [tensor.nbytes for tensor in saved_weights(tiny_base).values()]
+    weights, most = sum(sizes), results["highest_bytes"]
+    # Rotary frequencies are counted among the weights; and HiFT measures an optimizer once on a weight made for that.
+    assert weights <= most["parameters"] < weights + 1000 + (max(sizes) if method == "hift" else 0)
+    if method == "dense":
+        assert most["gradients"] == weights
+        # AdamW's two moments of every weight, and its step counts.
+        assert 2 * weights <= most["state"] < 2 * weights + 1000
+        assert most["host"] == 0
+    else:
+        assert 0 < most["gradients"] < weights
+        # The pool rounds each tensor's place up.
+        assert 2 * weights <= most["host"] < 2.1 * weights
+
+
+def test_the_ledger_can_stop_after_two_lines_or_never_begin(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_texts(tmp_path)
+    train(tiny_base, data, tmp_path / "two", "--max_steps", "24", "--memory_ledger", "first_cycles")
+    assert capsys.readouterr().out.count("state on the host") == 2 + 1  # and the summary
+    results = train(tiny_base, data, tmp_path / "none", "--memory_ledger", "off")
+    assert results["peak_bytes"] is None
+    assert "state on the host" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
+    method: str, tiny_base: Path, tmp_path: Path
+) -> None:
+    data = write_texts(tmp_path)
+    more = ("--max_steps", str(2 * TINY_CYCLE + 3), "--save_steps", "3", "--lr_scheduler_type", "cosine")
+    whole = train(tiny_base, data, tmp_path / "whole", *more, method=method)
+    for step in (3, 6, 9):
+        again = train(
+            tiny_base,
+            data,
+            tmp_path / f"from-{step}",
+            *more,
+            *("--resume_from_checkpoint", str(tmp_path / "whole" / f"checkpoint-{step}")),
+            method=method,
+        )
+        assert again["before"] == whole["before"]
+        assert again["after"]["eval_loss"] == whole["after"]["eval_loss"]
+        assert again["sample"]["before"] == whole["sample"]["before"]
+        assert_same_bits(tmp_path / "whole", tmp_path / f"from-{step}")
+
+
+def test_hift_with_everything_in_one_group_ends_with_the_bits_of_dense(tiny_base: Path, tmp_path: Path) -> None:
+    data = write_texts(tmp_path)
+    more = ("--max_steps", "5", "--weight_decay", "0.1", "--gradient_accumulation_steps", "2")
+    train(tiny_base, data, tmp_path / "dense", *more, method="dense")
+    train(tiny_base, data, tmp_path / "hift", *more, "--layers_per_group", str(TINY_CYCLE), method="hift")
+    assert_same_bits(tmp_path / "dense", tmp_path / "hift")
+
+
+def test_the_newest_whole_checkpoint_is_taken_and_others_are_passed_over_aloud(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write_texts(tmp_path), tmp_path / "out"
+    more = ("--max_steps", "8", "--save_steps", "2")
+    train(tiny_base, data, output, *more)
+    wanted = saved_weights(output / "model")
+    (output / "checkpoint-8" / "slivertune_checkpoint.json").unlink()
+    weights = output / "checkpoint-6" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    capsys.readouterr()
+    train(tiny_base, data, output, *more, "--resume_from_checkpoint", "true")
+    out = capsys.readouterr().out
+    assert f"passed over: {output / 'checkpoint-8'} is not whole: it has no slivertune_checkpoint.json" in out
+    assert f"passed over: {output / 'checkpoint-6'} is not whole: model.safetensors has" in out
+    assert f"continuing from {output / 'checkpoint-4'}" in out
+    assert all(torch.equal(saved_weights(output / "model")[name], wanted[name]) for name in wanted)
+    assert find_damage(output / "checkpoint-6") is None
+    assert find_damage(output / "checkpoint-8") is None
+
+
+def test_another_method_or_grouping_cannot_resume_a_run(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write_texts(tmp_path), tmp_path / "out"
+    train(tiny_base, data, output, "--max_steps", "2")
+    resume = ("--resume_from_checkpoint", "true")
+    assert main(train_arguments(tiny_base, data, output, *resume, method="dense")) == 2
+    assert "was trained with method=hift, and this run asks for method=dense" in capsys.readouterr().err
+    assert main(train_arguments(tiny_base, data, output, *resume, "--layers_per_group", "2")) == 2
+    assert "'layers_per_group': 1" in capsys.readouterr().err
+
+
+def test_rotation_keeps_the_newest_whole_checkpoint(tiny_base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    train(tiny_base, write_texts(tmp_path), output, "--save_steps", "1", "--save_total_limit", "2")
+    kept = sorted(path.name for path in output.glob("checkpoint-*"))
+    assert kept == ["checkpoint-5", "checkpoint-6"]
+    assert all(find_damage(output / name) is None for name in kept)
+
+
+def test_a_folder_with_something_in_it_is_never_written_over(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "thesis.txt").write_text("mine")
+    assert main(train_arguments(tiny_base, write_texts(tmp_path), output)) == 2
+    assert "already holds something" in capsys.readouterr().err
+    assert [path.name for path in output.iterdir()] == ["thesis.txt"]
+
+
+def test_the_default_folder_is_named_after_the_method_and_counts_on(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = write_texts(tmp_path)
+    arguments = train_arguments(tiny_base, data, tmp_path / "unused", "--max_steps", "1")
+    del arguments[arguments.index("--output_dir") : arguments.index("--output_dir") + 2]
+    assert main(arguments) == 0
+    assert main(arguments) == 0
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["hift", "hift-2"]
+
+
+@pytest.mark.parametrize("name", ["--activation_checkpointing", "--gradient_checkpointing"])
+def test_activation_checkpointing_changes_memory_and_no_bit(name: str, tiny_base: Path, tmp_path: Path) -> None:
+    # The old name of the argument must not bring up its deprecation; warnings of it are errors here.
+    data = write_texts(tmp_path)
+    plain = train(tiny_base, data, tmp_path / "plain", "--max_steps", "4")
+    less = train(tiny_base, data, tmp_path / "less", "--max_steps", "4", name)
+    assert less["settings"]["activation_checkpointing"] is True
+    assert less["highest_bytes"]["residual"] < plain["highest_bytes"]["residual"]
+    assert_same_bits(tmp_path / "plain", tmp_path / "less")
+
+
+def test_bf16_with_hift_trains_bf16_weights_on_fp32_masters(tiny_base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    results = train(tiny_base, write_texts(tmp_path), output, "--bf16", "--max_steps", "4")
+    assert results["settings"]["weights"] == "bf16"
+    assert results["settings"]["autocast"] == "no"
+    assert {tensor.dtype for tensor in saved_weights(output / "model").values()} == {torch.bfloat16}
+    state = torch.load(output / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
+    assert {values["master"].dtype for values in state.values()} == {torch.float32}
+
+
+def test_bf16_with_dense_is_autocast_over_fp32_weights(tiny_base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    more = ("--bf16", "--use_cpu", "--max_steps", "2")
+    results = train(tiny_base, write_texts(tmp_path), output, *more, method="dense")
+    assert results["settings"]["autocast"] == "bf16"
+    assert {tensor.dtype for tensor in saved_weights(output / "model").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop", "adafactor", "adamw_bnb_8bit", "adamw_torch"])
+def test_hift_takes_the_trainers_optimizers(optim: str, tiny_base: Path, tmp_path: Path) -> None:
+    more = ("--optim", optim, "--learning_rate", "1e-3", "--sample_tokens", "0")
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *more)
+    assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
+    assert results["sample"] is None
+
+
+def test_a_classifier_is_trained_and_judged_by_its_accuracy(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label"])
+        writer.writerows([["aaaa" if index % 2 else "bbbb", ("odd" if index % 2 else "even")] for index in range(40)])
+    results = train(
+        tiny_base, path, tmp_path / "out", "--task", "classification", "--max_steps", "40", "--learning_rate", "3e-2"
+    )
+    assert results["after"]["eval_accuracy"] == 1.0
+    assert results["sample"]["expected"] == results["sample"]["after"]
+    assert "evaluation accuracy" in capsys.readouterr().out
+
+
+def test_a_broken_row_is_skipped_and_counted_and_the_run_goes_on(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison_losses(monkeypatch, calls={3})
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", "--max_steps", "6")
+    assert results["num_skipped"] == 1
+    assert "step 3: the loss is nan; this update is skipped (1 so far)" in capsys.readouterr().out
+    state = torch.load(tmp_path / "out" / "checkpoint-6" / "optimizer.pt", weights_only=True)
+    assert state["hift"]["updates"] == 5, "a skipped update does not turn the rotation"
+
+
+def test_too_many_broken_updates_in_a_row_stop_the_run(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison_losses(monkeypatch, calls=set(range(2, 100)))
+    arguments = train_arguments(
+        tiny_base, write_texts(tmp_path), tmp_path / "out", "--max_steps", "20", "--non_finite_limit", "4"
+    )
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "4 updates in a row were not finite, the last at step 5" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_e2e_descriptions_are_learnt_from_the_embedded_kind_of_model(
+    method: str, tiny_base: Path, tmp_path: Path, shared_data: Path
+) -> None:
+    with (shared_data / "e2e" / "devset.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))[:200]
+    data = tmp_path / "e2e.csv"
+    with data.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=["mr", "ref"])
+        writer.writeheader()
+        writer.writerows(rows)
+    more = ("--prompt_column", "mr", "--response_column", "ref", "--max_length", "256", "--truncate")
+    results = train(tiny_base, data, tmp_path / "out", *more, "--max_steps", "16", method=method)
+    assert results["after"]["eval_loss"] < results["before"]["eval_loss"] - 0.1
+    assert results["sample"]["prompt"].startswith("name[")
+    assert results["sample"]["expected"]
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = saved_weights(one / "model"), saved_weights(other / "model")
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def poison_losses(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
+    """Make a Llama's loss NaN in the given calls of its training mode, counted from 1."""
+    original = LlamaForCausalLM.forward
+    count = 0
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        output = original(self, *args, **kwargs)
+        if self.training:
+            count += 1
+            if count in calls:
+                output.loss = output.loss * float("nan")
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+
+
+def test_results_are_plain_json_with_the_settings_and_versions(tiny_base: Path, tmp_path: Path) -> None:
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", "--max_steps", "1")
+    assert results["settings"]["learning_rate"] == 1e-2
+    assert results["settings"]["num_groups"] == TINY_CYCLE
+    assert results["versions"]["torch"] == torch.__version__
+    assert results["command"][:2] == ["slivertune", "train"]
+    assert json.loads(json.dumps(results)) == results

@@ -1,0 +1,81 @@
+"""Whole runs of `slivertune train`, small enough for a test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from slivertune.cli import main
+from slivertune.training.base_model import BaseRecipe, save_base_model, train_base_model
+
+TINY_RECIPE = BaseRecipe(
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=2,
+    max_positions=256,
+    sequence_length=16,
+    batch_size=2,
+    num_steps=3,
+)
+TINY_CYCLE = 4
+"""Updates in which each of its layers has a turn: the embedding, two blocks, the head."""
+
+METHODS = ("dense", "hift")
+
+
+def sentences(count: int) -> list[str]:
+    """Texts that are alike and yet differ."""
+    return [f"The {count - i}th of {count} sentences says that {i} and {i} make {2 * i}." for i in range(count)]
+
+
+def make_tiny_base(folder: Path) -> Path:
+    """Make a byte-level Llama of two blocks and its tokenizer, by the package's own code."""
+    model = train_base_model(TINY_RECIPE, sentences(60), lambda step, loss: None)
+    save_base_model(model, TINY_RECIPE, folder)
+    return folder
+
+
+def write_texts(folder: Path, count: int = 40) -> Path:
+    """A jsonl file of sentences."""
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(count)), encoding="utf-8")
+    return path
+
+
+def train_arguments(base: Path, data: Path, output: Path, *more: str, method: str = "hift") -> list[str]:
+    """A command line of few, small updates; `more` comes last and so has the last word."""
+    return [
+        "train",
+        *("--method", method),
+        *("--model_name_or_path", str(base)),
+        *("--dataset", str(data)),
+        *("--output_dir", str(output)),
+        *("--max_length", "128"),
+        *("--max_steps", "6"),
+        *("--per_device_train_batch_size", "2"),
+        *("--per_device_eval_batch_size", "4"),
+        *("--learning_rate", "1e-2"),
+        *("--sample_tokens", "4"),
+        *more,
+    ]
+
+
+def train(base: Path, data: Path, output: Path, *more: str, method: str = "hift") -> dict[str, Any]:
+    """Run the command in this process; it must end well.
+
+    Returns:
+        What is in results.json.
+    """
+    code = main(train_arguments(base, data, output, *more, method=method))
+    assert code == 0
+    results: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
+    return results
+
+
+def saved_weights(folder: Path) -> dict[str, Any]:
+    """The tensors of a saved model."""
+    return load_file(folder / "model.safetensors")
