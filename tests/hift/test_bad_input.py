@@ -108,13 +108,13 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("built", ["from the class", "over what trains", "over all parameters"])
 @pytest.mark.parametrize(
     ("which", "layers_per_group"),
     [*((which, 1) for which in FROZEN), *((which, 2) for which in FROZEN if which != "all but one tensor")],
 )
 def test_parameters_frozen_by_the_user_stay_frozen_and_it_is_said_once(
-    which: str, layers_per_group: int, wrapped: bool
+    which: str, layers_per_group: int, built: str
 ) -> None:
     model = tiny_llama()
     kept = {name for name, _ in model.named_parameters() if FROZEN[which](name)}
@@ -124,11 +124,11 @@ def test_parameters_frozen_by_the_user_stay_frozen_and_it_is_said_once(
     before = weights(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if wrapped:
-            base = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-            hift = HiFT.wrap(base, model, config=config)
-        else:
+        if built == "from the class":
             hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+        else:
+            chosen = [p for p in model.parameters() if p.requires_grad or built == "over all parameters"]
+            hift = HiFT.wrap(torch.optim.AdamW(chosen, lr=1e-2), model, config=config)
         for update in range(2 * hift.cycle_length):
             assert trainable(model), "a group without a trainable parameter would never be left"
             assert not trainable(model) & kept

@@ -159,8 +159,21 @@ def test_a_wrapped_optimizer_with_decay_groups_resumes(tmp_path: Path) -> None:
 def test_a_run_resumes_with_other_choices_of_memory(
     name: str, saved: dict[str, Any], resumed: dict[str, Any], tmp_path: Path
 ) -> None:
-    # Choices that name no folder must not inherit one.
     resume_at_every_step(name, BF16, 3, tmp_path, layers_per_group=2, every=2, resumed=resumed, **saved)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(0, 4096), (4096, 0), (4096, 20_000)])
+def test_adapted_hyperparameters_resume_with_another_number_of_pieces(saved: int, resumed: int, tmp_path: Path) -> None:
+    resume_at_every_step(
+        "own hyperparameter",
+        BF16,
+        3,
+        tmp_path,
+        layers_per_group=2,
+        elementwise=True,
+        stream_bytes=saved,
+        resumed={"stream_bytes": resumed},
+    )
 
 
 @pytest.mark.parametrize("config", [{}, {"master": "split"}, {"state": "device"}, {"stream_bytes": 4096}])
@@ -243,12 +256,13 @@ def test_saving_does_not_change_the_run() -> None:
     assert_same_bits(run.model, other.model)
 
 
-def test_loading_does_not_keep_the_callers_tensors() -> None:
-    run = Run("AdamW", BF16, 12)
+@pytest.mark.parametrize("state", ["host", "device"])
+def test_loading_does_not_keep_the_callers_tensors(state: str) -> None:
+    run = Run("AdamW", BF16, 12, state=state)
     run.train(0, 7)
     loaded = torch.load(io.BytesIO(run.save()), weights_only=True)["optimizer"]
     kept = copy.deepcopy(loaded)
-    again = Run("AdamW", BF16, 12)
+    again = Run("AdamW", BF16, 12, state=state)
     again.train(0, 7)
     again.hift.load_state_dict(loaded)
     again.train(7, 5)

@@ -39,6 +39,18 @@ def test_step_frees_the_gradients_and_rotates() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("config", [{"layers_per_group": LAYERS}, {"steps_per_group": 3}, {"state": "device"}])
+@DTYPES
+def test_step_frees_the_gradients_where_the_group_stays_too(dtype: torch.dtype, config: dict[str, Any]) -> None:
+    model = tiny_llama(dtype)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), lr=1e-2)
+    for batch in token_batches(4):
+        model(**batch).loss.backward()
+        assert any(parameter.grad is not None for parameter in model.parameters())
+        hift.step()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_the_group_stays_during_accumulation() -> None:
     model = tiny_llama()
     hift = HiFT(model, torch.optim.AdamW, lr=1e-2)

@@ -120,6 +120,14 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--logging_steps", "0"], "logging"),
         (["--save_total_limit", "0"], "save_total_limit=0 must be at least 1"),
         (["--deepspeed", "ds.json"], "runs on one device"),
+        (
+            ["--dataset", "d.csv", "--task", "classification", "--label_smoothing_factor", "0.1"],
+            "--label_smoothing_factor 0.1 has no effect on --task classification",
+        ),
+        (
+            ["--dataset", "d.csv", "--task", "classification", "--batch_eval_metrics"],
+            "--batch_eval_metrics True has no effect on --task classification",
+        ),
     ],
 )
 def test_what_does_not_hold_together_is_refused_in_one_sentence(arguments: list[str], message: str) -> None:

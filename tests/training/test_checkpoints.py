@@ -61,7 +61,8 @@ def test_each_damage_is_named(tmp_path: Path) -> None:
         assert "can't be read" in str(find_damage(folder))
 
 
-def test_one_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_one_flipped_bit_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "_READ_BYTES", 1000)  # so that the file takes three reads
     folder = make_checkpoint(tmp_path, 1)
     content = bytearray((folder / "model.bin").read_bytes())
     content[1234] ^= 1

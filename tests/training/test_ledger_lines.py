@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from slivertune.hift import HiFTConfig
+from slivertune.ledger import claim
 from slivertune.training.attach import attach_hift
 from slivertune.training.ledger_lines import DenseCycle, HiFTCycle, LedgerLines
 from tests.helpers.models import LAYERS, tiny_llama
@@ -39,6 +40,24 @@ def test_a_leak_shows_as_bytes_that_no_one_claimed(tmp_path: Path) -> None:
         assert ledger.highest is not None
         peaks.append(ledger.highest.residual)
     assert peaks[1] - peaks[0] >= 3 * 2**20
+
+
+def test_a_line_is_about_its_own_cycle_alone_and_the_peak_about_all(tmp_path: Path) -> None:
+    class Borrow(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 0:
+                claim(torch.zeros(50_000_000, dtype=torch.uint8), "state")
+
+    said: list[str] = []
+    model = tiny_llama()
+    trainer = make_trainer(tmp_path, Borrow(), model=model, max_steps=2, optim="sgd")
+    ledger = LedgerLines(model, DenseCycle(), said.append)
+    trainer.add_callback(ledger)
+    trainer.train()
+    assert ["state on the device 50.0 MB" in line for line in said] == [True, False]
+    assert ledger.highest is not None and ledger.peak is not None
+    assert ledger.highest.state == 50_000_000
+    assert ledger.peak.device >= 50_000_000
 
 
 def test_evaluation_is_not_counted(tmp_path: Path) -> None:

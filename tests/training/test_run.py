@@ -94,6 +94,18 @@ def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
         assert_same_bits(tmp_path / "whole", tmp_path / f"from-{step}")
 
 
+def test_a_resumed_run_knows_where_it_came_from(tiny_base: Path, tmp_path: Path) -> None:
+    data, output = write_texts(tmp_path), tmp_path / "out"
+    train(tiny_base, data, output, "--save_steps", "3")
+    marker = output / "checkpoint-3" / "slivertune_checkpoint.json"
+    values = json.loads(marker.read_text())
+    values["facts"] |= {"before": {"eval_loss": 123.0}, "sample_before": "once"}
+    marker.write_text(json.dumps(values))
+    again = train(tiny_base, data, tmp_path / "again", "--resume_from_checkpoint", str(output / "checkpoint-3"))
+    assert again["before"] == {"eval_loss": 123.0}
+    assert again["sample"]["before"] == "once"
+
+
 def test_hift_with_everything_in_one_group_ends_with_the_bits_of_dense(tiny_base: Path, tmp_path: Path) -> None:
     data = write_texts(tmp_path)
     more = ("--max_steps", "5", "--weight_decay", "0.1", "--gradient_accumulation_steps", "2")

@@ -21,7 +21,7 @@ from slivertune.hift.pool import disk_pool, host_pool
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import Residency
 from slivertune.hift.resident import ResidentGroup
-from slivertune.hift.rotation import LearningRate, Rotation
+from slivertune.hift.rotation import LearningRate, Rotation, own_copy
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.layers import find_layers
 
@@ -87,7 +87,8 @@ class HiFT(torch.optim.Optimizer):
             raise ValueError("the optimizer to wrap is HiFT already; wrap the base optimizer once")
         base = BaseOptimizer.of_instance(inner, config.elementwise)
         wrapped = cls.__new__(cls)
-        wrapped._build(model, base, [dict(group) for group in inner.param_groups], config)
+        # The same dictionaries: a scheduler that was built over the optimizer before goes on writing to them.
+        wrapped._build(model, base, list(inner.param_groups), config)
         return wrapped
 
     def _build(
@@ -218,8 +219,8 @@ class HiFT(torch.optim.Optimizer):
         for index, residency in enumerate(self._residencies):
             state.update(residency.export())
             adapted = residency.own_hyperparameters()
-            if any(values for piece in adapted for values in piece):
-                own[index] = [list(piece) for piece in adapted]
+            if adapted:
+                own[index] = dict(adapted)
         header = self._header()
         header["hift"]["weights"] = list(state)
         return {**header, "state": state, "own": own}
@@ -237,13 +238,13 @@ class HiFT(torch.optim.Optimizer):
         state = state_dict["state"]
         self._check_weights(state)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+            group.update({key: own_copy(value) for key, value in saved.items() if key != "params"})
         header = state_dict["hift"]
         self._rotation.updates = header["updates"]
-        self._rotation.held_lr = list(header["held_lr"])
+        self._rotation.held_lr = [own_copy(value) for value in header["held_lr"]]
         for index, residency in enumerate(self._residencies):
             names = self._groups[index].parameter_names
-            residency.restore({n: state[n] for n in names if n in state}, state_dict.get("own", {}).get(index, []))
+            residency.restore({n: state[n] for n in names if n in state}, state_dict.get("own", {}).get(index, {}))
         with torch.no_grad():
             for weight in (weight for weights in self._weights for weight in weights):
                 if "master" in state.get(weight.name, {}):

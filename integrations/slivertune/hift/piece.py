@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.rotation import LearningRate
+from slivertune.hift.rotation import LearningRate, own_copy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +108,9 @@ class Piece:
         for inner, pushed, index in zip(optimizer.param_groups, self._pushed, self._group_indices, strict=True):
             for key, value in {**param_groups[index], "lr": held_lr[index]}.items():
                 # What the schedule did not touch stays: some optimizers adapt their own hyperparameters.
-                if key != "params" and (key not in pushed or _differs(pushed[key], value)):
+                if key != "params" and (key not in pushed or differs(pushed[key], value)):
                     inner[key] = value
-                    pushed[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    pushed[key] = own_copy(value)
         optimizer.step()
 
     def state_of(self, one: Slice) -> dict[str, Any]:
@@ -127,23 +127,26 @@ class Piece:
         if state:
             optimizer.state[one.leaf] = state
 
-    def own_hyperparameters(self) -> list[dict[str, Any]]:
-        """What the instance itself changed in its param groups (adaptive step sizes and the like)."""
+    def own_hyperparameters(self) -> dict[int, dict[str, Any]]:
+        """What the instance itself changed (adaptive step sizes and the like), by index of the param group."""
         if self._optimizer is None:
-            return []
-        return [
-            {key: value for key, value in inner.items() if key in pushed and _differs(pushed[key], value)}
-            for inner, pushed in zip(self._optimizer.param_groups, self._pushed, strict=True)
-        ]
+            return {}
+        own = {
+            index: {key: value for key, value in inner.items() if key in pushed and differs(pushed[key], value)}
+            for inner, pushed, index in zip(
+                self._optimizer.param_groups, self._pushed, self._group_indices, strict=True
+            )
+        }
+        return {index: values for index, values in own.items() if values}
 
-    def restore_hyperparameters(self, param_groups: Sequence[dict[str, Any]], own: Sequence[dict[str, Any]]) -> None:
+    def restore_hyperparameters(
+        self, param_groups: Sequence[dict[str, Any]], own: Mapping[int, dict[str, Any]]
+    ) -> None:
         """Put back what `own_hyperparameters` returned."""
         optimizer = self._instance(param_groups)
-        for inner, pushed, index, values in zip(
-            optimizer.param_groups, self._pushed, self._group_indices, own, strict=True
-        ):
-            inner.update(values)
-            pushed.update({key: param_groups[index][key] for key in values})
+        for inner, pushed, index in zip(optimizer.param_groups, self._pushed, self._group_indices, strict=True):
+            inner.update(own.get(index, {}))
+            pushed.update({key: param_groups[index][key] for key in own.get(index, {})})
 
     def _instance(self, param_groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         # Built when the leaves first lie on their data: some constructors make their state at once.
@@ -159,7 +162,8 @@ class Piece:
         return self._optimizer
 
 
-def _differs(old: Any, new: Any) -> bool:
+def differs(old: Any, new: Any) -> bool:
+    """Whether two hyperparameters are not the same value."""
     if old is new:
         return False
     if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):

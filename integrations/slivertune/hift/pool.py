@@ -111,7 +111,7 @@ def _pinned(num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
         return buffer
     runtime = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)))
+    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
     weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer
 

@@ -13,8 +13,8 @@ ParamGroups = Sequence[dict[str, Any]]
 WeightState = dict[str, Any]
 """One weight's state by key, tensors in the weight's own extent; `MASTER` is its fp32 master, if it has one."""
 
-OwnHyperparameters = Sequence[Sequence[dict[str, Any]]]
-"""What the base optimizer's instances changed in their param groups by themselves, a list for each instance."""
+OwnHyperparameters = Mapping[int, dict[str, Any]]
+"""What the base optimizer's instances changed in their param groups by themselves, by index of the param group."""
 
 MASTER = "master"
 
@@ -36,7 +36,11 @@ class Residency(Protocol):
         """The state of every weight that has some, by name. Tensors are the living ones where they can be."""
 
     def own_hyperparameters(self) -> OwnHyperparameters:
-        """What the instances adapted by themselves; empty where they adapt nothing."""
+        """What the instances adapted by themselves; empty where they adapt nothing.
+
+        Raises:
+            RuntimeError: If the pieces of one group adapted differently, which no element-wise optimizer does.
+        """
 
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         """Replace all state by a copy of what `export` and `own_hyperparameters` returned."""

@@ -32,7 +32,7 @@ class ResidentGroup(Residency):
         self._with_masters = with_masters
         self._piece: Piece | None = None
         self._arriving: Mapping[str, WeightState] = {}
-        self._arriving_own: OwnHyperparameters = []
+        self._arriving_own: OwnHyperparameters = {}
 
     @override
     def prefetch(self) -> None:
@@ -64,7 +64,7 @@ class ResidentGroup(Residency):
 
     @override
     def own_hyperparameters(self) -> OwnHyperparameters:
-        return [self._piece.own_hyperparameters()] if self._piece is not None else self._arriving_own
+        return self._piece.own_hyperparameters() if self._piece is not None else self._arriving_own
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
@@ -74,7 +74,7 @@ class ResidentGroup(Residency):
     @override
     def discard(self) -> None:
         self._piece = None
-        self._arriving, self._arriving_own = {}, []
+        self._arriving, self._arriving_own = {}, {}
 
     def _make_piece(self, param_groups: ParamGroups) -> Piece:
         slices = []
@@ -91,8 +91,8 @@ class ResidentGroup(Residency):
         for one in slices:
             piece.put_state(param_groups, one, self._on_device(one))
         if self._arriving_own:
-            piece.restore_hyperparameters(param_groups, self._arriving_own[0])
-        self._arriving, self._arriving_own = {}, []
+            piece.restore_hyperparameters(param_groups, self._arriving_own)
+        self._arriving, self._arriving_own = {}, {}
         return piece
 
     def _on_device(self, one: Slice) -> WeightState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -47,9 +48,14 @@ class Rotation:
         """The learning rates of the next update: the schedule's where a cycle begins, else those that are held."""
         if not self.starts_cycle:
             return self.held_lr
-        return [lr.clone() if isinstance(lr, torch.Tensor) else lr for lr in scheduled]
+        return [own_copy(lr) for lr in scheduled]
 
     def advance(self, applied: list[LearningRate]) -> None:
         """Count one update that was applied with these learning rates."""
         self.held_lr = applied
         self.updates += 1
+
+
+def own_copy(value: Any) -> Any:
+    """A hyperparameter that no one else can change: tensors are copied."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

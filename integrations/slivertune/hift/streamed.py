@@ -23,7 +23,7 @@ from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind
 from slivertune.hift.cutting import WeightSize, cut_pieces
 from slivertune.hift.lanes import Lanes, Mark
-from slivertune.hift.piece import Piece, Slice, Weight
+from slivertune.hift.piece import Piece, Slice, Weight, differs
 from slivertune.hift.pool import Carver, Pool, aligned
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
@@ -72,7 +72,7 @@ class StreamedGroup(Residency):
         self._reserve_always = reserve_always
         self._pieces: list[Piece] = []
         self._waiting: WaitingState | None = None
-        self._arriving_own: OwnHyperparameters = []
+        self._arriving_own: OwnHyperparameters = {}
         self._lanes: Lanes | None = None
         self._slots: list[torch.Tensor] = []
         self._loaded: dict[int, Loaded] = {}
@@ -114,7 +114,15 @@ class StreamedGroup(Residency):
 
     @override
     def own_hyperparameters(self) -> OwnHyperparameters:
-        own = [piece.own_hyperparameters() for piece in self._pieces]
+        own: dict[int, dict[str, Any]] = {}
+        for piece in self._pieces:
+            for index, values in piece.own_hyperparameters().items():
+                known = own.setdefault(index, values)
+                if known.keys() != values.keys() or any(differs(known[key], values[key]) for key in known):
+                    raise RuntimeError(
+                        f"the pieces of one group adapted {sorted(known | values)} differently, so "
+                        f"{self._base.name} is not element-wise; set elementwise=False"
+                    )
         return self._arriving_own or own
 
     @override
@@ -133,7 +141,7 @@ class StreamedGroup(Residency):
         self._empty_slots()
         self._pieces = []
         self._waiting = None
-        self._arriving_own = []
+        self._arriving_own = {}
 
     def _device(self) -> torch.device:
         devices = {weight.parameter.device for weight in self._weights}
@@ -248,9 +256,9 @@ class StreamedGroup(Residency):
         for one, state in zip(piece.slices, states, strict=True):
             piece.put_state(param_groups, one, state)
         if self._arriving_own:
-            piece.restore_hyperparameters(param_groups, self._arriving_own[index])
+            piece.restore_hyperparameters(param_groups, self._arriving_own)
             if index == len(self._pieces) - 1:
-                self._arriving_own = []
+                self._arriving_own = {}
 
     def _store(self, index: int) -> None:
         """Write a piece's weights back, queue the copies of its tensors to where they wait, and let go of it."""

@@ -112,7 +112,7 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
     }
     training = _build(TrainingArguments, training_values)
     training.mixed_precision = precision.autocast
-    _check_training(method, training)
+    _check_training(method, data, training)
     return TrainArguments(
         method=method,
         model=model,
@@ -139,6 +139,11 @@ def make_parser() -> HfArgumentParser:
         description=(
             "Fine-tune a causal language model or a classifier with the Hugging Face Trainer. Without any options: a "
             "small byte-level Llama, made on this machine, learns the Python language reference by HiFT."
+        ),
+        epilog=(
+            "Without --output_dir, a run writes to runs/METHOD, or the first free one of runs/METHOD-2, -3, ... "
+            "Lines come once a cycle of HiFT, or every 8 updates. The embedded model and data bring a learning rate, a "
+            "schedule, a length and a batch size of their own; what is given here always wins."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -199,7 +204,7 @@ def _check_given(values: dict[str, Any]) -> None:
         raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
 
 
-def _check_training(method: MethodArguments, training: TrainingArguments) -> None:
+def _check_training(method: MethodArguments, data: DataArguments, training: TrainingArguments) -> None:
     if training.world_size > 1:
         raise ValueError(f"slivertune train runs on one device, and {training.world_size} processes run; start one")
     optim = enum_value(training.optim)
@@ -208,3 +213,7 @@ def _check_training(method: MethodArguments, training: TrainingArguments) -> Non
             raise ValueError(
                 f"--optim {optim} can't be HiFT's base optimizer: {reason}; take adamw_torch, or --method dense"
             )
+    # These tasks bring a loss and a metric of their own, beside which the Trainer would ignore these in silence.
+    for name in ("label_smoothing_factor", "batch_eval_metrics"):
+        if data.task != "causal_lm" and getattr(training, name):
+            raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}; leave it out")

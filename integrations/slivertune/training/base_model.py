@@ -52,7 +52,7 @@ class BaseRecipe:
     """Bytes of one training window."""
     batch_size: int = 8
     """Training windows in an update."""
-    num_steps: int = 500
+    num_steps: int = 400
     """Updates."""
     learning_rate: float = 2e-3
     """AdamW's rate after warm-up; decays as a cosine to a tenth of it."""
