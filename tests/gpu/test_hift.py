@@ -1,0 +1,393 @@
+"""HiFT on CUDA: streams, pinned memory and the caching allocator must change no bit and leave nothing behind.
+
+Never run where there is no CUDA device; `tests/hift/test_ordering.py` checks the order of the same copies on a CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slivertune import HiFT, HiFTConfig
+from slivertune.hift.streamed import StreamedGroup
+from tests.helpers.models import (
+    Batch,
+    assert_all_moved,
+    assert_same_bits,
+    bits,
+    seeded,
+    tiny_llama,
+    token_batches,
+    twin,
+    weights,
+)
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS
+
+# Read when the first matrix product runs; without it cuBLAS may choose another algorithm from run to run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+DEVICE = torch.device("cuda", 0)
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": OPTIMIZERS["AdamW"],
+    "AdamW fused": (torch.optim.AdamW, {**ADAMW, "fused": True}),
+    "AdamW capturable": (torch.optim.AdamW, {**ADAMW, "capturable": True}),
+    "AdamW one by one": (torch.optim.AdamW, {**ADAMW, "foreach": False}),
+    "SGD momentum": OPTIMIZERS["SGD momentum"],
+    "SGD": OPTIMIZERS["SGD"],
+    "torch Adafactor": OPTIMIZERS["torch Adafactor"],
+    "transformers Adafactor": OPTIMIZERS["transformers Adafactor"],
+    "AdamW8bit": OPTIMIZERS["AdamW8bit"],
+}
+PIECES = [4096, 20_000, 65_536, 0]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+CODE_BOOK_BYTES = 2 * 256 * 4
+"""The two tables that each bitsandbytes 8-bit optimizer keeps on the device: 256 fp32 values for each moment."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Equal runs give equal bits; what is allocated without a value is filled with NaN, so that reading it shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def cuda_llama(dtype: torch.dtype, *, vocab: int = BIG_VOCAB) -> nn.Module:
+    return plain_attention(tiny_llama(dtype, vocab=vocab)).to(DEVICE)
+
+
+def larger_llama(dtype: torch.dtype) -> nn.Module:
+    """4M elements in the embedding: copies and kernels that take long enough to overtake each other."""
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    return plain_attention(seeded(lambda: LlamaForCausalLM(config), 0)).to(dtype=dtype, device=DEVICE)
+
+
+def plain_attention(model: Any) -> nn.Module:
+    """Fused attention adds up its gradients in an order of its own."""
+    model.set_attn_implementation("eager")
+    return model
+
+
+def cuda_batches(count: int, vocab: int = BIG_VOCAB) -> list[Batch]:
+    return [{key: value.to(DEVICE) for key, value in batch.items()} for batch in token_batches(count, vocab=vocab)]
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]) -> None:
+    """Train without ever waiting for the device."""
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step()
+
+
+def trained(model: nn.Module, case: tuple[Any, dict[str, Any]], steps: int, **config: Any) -> nn.Module:
+    other = twin(model)
+    optimizer_class, options = case
+    vocab = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
+    run(other, HiFT(other, optimizer_class, config=HiFTConfig(**config), **options), cuda_batches(steps, vocab))
+    return other
+
+
+def allocated() -> int:
+    """Bytes that tensors hold on the device, without the workspaces of cuBLAS, which come from the same allocator."""
+    gc.collect()
+    torch.cuda.synchronize(DEVICE)
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated(DEVICE)
+
+
+def streamed_groups(hift: HiFT) -> list[StreamedGroup]:
+    groups = hift._residencies
+    assert all(isinstance(group, StreamedGroup) for group in groups)
+    return groups  # type: ignore[return-value]
+
+
+@DTYPES
+@pytest.mark.parametrize("name", CASES)
+def test_streamed_state_equals_resident_state_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    model = cuda_llama(dtype)
+    expected = trained(model, CASES[name], 15, state="device")
+    assert_all_moved(expected, weights(model))
+    for stream_bytes in PIECES:
+        assert_same_bits(trained(model, CASES[name], 15, stream_bytes=stream_bytes), expected)
+
+
+@pytest.mark.parametrize("master", ["split", "none"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor"])
+def test_every_form_of_the_master_equals_resident_state_to_the_bit(name: str, master: str) -> None:
+    model = cuda_llama(torch.bfloat16)
+    expected = trained(model, CASES[name], 15, state="device", master="fp32" if master == "split" else master)
+    assert_all_moved(expected, weights(model))
+    for stream_bytes in PIECES:
+        assert_same_bits(trained(model, CASES[name], 15, master=master, stream_bytes=stream_bytes), expected)
+
+
+@pytest.mark.parametrize("layers_per_group", [2, 5])
+def test_groups_of_several_layers_and_several_steps_equal_resident_state_to_the_bit(layers_per_group: int) -> None:
+    model = cuda_llama(torch.bfloat16)
+    common = {"layers_per_group": layers_per_group, "steps_per_group": 2}
+    expected = trained(model, CASES["AdamW"], 18, state="device", **common)
+    for stream_bytes in PIECES:
+        assert_same_bits(trained(model, CASES["AdamW"], 18, stream_bytes=stream_bytes, **common), expected)
+
+
+def test_state_on_disk_equals_resident_state_to_the_bit(tmp_path: Any) -> None:
+    model = cuda_llama(torch.bfloat16)
+    expected = trained(model, CASES["AdamW"], 15, state="device")
+    on_disk = trained(model, CASES["AdamW"], 15, state="disk", state_dir=tmp_path, stream_bytes=20_000)
+    assert_same_bits(on_disk, expected)
+
+
+def test_a_model_moved_to_the_device_after_the_optimizer_was_built_trains_there() -> None:
+    model = plain_attention(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB))
+    expected = trained(twin(model).to(DEVICE), CASES["AdamW"], 10, state="device")
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), **ADAMW)
+    model.to(DEVICE)
+    run(model, hift, cuda_batches(10))
+    assert_same_bits(model, expected)
+
+
+def test_waiting_state_is_pinned() -> None:
+    model = cuda_llama(torch.bfloat16)
+    hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+    run(model, hift, cuda_batches(5))
+    state = hift.state_dict()["state"]
+    tensors = [value for values in state.values() for value in values.values() if value.dim()]
+    assert len(tensors) == 3 * len(state)
+    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in tensors)
+
+
+@pytest.mark.parametrize("map_location", ["cpu", "cuda"])
+@pytest.mark.parametrize("state", ["host", "device"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum", "transformers Adafactor", "AdamW8bit"])
+def test_a_saved_run_continues_with_the_same_bits(name: str, state: Any, map_location: str) -> None:
+    optimizer_class, options = CASES[name]
+    config = HiFTConfig(state=state, stream_bytes=20_000)
+    model, batches = cuda_llama(torch.bfloat16), cuda_batches(17)
+    hift = HiFT(model, optimizer_class, config=config, **options)
+    run(model, hift, batches[:7])  # in the middle of the second cycle of five
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": hift.state_dict()}, file)
+    run(model, hift, batches[7:])
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True, map_location=map_location)
+    resumed = cuda_llama(torch.bfloat16)
+    resumed.load_state_dict(saved["model"])
+    other = HiFT(resumed, optimizer_class, config=config, **options)
+    other.load_state_dict(saved["optimizer"])
+    del saved
+    run(resumed, other, batches[7:])
+    assert_same_bits(resumed, model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_after_a_step_the_device_holds_the_weights_and_nothing_else(name: str) -> None:
+    optimizer_class, options = CASES[name]
+    model, batches = cuda_llama(torch.bfloat16), cuda_batches(15)
+    model(**batches[0]).loss.backward()
+    model.zero_grad()
+    before = allocated()
+    hift = HiFT(model, optimizer_class, config=HiFTConfig(stream_bytes=20_000), **options)
+    left = []
+    for batch in batches:
+        run(model, hift, [batch])
+        left.append(allocated() - before)
+    if name == "AdamW8bit":
+        num_instances = sum(len(group._pieces) for group in streamed_groups(hift))
+        assert max(left) <= num_instances * CODE_BOOK_BYTES
+        assert left[-5:] == [left[-1]] * 5, "it grows from step to step"
+    else:
+        assert left == [0] * 15
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
+def test_a_step_needs_two_pieces_beside_weights_and_gradients(name: str, master: Any) -> None:
+    optimizer_class, options = CASES[name]
+    stream_bytes = 4 * 2**20
+    model = larger_llama(torch.bfloat16)
+    batches = cuda_batches(8, vocab=8192)
+    model(**batches[0]).loss.backward()
+    model.zero_grad()
+    before = allocated()
+    hift = HiFT(model, optimizer_class, config=HiFTConfig(stream_bytes=stream_bytes, master=master), **options)
+    run(model, hift, batches[:4])
+    for batch in batches[4:]:
+        group = hift.groups[hift.active_group]
+        model(**batch).loss.backward()
+        gradients = sum(2 * model.get_parameter(weight).numel() for weight in group.parameter_names)
+        whole = 12 * sum(model.get_parameter(weight).numel() for weight in group.parameter_names)
+        torch.cuda.synchronize(DEVICE)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        hift.step()
+        beside = torch.cuda.max_memory_allocated(DEVICE) - before - gradients
+        # The allocator rounds up to 512 bytes: a few tensors a slice, and of the loss before them.
+        assert beside <= 2 * stream_bytes + 64 * 1024
+        assert 2 * stream_bytes < whole, "the group is too small for this test to mean anything"
+
+
+class _Pause(torch.autograd.Function):
+    """Keeps the device busy in the middle of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        return gradient
+
+
+class _TwoHalves(nn.Module):
+    """One group whose upper half has its gradient a second before the lower one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower = nn.Linear(512, 512)
+        self.upper = nn.Linear(512, 512)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.upper(_Pause.apply(self.lower(hidden)))
+        return out.square().mean()
+
+
+def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
+    torch.manual_seed(0)
+    model = _TwoHalves().to(DEVICE)
+    config = HiFTConfig(layers=[["lower", "upper"]], stream_bytes=2**20)
+    hift = HiFT(model, torch.optim.AdamW, config=config, **ADAMW)
+    hidden = torch.randn(8, 512, device=DEVICE)
+    model(hidden).backward()
+    hift.step()  # makes the state
+    torch.cuda.synchronize(DEVICE)
+
+    model(hidden).backward()
+    end_of_backward = torch.cuda.current_stream(DEVICE).record_event()
+    (group,) = streamed_groups(hift)
+    assert sorted(group._ready) == [0, 1], "the first two pieces were not asked for during backward"
+    for mark in group._ready.values():
+        assert mark is not None
+        mark.synchronize()
+    assert not end_of_backward.query(), "the copies came only after backward"
+    hift.step()
+    torch.cuda.synchronize(DEVICE)
+
+
+@DTYPES
+def test_a_step_never_waits_for_the_device(dtype: torch.dtype) -> None:
+    model, batches = cuda_llama(dtype), cuda_batches(15)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), **ADAMW)
+    run(model, hift, batches[:5])
+    groups = streamed_groups(hift)
+    for batch in batches[5:]:
+        loss = model(**batch).loss
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            groups[hift.active_group].prefetch()  # what backward calls
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            hift.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def spoil_free_memory(choose: random.Random) -> None:
+    """Write NaN over memory that the allocator thinks is free, as an ordinary user of it would."""
+    for _ in range(choose.randint(1, 6)):
+        torch.full((choose.randint(1, 8 * 2**20),), float("nan"), device=DEVICE)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split", "none"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor"])
+def test_many_steps_among_other_work_keep_every_bit(name: str, master: Any) -> None:
+    """A copy that runs too early or too late, or memory handed on too soon, ends in other bits."""
+    choose = random.Random(f"{name} {master}")
+    model = larger_llama(torch.bfloat16)
+    resident = "fp32" if master == "split" else master
+    expected = trained(model, CASES[name], 24, state="device", master=resident)
+    batches = cuda_batches(24, vocab=8192)
+    factor = torch.randn(4096, 4096, device=DEVICE)
+    for _ in range(4):
+        stream_bytes = choose.choice([0, choose.randint(64 * 1024, 64 * 2**20)])
+        other = twin(model)
+        optimizer_class, options = CASES[name]
+        config = HiFTConfig(stream_bytes=stream_bytes, master=master)
+        hift = HiFT(other, optimizer_class, config=config, **options)
+        for batch in batches:
+            other(**batch).loss.backward()
+            spoil_free_memory(choose)
+            for _ in range(choose.randint(0, 8)):
+                torch.mm(factor, factor)  # keeps the device behind the host
+            hift.step()
+            spoil_free_memory(choose)
+        assert_same_bits(other, expected)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
+def test_a_users_own_stream_is_the_computing_stream(name: str) -> None:
+    model = larger_llama(torch.bfloat16)
+    expected = trained(model, CASES[name], 12, state="device")
+    own = torch.cuda.Stream(DEVICE)
+    own.wait_stream(torch.cuda.current_stream(DEVICE))
+    choose = random.Random(0)
+    other, batches = twin(model), cuda_batches(12, vocab=8192)
+    torch.cuda.synchronize(DEVICE)
+    with torch.cuda.stream(own):
+        hift = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=2**20), **CASES[name][1])
+        for batch in batches:
+            run(other, hift, [batch])
+            spoil_free_memory(choose)
+    own.synchronize()
+    assert_same_bits(other, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_on_another_than_the_current_device_trains_there() -> None:
+    model = cuda_llama(torch.bfloat16)
+    expected = trained(model, CASES["AdamW"], 10, state="device")
+    other = twin(model).to("cuda:1")
+    hift = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), **ADAMW)
+    run(other, hift, [{key: value.to("cuda:1") for key, value in batch.items()} for batch in cuda_batches(10)])
+    for name, value in weights(expected).items():
+        assert torch.equal(bits(value.cpu()), bits(other.get_parameter(name).cpu()))
+
+
+def test_saved_state_is_whole_while_copies_are_under_way() -> None:
+    """`state_dict` right after a step, without a wait in between, has what a wait would have shown."""
+    model = larger_llama(torch.bfloat16)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=2**20), **ADAMW)
+    factor = torch.randn(8192, 8192, device=DEVICE)
+    for batch in cuda_batches(8, vocab=8192):
+        torch.mm(factor, factor)  # keeps the device behind the host
+        run(model, hift, [batch])
+        early = {
+            (name, key): value.clone()
+            for name, values in hift.state_dict()["state"].items()
+            for key, value in values.items()
+        }
+        torch.cuda.synchronize(DEVICE)
+        for (name, key), value in early.items():
+            assert torch.equal(bits(value), bits(hift.state_dict()["state"][name][key])), (name, key)

@@ -1,0 +1,159 @@
+"""Each benchmark starts, with tiny sizes, and writes a result that can be read; the times in it mean nothing here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import CHECKOUT
+
+BENCHMARKS = CHECKOUT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+TINY_GPU = ["--blocks=2", "--hidden=64", "--heads=4", "--vocabulary=128", "--length=16", "--probe_bytes=65536"]
+
+
+def run(script: str, *arguments: str, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark as the README says; the results that are kept must be as before."""
+    kept = {path.name: path.read_bytes() for path in RESULTS.glob("*")}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *arguments],
+        cwd=CHECKOUT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == expect, done.stderr
+    assert {path.name: path.read_bytes() for path in RESULTS.glob("*")} == kept
+    return done
+
+
+def read(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    return content
+
+
+def assert_names_the_machine(environment: dict[str, Any]) -> None:
+    assert environment["processor"] and environment["num_threads"] >= 1
+    assert environment["versions"]["torch"] == torch.__version__
+    assert str(Path.home()) not in json.dumps(environment)
+
+
+def test_overhead_writes_times_and_their_ratios(tmp_path: Path) -> None:
+    output = tmp_path / "overhead.json"
+    run("overhead.py", "--quick", "--output", str(output))
+    result = read(output)
+    for part in ("wrapper", "cycle"):
+        assert_names_the_machine(result[part]["environment"])
+        assert result[part]["environment"]["num_threads"] == 1
+
+    wrapper = result["wrapper"]
+    assert {name: len(series) for name, series in wrapper["seconds"].items()} == dict.fromkeys(
+        ("bare", "wrapped", "streamed"), 2
+    )
+    assert wrapper["same_weights_as_bare"] == {"wrapped": True, "streamed": True}
+    pairs = zip(wrapper["seconds"]["wrapped"], wrapper["seconds"]["bare"], strict=True)
+    ratios = [one["cpu"] / other["cpu"] for one, other in pairs]
+    assert wrapper["median_ratio_to_bare"]["wrapped"]["cpu"] == pytest.approx(sum(ratios) / 2)
+    assert wrapper["within_limit"] == (wrapper["median_ratio_to_bare"]["wrapped"]["cpu"] <= 1.02)
+
+    cycle = result["cycle"]
+    (times,) = cycle["seconds"]
+    assert cycle["num_groups"] == len(times["hift"]) == 4 and len(times["dense"]) == 2
+    ratio = sum(one["cpu"] for one in times["hift"]) / 2 / sum(one["cpu"] for one in times["dense"])
+    assert cycle["median_ratio"]["cpu"] == pytest.approx(ratio)
+    assert cycle["within_limit"] == (ratio <= 0.58)
+
+
+def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
+    output = tmp_path / "overhead.json"
+    output.write_text('{"wrapper": {"kept": true}}')
+    run("overhead.py", "--quick", "--parts", "cycle", "--output", str(output))
+    result = read(output)
+    assert result["wrapper"] == {"kept": True} and result["cycle"]["num_groups"] == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["overhead.json"]
+
+
+@pytest.mark.parametrize("script_and_option", [("overhead.py", "--quick"), ("gpu.py", "--device=cpu")])
+def test_a_trial_is_never_written_among_the_results(script_and_option: tuple[str, str]) -> None:
+    done = run(*script_and_option, expect=2)
+    assert "needs --output" in done.stderr
+
+
+def test_gpu_without_a_cuda_device_says_so_and_writes_nothing(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    done = run("gpu.py", "--output", str(output), expect=2, CUDA_VISIBLE_DEVICES="")
+    assert "needs a CUDA device" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def check_gpu_result(result: dict[str, Any]) -> None:
+    assert_names_the_machine(result["environment"])
+    assert result["num_parameters"] == result["weights_bytes"] // 2
+    assert [one["kind"] for one in result["resident_cycle"]] == ["embedding", "block", "head"]
+    first, counted = result["cycles"]
+    kinds = ["embedding", "block", "block", "head"]
+    assert [one["kind"] for one in first] == [one["kind"] for one in counted] == kinds
+    summary = result["summary"]
+    assert summary["mean_step_ms"] == pytest.approx(sum(one["step_ms"] for one in counted) / 4)
+    assert summary["mean_waits_ms"] == pytest.approx(sum(one["waits_ms"] for one in counted) / 4)
+    for values in summary["by_kind"].values():
+        assert values["beyond_resident_ms"] == pytest.approx(values["step_ms"] - values["resident_step_ms"])
+    assert len(result["dense"]["forward_backward_ms"]) == 5
+    assert summary["ratio_to_dense_forward_backward"] == pytest.approx(
+        summary["mean_ms"] / result["dense"]["median_ms"]
+    )
+
+
+def test_gpu_runs_dry_on_a_cpu_and_says_so(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    run("gpu.py", "--device=cpu", "--resident_blocks=1", *TINY_GPU, "--output", str(output))
+    result = read(output)
+    check_gpu_result(result)
+    assert result["dry_run"] is True and result["device"] == "cpu"
+    # What only a device can tell is left out, not made up.
+    assert result["summary"]["peak_bytes"] is None and result["dense"]["peak_bytes"] is None
+    assert result["summary"]["mean_waits_ms"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
+    output = tmp_path / "gpu.json"
+    run("gpu.py", "--resident_blocks=1", *TINY_GPU, "--output", str(output))
+    result = read(output)
+    check_gpu_result(result)
+    assert result["dry_run"] is False and result["device"] == torch.cuda.get_device_name(0)
+    assert all(one["peak_bytes"] > one["left_bytes"] > 0 for one in result["cycles"][1])
+    assert all(0 <= one["waits_ms"] < one["step_ms"] for one in result["cycles"][1])
+
+
+def test_gpu_refuses_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
+    huge = [*TINY_GPU, "--vocabulary=1000000000000"]
+    done = run("gpu.py", "--device=cpu", *huge, "--output", str(tmp_path / "gpu.json"), expect=1)
+    assert "GB of host memory" in done.stderr and "lower --blocks" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sst2_writes_every_run_and_the_comparison(tmp_path: Path) -> None:
+    for split in ("train", "dev", "test"):
+        rows = [f"a {'fine' if index % 2 else 'dull'} film , number {index}\t{index % 2}" for index in range(40)]
+        (tmp_path / f"{split}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    output = tmp_path / "sst2.json"
+    options = ["--epochs=1", "--dense_rates", "1e-4", "--hift_rates", "4e-4", "--layers_per_group", "4"]
+    run("sst2.py", "--data", str(tmp_path), *options, "--results", str(output))
+    result = read(output)
+    assert sorted(one["method"] for one in result["runs"]) == ["dense", "hift"]
+    assert_names_the_machine(result["runs"][0]["environment"])
+    assert 0 <= result["summary"]["hift"]["dev_accuracy"] <= 1

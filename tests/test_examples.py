@@ -1,0 +1,49 @@
+"""Every example runs as its first lines say, and prints what they promise."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import CHECKOUT
+
+EXAMPLES = CHECKOUT / "examples"
+LAUNCH = ["-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1", "--dynamo_backend=no"]
+LINE = re.compile(
+    r"(?P<method>dense|hift) +(?P<steps>\d+) steps  (?P<seconds>[\d.]+) seconds a step  loss (?P<loss>[\d.]+)  "
+    r"on the device: gradients (?P<gradients>[\d.]+) MB, optimizer state (?P<state>[\d.]+) MB"
+)
+
+
+@pytest.mark.parametrize("launcher", [[], [*LAUNCH, "--mixed_precision=no"]], ids=["python", "accelerate launch"])
+def test_the_accelerate_loop_prints_hift_against_dense(launcher: list[str], tmp_path: Path) -> None:
+    script = [str(EXAMPLES / "accelerate_loop.py"), "--steps=6", "--hidden=32", "--blocks=6", "--length=32"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    printed = {line["method"]: line.groupdict() for line in LINE.finditer(done.stdout)}
+    assert list(printed) == ["dense", "hift"], done.stdout
+    dense, hift = ({key: float(value) for key, value in printed[m].items() if key != "method"} for m in printed)
+    assert hift["steps"] == 2 * dense["steps"] == 12
+    assert min(dense["seconds"], hift["seconds"], dense["loss"], hift["loss"]) > 0
+    # The largest of eight layers against all of them.
+    assert 0 < hift["gradients"] < dense["gradients"] / 4
+    assert 0 < hift["state"] < dense["state"] / 4
+    assert dense["state"] == pytest.approx(2 * dense["gradients"], rel=1e-3), "AdamW keeps two moments"
+
+
+def test_three_lines_of_the_accelerate_loop_are_marked_as_hifts() -> None:
+    text = (EXAMPLES / "accelerate_loop.py").read_text(encoding="utf-8")
+    assert re.findall(r"# HiFT, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+    assert len(text.splitlines()) < 100
+
+
+def test_the_readme_names_every_example() -> None:
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert scripts and all(f"`{name}`" in readme for name in scripts)
