@@ -124,11 +124,19 @@ def test_a_failure_is_code_1_and_has_a_traceback_on_request_alone(
     assert "Traceback" in capsys.readouterr().err
 
 
+# A shell's background jobs ignore Ctrl-C and their children inherit that; a run in the foreground never does.
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("slivertune", run_name="__main__")
+"""
+
+
 def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(tiny_base: Path, tmp_path: Path) -> None:
     output = tmp_path / "out put"
     arguments = train_arguments(tiny_base, write_texts(tmp_path), output, "--max_steps", "100000", "--save_steps", "3")
     process = subprocess.Popen(
-        [sys.executable, "-m", "slivertune", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", INTERRUPTIBLE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 90
     while newest_whole(output, read_files=False)[0] is None:

@@ -10,6 +10,7 @@ accelerator the CPU itself is "the device".
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,8 +62,22 @@ class Census:
         return ", ".join(parts)
 
 
-# Claims by storage address; an entry is dropped when its storage dies, so an address is never stale.
-_claims: dict[int, str] = {}
+class _Death(weakref.ref[torch.UntypedStorage]):
+    """A storage's end. Its callback is `deque.append`, in C: a Ctrl-C inside a Python callback would be lost."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+def _await_death(storage: torch.UntypedStorage, dead: deque[weakref.ref[torch.UntypedStorage]]) -> _Death:
+    death = _Death(storage, dead.append)
+    death.key = storage._cdata
+    return death
+
+
+# Claims by storage address. The dead are sorted out before each look-up, so that an address is never stale.
+_claims: dict[int, tuple[str, _Death]] = {}
+_dead_claims: deque[Any] = deque()
 _watching: list[Ledger] = []
 _birth_labels: list[str] = []
 
@@ -76,12 +91,17 @@ def claim(tensor: torch.Tensor, kind: Kind, place: Place = "device") -> None:
         place: Where they count. `device` is where the model computes.
     """
     storage = tensor.untyped_storage()
-    key = storage._cdata
-    if key not in _claims:
-        weakref.finalize(storage, _claims.pop, key, None)
-    _claims[key] = kind if place == "device" else place
+    label = kind if place == "device" else place
+    known = _claim_of(storage)
+    _claims[storage._cdata] = (label, _await_death(storage, _dead_claims) if known is None else known[1])
     for ledger in _watching:
-        ledger._relabel(storage, _claims[key])
+        ledger._relabel(storage, label)
+
+
+def _claim_of(storage: torch.UntypedStorage) -> tuple[str, _Death] | None:
+    while _dead_claims:
+        _claims.pop(_dead_claims.popleft().key, None)
+    return _claims.get(storage._cdata)
 
 
 @contextmanager
@@ -112,7 +132,8 @@ class Ledger:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._model = model
-        self._alive: dict[int, tuple[int, str]] = {}
+        self._alive: dict[int, tuple[int, str, _Death]] = {}
+        self._dead: deque[Any] = deque()
         self._totals: dict[str, int] = dict.fromkeys((*_DEVICE_KINDS, "host", "disk"), 0)
         self._device_total = 0
         self._peak_total = -1
@@ -144,6 +165,7 @@ class Ledger:
             for parameter in self._model.parameters():
                 if parameter.grad is not None:
                     claim(parameter.grad, "gradients")
+        self._bury()
         return Census(**self._totals)
 
     @property
@@ -158,6 +180,7 @@ class Ledger:
 
     def reset_peak(self) -> None:
         """Start new maxima from what is alive now."""
+        self._bury()
         self._peak_total = -1
         self._highest = dict(self._totals)
         self._record_peak()
@@ -191,13 +214,14 @@ class Ledger:
     def _see(self, tensor: torch.Tensor) -> None:
         if tensor.is_sparse or tensor.device.type == "meta":
             return
+        self._bury()
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._alive.get(key)
+        known = self._alive.get(storage._cdata)
         num_bytes = storage.nbytes()
         if known is not None and known[0] == num_bytes:
             return
-        label = known[1] if known is not None else _claims.get(key)
+        claimed = _claim_of(storage)
+        label = known[1] if known is not None else claimed[0] if claimed is not None else None
         if label is None and _birth_labels:
             label = _birth_labels[-1]
         if label is None:
@@ -207,24 +231,25 @@ class Ledger:
         self._count(storage, num_bytes, label)
 
     def _relabel(self, storage: torch.UntypedStorage, label: str) -> None:
+        self._bury()
         known = self._alive.get(storage._cdata)
         if known is None or known[1] != label:
             self._count(storage, storage.nbytes(), label)
 
     def _count(self, storage: torch.UntypedStorage, num_bytes: int, label: str) -> None:
-        key = storage._cdata
-        if key in self._alive:
-            self._add(-self._alive[key][0], self._alive[key][1])
-        else:
-            weakref.finalize(storage, self._forget, key)
-        self._alive[key] = (num_bytes, label)
+        known = self._alive.get(storage._cdata)
+        if known is not None:
+            self._add(-known[0], known[1])
+        death = _await_death(storage, self._dead) if known is None else known[2]
+        self._alive[storage._cdata] = (num_bytes, label, death)
         self._add(num_bytes, label)
         if self._device_total > self._peak_total:
             self._record_peak()
 
-    def _forget(self, key: int) -> None:
-        num_bytes, label = self._alive.pop(key)
-        self._add(-num_bytes, label)
+    def _bury(self) -> None:
+        while self._dead:
+            num_bytes, label, _ = self._alive.pop(self._dead.popleft().key)
+            self._add(-num_bytes, label)
 
     def _add(self, num_bytes: int, label: str) -> None:
         self._totals[label] += num_bytes

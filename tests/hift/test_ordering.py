@@ -62,6 +62,7 @@ def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
         ("SGD", torch.bfloat16, "fp32"),
         ("torch Adafactor", torch.bfloat16, "fp32"),
         ("transformers Adafactor", torch.float32, "fp32"),
+        ("AdamW8bit", torch.bfloat16, "fp32"),
     ],
 )
 def test_every_copy_comes_after_what_it_depends_on(
