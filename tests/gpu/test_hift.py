@@ -174,6 +174,20 @@ def test_waiting_state_is_pinned() -> None:
     assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in tensors)
 
 
+def test_state_loaded_before_the_model_moved_is_pinned_as_well() -> None:
+    model = plain_attention(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB))
+    hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+    for batch in token_batches(5, vocab=BIG_VOCAB):
+        model(**batch).loss.backward()
+        hift.step()
+    other = HiFT(model, torch.optim.AdamW, **ADAMW)
+    other.load_state_dict(hift.state_dict())
+    model.to(DEVICE)
+    run(model, other, cuda_batches(5))
+    state = other.state_dict()["state"]
+    assert all(value.is_pinned() for values in state.values() for value in values.values() if value.dim())
+
+
 @pytest.mark.parametrize("map_location", ["cpu", "cuda"])
 @pytest.mark.parametrize("state", ["host", "device"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum", "transformers Adafactor", "AdamW8bit"])

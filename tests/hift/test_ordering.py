@@ -17,7 +17,7 @@ from slivertune import HiFT, HiFTConfig
 from slivertune.hift import optimizer as hift_optimizer
 from slivertune.hift import streamed
 from slivertune.hift.pool import Pool
-from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
 from tests.helpers.streams import PretendedLanes, Streams
 from tests.hift.cases import BIG_VOCAB, OPTIMIZERS
@@ -98,6 +98,70 @@ def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole(monkeypatc
         train(model, hift, batches, 5)
     assert hift.updates == 20
     assert streams.violations == []
+
+
+class _Stumbling(torch.optim.AdamW):
+    """Raises in the fourth piece that is stepped after `stumble` is set."""
+
+    countdown = -1
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).countdown -= 1
+        if type(self).countdown == 0:
+            raise RuntimeError("stumbled")
+        return super().step(closure)
+
+
+def test_an_error_in_the_middle_of_a_step_leaves_no_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = tiny_llama(torch.bfloat16), token_batches(5)
+    config = HiFTConfig(stream_bytes=8192, elementwise=True)
+    hift = HiFT(model, _Stumbling, config=config, lr=1e-2)
+    with pretended(monkeypatch) as streams:
+        train(model, hift, batches, 10)
+        monkeypatch.setattr(_Stumbling, "countdown", 4)
+        with pytest.raises(RuntimeError, match="stumbled"):
+            train(model, hift, batches, 1)
+        assert streams.violations == []
+
+
+class _Counting(PretendedLanes):
+    """Counts what the computing stream waits for."""
+
+    num_waits = 0
+
+    def compute_after(self, mark: Any) -> None:
+        _Counting.num_waits += mark is not None
+        super().compute_after(mark)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with masters"])
+def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    model, batches = tiny_llama(dtype), token_batches(5)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), lr=1e-2)
+    with pretended(monkeypatch, _Counting):
+        train(model, hift, batches, 5)
+        for group in hift._residencies:
+            monkeypatch.setattr(_Counting, "num_waits", 0)
+            train(model, hift, batches, 1)
+            num_pieces = len(group._pieces)  # type: ignore[attr-defined]
+            assert num_pieces > 2
+            # Each piece for its own arrival; and once for the store of each, when all are stepped.
+            assert _Counting.num_waits == 2 * num_pieces
+
+
+def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
+    model, batches = tiny_llama(torch.bfloat16), token_batches(5)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192, master="split"), lr=1e-2)
+    train(model, hift, batches, 7)
+    other, saved = twin(model), copy.deepcopy(hift.state_dict())
+    moved = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192, master="split"), lr=1e-2)
+    moved.load_state_dict(saved)
+    for group in moved._residencies:
+        group._waiting_for = torch.device("cuda", 0)  # type: ignore[attr-defined]
+    train(model, hift, batches, 8)
+    train(other, moved, batches, 8)
+    assert_same_bits(model, other)
+    assert {group._waiting_for for group in moved._residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
 
 
 class _NoComputeAfter(PretendedLanes):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -89,7 +91,7 @@ class Pool:
 
 def host_pool(device: torch.device) -> Pool:
     """A pool in host memory, pinned when `device` is a CUDA device so that copies run beside the computation."""
-    return Pool("host", _pinned if device.type == "cuda" else _pageable)
+    return Pool("host", partial(_pinned, device) if device.type == "cuda" else _pageable)
 
 
 def disk_pool(directory: Path) -> Pool:
@@ -105,15 +107,32 @@ def _pageable(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _pinned(num_bytes: int) -> torch.Tensor:
-    # torch's own pinned allocator rounds up to a power of two, which can nearly double 80 GB of state.
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+def _pinned(device: torch.device, num_bytes: int) -> torch.Tensor:
     if num_bytes == 0:
-        return buffer
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
-    weakref.finalize(buffer.untyped_storage(), runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+        return _pageable(0)
+    # torch's own pinned allocator rounds up to a power of two, which can nearly double 80 GB of state. Whole pages, so
+    # that no two registrations share one.
+    room = _pageable(num_bytes + 2 * mmap.PAGESIZE)
+    start = -room.data_ptr() % mmap.PAGESIZE
+    buffer = room[start : start + num_bytes]
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        pages_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), pages_bytes, 0))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{num_bytes:,} bytes of host memory for a group's state can't be pinned ({error}); free host memory, "
+                'or use state="disk", which pins nothing'
+            ) from error
+    weakref.finalize(room.untyped_storage(), _unpin, device, buffer.data_ptr()).atexit = False
     return buffer
+
+
+def _unpin(device: torch.device, address: int) -> None:
+    # The optimizer may be dropped right after a step, with copies on their way into this memory.
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _mapped(directory: Path, num_bytes: int) -> torch.Tensor:

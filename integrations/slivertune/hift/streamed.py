@@ -72,6 +72,7 @@ class StreamedGroup(Residency):
         self._reserve_always = reserve_always
         self._pieces: list[Piece] = []
         self._waiting: WaitingState | None = None
+        self._waiting_for: torch.device | None = None
         self._arriving_own: OwnHyperparameters = {}
         self._lanes: Lanes | None = None
         self._slots: list[torch.Tensor] = []
@@ -81,6 +82,7 @@ class StreamedGroup(Residency):
 
     @override
     def prefetch(self) -> None:
+        self._follow_the_model()
         if self._waiting is not None and not self._loaded:
             pieces = self._cut()
             for index in range(min(2, len(pieces))):
@@ -88,9 +90,10 @@ class StreamedGroup(Residency):
 
     @override
     def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        self._follow_the_model()
         pieces = self._cut()
         if self._waiting is None:
-            self._waiting = self._reserved()
+            self._waiting, self._waiting_for = self._reserved(), self._device()
         else:
             self.prefetch()
         try:
@@ -100,9 +103,10 @@ class StreamedGroup(Residency):
                 self._store(index)
                 if self._loaded and index + 2 < len(pieces):
                     self._load(index + 2)
-            for mark in self._stored.values():
-                self._lanes_of_device().compute_after(mark)  # before the slots' memory is used again
         finally:
+            # Before the slots' memory is used again, also where an error leaves loads that no one waited for.
+            for mark in (*self._ready.values(), *self._stored.values()):
+                self._lanes_of_device().compute_after(mark)
             self._empty_slots()
 
     @override
@@ -131,7 +135,7 @@ class StreamedGroup(Residency):
         if state:
             waiting = WaitingState(self._make_pool(self._device()), split=self._master == "split")
             waiting.restore(self._weights, state)
-            self._waiting = waiting
+            self._waiting, self._waiting_for = waiting, self._device()
         self._arriving_own = own
 
     @override
@@ -142,6 +146,14 @@ class StreamedGroup(Residency):
         self._pieces = []
         self._waiting = None
         self._arriving_own = {}
+
+    def _follow_the_model(self) -> None:
+        """Take the state along if the model has moved to another device since: only for that is its memory right."""
+        if self._waiting is not None and self._waiting_for != self._device():
+            state, own = self.export(), self.own_hyperparameters()
+            self.discard()
+            self._lanes = None
+            self.restore(state, own)
 
     def _device(self) -> torch.device:
         devices = {weight.parameter.device for weight in self._weights}
@@ -264,26 +276,22 @@ class StreamedGroup(Residency):
         """Write a piece's weights back, queue the copies of its tensors to where they wait, and let go of it."""
         assert self._waiting is not None
         piece, lanes = self._pieces[index], self._lanes_of_device()
-        loaded = self._loaded.pop(index, None)
+        self._loaded.pop(index, None)
+        slots = {slot.untyped_storage().data_ptr() for slot in self._slots}
         leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
-        in_slot = True
-        for position, one in enumerate(piece.slices):
+        for one in piece.slices:
             state = piece.take_state(one)
             if one.on_master:
                 one.part_of_weight().copy_(one.leaf.data)
                 state[MASTER] = one.leaf.data
-            moves = self._waiting.receive(one, state)
-            in_slot = in_slot and all(
-                loaded is not None and source is loaded[position].get(key) for key, source, _ in moves
-            )
-            leaving += [(source, target) for _, source, target in moves]
+            leaving += [(source, target) for _, source, target in self._waiting.receive(one, state)]
             one.drop_gradient()
             one.clear_leaf()
         with lanes.on("outbound", lanes.mark()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
             self._stored[index] = lanes.mark("outbound")
-        if not in_slot:
+        if any(source.untyped_storage().data_ptr() not in slots for source, _ in leaving):
             lanes.compute_after(self._stored[index])  # before the memory of new tensors is used again
 
     def _empty_slots(self) -> None:

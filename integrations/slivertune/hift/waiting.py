@@ -52,7 +52,7 @@ class WaitingState:
                 scalars[TIES] = ties[(ties >= one.start) & (ties < one.stop)] - one.start
         device = one.weight.parameter.device
         return {
-            key: value.to(device if key in on_device else "cpu", copy=True)
+            key: value.to(device if key in on_device else "cpu", non_blocking=True, copy=True)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in scalars.items()

@@ -1,0 +1,77 @@
+"""Pinned memory, with the CUDA runtime pretended: what is registered, and when it is let go of."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune.hift.pool import host_pool
+
+CUDA = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What was asked of the CUDA runtime; the third registration is refused."""
+    made: list[tuple[Any, ...]] = []
+
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        made.append(("register", address, num_bytes))
+        return 2 if sum(call[0] == "register" for call in made) == 3 else 0
+
+    def check_error(status: int) -> None:
+        if status:
+            raise RuntimeError(f"out of memory ({status})")
+
+    @contextlib.contextmanager
+    def on(device: torch.device) -> Any:
+        made.append(("device", device))
+        yield
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=lambda address: made.append(("unregister", address))
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", check_error)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.append(("synchronize", device)))
+    return made
+
+
+def test_registrations_are_whole_pages_of_their_own(calls: list[tuple[Any, ...]]) -> None:
+    pool = host_pool(CUDA)
+    tensors = [
+        pool.empty_like(torch.empty(shape, dtype=dtype)) for shape, dtype in ((100, torch.int8), (3000, torch.float32))
+    ]
+    assert ("device", CUDA) in calls
+    ranges = [(address, address + size) for kind, address, *rest in calls if kind == "register" for size in rest]
+    assert len(ranges) == 2 and all(edge % mmap.PAGESIZE == 0 for span in ranges for edge in span)
+    (_, first_end), (second_start, _) = sorted(ranges)
+    assert first_end <= second_start
+    for tensor, (start, end) in zip(tensors, ranges, strict=True):
+        assert start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end
+
+
+def test_memory_is_unpinned_before_it_is_freed_and_after_all_copies(calls: list[tuple[Any, ...]]) -> None:
+    pool = host_pool(CUDA)
+    pool.reserve({torch.float32: 1000})
+    part = pool.empty_like(torch.empty(10))
+    (address,) = [call[1] for call in calls if call[0] == "register"]
+    del pool
+    gc.collect()
+    assert calls[-1][0] == "register", "a tensor of it lives"
+    del part
+    gc.collect()
+    assert calls[-2:] == [("synchronize", CUDA), ("unregister", address)]
+
+
+def test_memory_that_cannot_be_pinned_names_the_way_out(calls: list[tuple[Any, ...]]) -> None:
+    pool = host_pool(CUDA)
+    with pytest.raises(RuntimeError, match=r"4,096 bytes of host memory .* can't be pinned .* state=\"disk\""):
+        pool.reserve({torch.float32: 64, torch.int16: 64, torch.uint8: 4096})
