@@ -48,11 +48,13 @@ class BaseRecipe:
     """Attention heads of a block."""
     max_positions: int = 1024
     """Longest sequence in bytes."""
+    initializer_range: float = 0.06
+    """Standard deviation of the initial weights, near 1 / sqrt(width); the library's 0.02 is for wider models."""
     sequence_length: int = 128
     """Bytes of one training window."""
-    batch_size: int = 8
+    batch_size: int = 4
     """Training windows in an update."""
-    num_steps: int = 400
+    num_steps: int = 700
     """Updates."""
     learning_rate: float = 2e-3
     """AdamW's rate after warm-up; decays as a cosine to a tenth of it."""
@@ -188,6 +190,7 @@ def _llama_config(recipe: BaseRecipe) -> LlamaConfig:
         num_attention_heads=recipe.num_heads,
         num_key_value_heads=recipe.num_heads,
         max_position_embeddings=recipe.max_positions,
+        initializer_range=recipe.initializer_range,
         tie_word_embeddings=False,
         pad_token_id=PAD_ID,
         bos_token_id=None,

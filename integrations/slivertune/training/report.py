@@ -121,7 +121,9 @@ def print_results(results: Results, console: Console, results_path: Path) -> Non
             "evaluation accuracy", f"{results.before['eval_accuracy']:.2%}", f"{results.after['eval_accuracy']:.2%}"
         )
     console.print(
-        f"\n{results.method}: {results.num_steps} updates of {results.model} on {results.dataset}", markup=False
+        f"\n{results.method}: {results.num_steps} updates of {results.model} on {results.dataset}",
+        markup=False,
+        soft_wrap=True,
     )
     console.print(table)
     console.print(_figures(results, results_path))
