@@ -85,10 +85,34 @@ def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["overhead.json"]
 
 
-@pytest.mark.parametrize("script_and_option", [("overhead.py", "--quick"), ("gpu.py", "--device=cpu")])
+@pytest.mark.parametrize(
+    "script_and_option", [("overhead.py", "--quick"), ("gpu.py", "--device=cpu"), ("tokentune.py", "--quick")]
+)
 def test_a_trial_is_never_written_among_the_results(script_and_option: tuple[str, str]) -> None:
     done = run(*script_and_option, expect=2)
     assert "needs --output" in done.stderr
+
+
+def test_tokentune_writes_times_and_bytes_of_every_variant(tmp_path: Path) -> None:
+    output = tmp_path / "tokentune.json"
+    run("tokentune.py", "--quick", "--rounds=1", "--output", str(output))
+    result = read(output)
+    assert_names_the_machine(result["environment"])
+    dense = result["variants"]["dense"]
+    for name, one in result["variants"].items():
+        (seconds,), (dense_seconds,) = one["seconds"], dense["seconds"]
+        assert one["median_ratio"]["cpu"] == pytest.approx(seconds["cpu"] / dense_seconds["cpu"]), name
+    saved = [result["variants"][name]["saved_bytes"] for name in ("dense", "50%", "30%", "20%", "10%")]
+    assert saved == sorted(saved, reverse=True) and saved[-1] < saved[0] / 2
+    assert result["variants"]["30%_checkpoint_mlp"]["saved_bytes"] < result["variants"]["30%"]["saved_bytes"]
+    assert result["variants"]["30%"]["peak_activation_bytes"] < dense["peak_activation_bytes"]
+
+
+@pytest.mark.parametrize("script", ["gpu.py", "tokentune.py"])
+def test_a_gpu_that_is_not_there_is_named(script: str, tmp_path: Path) -> None:
+    done = run(script, "--device=cuda", "--output", str(tmp_path / "x.json"), expect=2, CUDA_VISIBLE_DEVICES="")
+    assert "needs a CUDA device" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_gpu_without_a_cuda_device_says_so_and_writes_nothing(tmp_path: Path) -> None:

@@ -43,6 +43,28 @@ def test_three_lines_of_the_accelerate_loop_are_marked_as_hifts() -> None:
     assert len(text.splitlines()) < 100
 
 
+@pytest.mark.parametrize("launcher", [[], [*LAUNCH, "--mixed_precision=no"]], ids=["python", "accelerate launch"])
+def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: list[str], tmp_path: Path) -> None:
+    script = [str(EXAMPLES / "tokentune.py"), "--steps=4", "--hidden=32", "--blocks=4", "--length=64"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    line = re.compile(
+        r" *(?P<share>\d+)% of the tokens  (?P<seconds>[\d.]+) seconds a step  loss (?P<loss>[\d.]+)  "
+        r"activations at the peak (?P<activations>[\d.]+) MB"
+    )
+    printed = [{key: float(value) for key, value in each.groupdict().items()} for each in line.finditer(done.stdout)]
+    assert [each["share"] for each in printed] == [100, 30], done.stdout
+    assert 0 < printed[1]["activations"] < 0.5 * printed[0]["activations"]
+    assert min(each["loss"] for each in printed) > 0
+
+
+def test_three_lines_of_the_tokentune_loop_are_marked() -> None:
+    text = (EXAMPLES / "tokentune.py").read_text(encoding="utf-8")
+    assert re.findall(r"# TokenTune, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+
+
 def test_the_readme_names_every_example() -> None:
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))

@@ -1,7 +1,7 @@
 """Fine-tune a sliver of the model at a time.
 
-HiFT trains a sliver of the layers. Each step is what dense fine-tuning would have done on that sliver; memory and time
-shrink with it.
+HiFT trains a sliver of the layers, TokenTune on a sliver of the tokens. Each step is what dense fine-tuning would have
+done on that sliver; memory and time shrink with it.
 
 The public names are resolved on first use (PEP 562), so that `import slivertune` pulls neither torch nor transformers.
 """
@@ -15,10 +15,21 @@ if TYPE_CHECKING:
     from slivertune.hift import HiFT, HiFTConfig
     from slivertune.layers import Layer, find_layers
     from slivertune.ledger import Census, Ledger
+    from slivertune.tokentune import TokenTune, TokenTuneHandle
 
 __version__ = "0.1.0"
 
-__all__ = ["Census", "HiFT", "HiFTConfig", "Layer", "Ledger", "__version__", "find_layers"]
+__all__ = [
+    "Census",
+    "HiFT",
+    "HiFTConfig",
+    "Layer",
+    "Ledger",
+    "TokenTune",
+    "TokenTuneHandle",
+    "__version__",
+    "find_layers",
+]
 
 _MODULE_OF_NAME = {
     "Census": "slivertune.ledger",
@@ -26,6 +37,8 @@ _MODULE_OF_NAME = {
     "HiFTConfig": "slivertune.hift",
     "Layer": "slivertune.layers",
     "Ledger": "slivertune.ledger",
+    "TokenTune": "slivertune.tokentune",
+    "TokenTuneHandle": "slivertune.tokentune",
     "find_layers": "slivertune.layers",
 }
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 import warnings
 from pathlib import Path
@@ -13,7 +14,18 @@ from slivertune.hift.config import HiFTConfig
 from slivertune.training.arguments import make_parser, parse_train_arguments
 from slivertune.training.data_arguments import DataArguments
 from slivertune.training.defaults import EMBEDDED_LEARNING_RATES
-from slivertune.training.method_arguments import MethodArguments, ModelArguments, hift_settings
+from slivertune.training.hift_arguments import HiFTArguments
+from slivertune.training.lora_arguments import LoraArguments
+from slivertune.training.method_arguments import MethodArguments
+from slivertune.training.model_arguments import ModelArguments
+from slivertune.training.token_arguments import TokenArguments
+
+PROMPTS = [
+    *("--dataset", "d.csv"),
+    *("--task", "prompt_classification"),
+    *("--template", "{text} It was {mask}"),
+    *("--label_words", "bad,good"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +38,12 @@ def test_help_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
         parse_train_arguments(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for kind in (MethodArguments, ModelArguments, DataArguments, TrainingArguments):
+    kinds = (MethodArguments, HiFTArguments, LoraArguments, TokenArguments, ModelArguments, DataArguments)
+    for kind in (*kinds, TrainingArguments):
         for item in dataclasses.fields(kind):
             assert f"--{item.name}" in text or not item.init
-    for title in ("\nmethod:", "\nmodel:", "\ndata:", "\ntransformers.TrainingArguments:"):
-        assert title in text
+    for title in ("method", "method hift", "method lora", "tokens", "model", "data", "transformers.TrainingArguments"):
+        assert f"\n{title}:\n" in text
 
 
 def test_no_two_arguments_share_a_name() -> None:
@@ -70,20 +83,20 @@ def test_the_librarys_own_defaults_hold_for_other_models_and_data() -> None:
 
 
 def test_both_spellings_of_an_argument_are_taken() -> None:
-    assert parse_train_arguments(["--layers-per-group", "3"]).method.layers_per_group == 3
+    assert parse_train_arguments(["--layers-per-group", "3"]).hift.layers_per_group == 3
 
 
 def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None:
-    without = {item.name for item in dataclasses.fields(HiFTConfig)} - set(hift_settings())
+    config, arguments = ({item.name for item in dataclasses.fields(kind)} for kind in (HiFTConfig, HiFTArguments))
     # The seed is the run's; layers and element-wise are for code, where they can be looked up.
-    assert without == {"seed", "layers", "elementwise"}
+    assert config - arguments == {"seed", "layers", "elementwise"}
 
 
 def test_hifts_settings_reach_its_config() -> None:
     arguments = parse_train_arguments(
         ["--order", "random", "--state", "disk", "--state_dir", "d", "--stream_bytes", "0", "--seed", "7"]
     )
-    config = arguments.method.hift_config(arguments.training.seed)
+    config = arguments.hift.config(arguments.training.seed)
     assert config == HiFTConfig(order="random", state="disk", state_dir="d", stream_bytes=0, seed=7)
 
 
@@ -105,6 +118,28 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--method", "magic"], "invalid choice: 'magic'"),
         (["--state", "disk"], 'state="disk" needs state_dir'),
         (["--method", "dense", "--order", "random", "--master", "none"], "--order, --master: only --method hift reads"),
+        (["--lora_rank", "8"], "--lora_rank: only --method lora reads this; leave it out or choose lora"),
+        (["--method", "lora", "--order", "random"], "--order: only --method hift reads this"),
+        (["--method", "lora", "--lora_rank", "0"], "lora_rank=0 must be at least 1"),
+        (["--method", "lora", "--lora_alpha", "0"], "lora_alpha=0 must be at least 1; leave it out for twice the rank"),
+        (["--method", "lora", "--lora_dropout", "1"], "lora_dropout=1.0 must lie in [0, 1)"),
+        (
+            ["--method", "dense", "--load_in_4bit"],
+            "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps; take --method",
+        ),
+        (["--load_in_4bit"], "--load_in_4bit does not go with --method hift: HiFT changes every weight in its turn"),
+        (["--token_ratio", "0"], "token_ratio=0.0 must lie in (0, 1]; leave it out to train on all tokens"),
+        (["--token_ratio", "1.1"], "token_ratio=1.1 must lie in (0, 1]"),
+        (["--token_ratio", "0.3", "--token_pattern", "every_other"], "invalid choice: 'every_other'"),
+        (["--token_pattern", "block"], "--token_pattern block is read with --token_ratio alone; give a ratio, or"),
+        (
+            ["--token_ratio", "0.3", "--label_smoothing_factor", "0.1"],
+            "--label_smoothing_factor 0.1 does not go with --token_ratio: the smoothed loss would score positions that",
+        ),
+        (
+            [*PROMPTS, "--token_ratio", "0.3"],
+            "outside the model, and that place may not be selected; leave it out, or take --task classification",
+        ),
         (["--lerning_rate", "1"], "unrecognized arguments: --lerning_rate"),
         (["--learning_rate"], "expected one argument"),
         (["--optim", "lomo"], "--optim lomo can't be HiFT's base optimizer: it updates weights inside backward"),
@@ -157,3 +192,58 @@ def test_a_launchers_mixed_precision_means_what_the_argument_means(monkeypatch: 
     dense = parse_train_arguments(["--method", "dense", "--use_cpu"])
     assert (dense.precision.loading, dense.training.mixed_precision) == ("fp32", "bf16")
     assert parse_train_arguments(["--bf16", "false"]).precision.loading == "stored"
+
+
+def test_loras_settings_have_pefts_defaults_and_alpha_follows_the_rank() -> None:
+    arguments = parse_train_arguments(["--method", "lora"])
+    assert arguments.lora == LoraArguments(lora_rank=16, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None)
+    assert (arguments.lora.alpha, arguments.lora.target_modules) == (32, "all-linear")
+    assert arguments.training.output_dir == "runs/lora"
+    assert arguments.training.learning_rate == EMBEDDED_LEARNING_RATES["lora"]
+    given = parse_train_arguments(
+        ["--method", "lora", "--lora_rank", "4", "--lora_alpha", "6", "--lora_target_modules", "q_proj", "v_proj"]
+    )
+    assert (given.lora.lora_rank, given.lora.alpha, given.lora.target_modules) == (4, 6, ["q_proj", "v_proj"])
+
+
+def test_a_single_target_is_a_name_and_no_pattern_unless_it_is_pefts_shorthand() -> None:
+    # PEFT reads a string as a regular expression of whole paths, and a list as names.
+    for given, expected in (("q_proj", ["q_proj"]), ("all-linear", "all-linear")):
+        arguments = parse_train_arguments(["--method", "lora", "--lora_target_modules", given])
+        assert arguments.lora.target_modules == expected
+
+
+@pytest.mark.parametrize("method", ["dense", "hift", "lora"])
+def test_every_method_takes_a_token_ratio(method: str) -> None:
+    arguments = parse_train_arguments(["--method", method, "--token_ratio", "0.3", "--token_pattern", "block"])
+    assert arguments.tokens == TokenArguments(token_ratio=0.3, token_pattern="block")
+    assert parse_train_arguments(["--method", method]).tokens == TokenArguments(token_ratio=None, token_pattern=None)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        (
+            "peft",
+            ["--method", "lora"],
+            "--method lora needs peft, which is not installed; pip install 'slivertune[peft]'",
+        ),
+        (
+            "bitsandbytes",
+            ["--method", "lora", "--load_in_4bit"],
+            "--load_in_4bit needs bitsandbytes, which is not installed; pip install 'slivertune[bitsandbytes]'",
+        ),
+    ],
+)
+def test_a_missing_library_is_named_with_its_extra(
+    module: str, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+    with pytest.raises(ImportError, match=re.escape(message)):
+        parse_train_arguments(arguments)
+
+
+def test_lora_under_bf16_freezes_bf16_weights_and_computes_under_autocast() -> None:
+    lora = parse_train_arguments(["--method", "lora", "--bf16", "--use_cpu"])
+    assert (lora.precision.loading, lora.precision.autocast, lora.training.bf16) == ("bf16", "bf16", True)

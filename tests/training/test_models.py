@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from slivertune.training.method_arguments import ModelArguments
+from slivertune.training.model_arguments import ModelArguments
 from slivertune.training.models import load_model, open_model
 from slivertune.training.precision import Precision
 from slivertune.training.task import Task
-from tests.training.tiny import byte_tokenizer
+from tests.training.tiny import byte_tokenizer, llama_config
 
 
 def make_task(kind: str = "causal_lm") -> Task:
@@ -42,7 +42,7 @@ def test_weights_are_held_in_what_was_settled(
 ) -> None:
     folder = stored_as(stored, tiny_base, tmp_path)
     source = open_model(ModelArguments(model_name_or_path=str(folder)), None)
-    model = load_model(source, make_task(), precision=Precision(loading=loading, autocast="no"))  # type: ignore[arg-type]
+    model = load_model(source, make_task(), precision=Precision(loading=loading, autocast="no")).model  # type: ignore[arg-type]
     assert {parameter.dtype for parameter in model.parameters()} == {expected}
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -50,7 +50,7 @@ def test_weights_are_held_in_what_was_settled(
 def test_a_classifier_knows_its_labels_and_its_padding(tiny_base: Path) -> None:
     source = open_model(ModelArguments(), tiny_base)
     precision = Precision(loading="fp32", autocast="no")
-    model = load_model(source, make_task("sequence_classification"), precision=precision)
+    model = load_model(source, make_task("sequence_classification"), precision=precision).model
     assert model.config.id2label == {0: "bad", 1: "good", 2: "odd"}
     assert model.config.label2id == {"bad": 0, "good": 1, "odd": 2}
     assert model.config.pad_token_id == 7
@@ -60,7 +60,7 @@ def test_a_classifier_knows_its_labels_and_its_padding(tiny_base: Path) -> None:
 def test_attention_is_the_one_asked_for(tiny_base: Path) -> None:
     source = open_model(ModelArguments(), tiny_base)
     precision = Precision(loading="fp32", autocast="no")
-    model = load_model(source, make_task(), precision=precision, attn_implementation="eager")
+    model = load_model(source, make_task(), precision=precision, attn_implementation="eager").model
     assert model.config._attn_implementation == "eager"
     with pytest.raises(ValueError, match="can't be loaded as causal_lm"):
         load_model(source, make_task(), precision=precision, attn_implementation="psychic")
@@ -75,3 +75,24 @@ def test_a_model_that_is_not_there_or_has_not_the_head_is_named(tiny_base: Path,
     source = open_model(ModelArguments(), tiny_base)
     with pytest.raises(ValueError, match="can't be loaded as masked_lm"):
         load_model(source, make_task("masked_lm"), precision=Precision(loading="fp32", autocast="no"))
+
+
+def test_new_modules_are_those_that_the_checkpoint_lacks(tiny_base: Path, tmp_path: Path) -> None:
+    source = open_model(ModelArguments(), tiny_base)
+    precision = Precision(loading="fp32", autocast="no")
+    assert load_model(source, make_task(), precision=precision).new_modules == ()
+    classifier = load_model(source, make_task("sequence_classification"), precision=precision)
+    assert classifier.new_modules == ("score",)
+    classifier.model.save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    again = open_model(ModelArguments(model_name_or_path=str(tmp_path)), None)
+    assert load_model(again, make_task("sequence_classification"), precision=precision).new_modules == ()
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_not_new(tmp_path: Path) -> None:
+    config = llama_config()
+    config.tie_word_embeddings = True
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    source = open_model(ModelArguments(model_name_or_path=str(tmp_path)), None)
+    assert load_model(source, make_task(), precision=Precision(loading="fp32", autocast="no")).new_modules == ()

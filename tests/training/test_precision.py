@@ -4,7 +4,8 @@ from itertools import product
 
 import pytest
 
-from slivertune.training.method_arguments import Method, WeightsDtype
+from slivertune.training.method_arguments import Method
+from slivertune.training.model_arguments import WeightsDtype
 from slivertune.training.precision import choose_precision
 
 TABLE = {
@@ -21,6 +22,12 @@ TABLE = {
     ("dense", "fp32", True): ("fp32", "bf16"),
     ("dense", "bf16", False): ("bf16", "no"),
     ("dense", "bf16", True): ("bf16", "no"),
+    ("lora", "auto", False): ("fp32", "no"),
+    ("lora", "auto", True): ("bf16", "bf16"),
+    ("lora", "fp32", False): ("fp32", "no"),
+    ("lora", "fp32", True): ("fp32", "bf16"),
+    ("lora", "bf16", False): ("bf16", "bf16"),
+    ("lora", "bf16", True): ("bf16", "bf16"),
 }
 
 
@@ -30,7 +37,7 @@ def test_the_table_of_precisions(method: Method, weights_dtype: WeightsDtype, bf
     assert (precision.loading, precision.autocast) == TABLE[method, weights_dtype, bf16]
 
 
-@pytest.mark.parametrize(("method", "weights_dtype"), list(product(("dense", "hift"), ("auto", "fp32"))))
+@pytest.mark.parametrize(("method", "weights_dtype"), list(product(("dense", "hift", "lora"), ("auto", "fp32"))))
 def test_fp16_is_autocast_over_fp32_weights(method: Method, weights_dtype: WeightsDtype) -> None:
     precision = choose_precision(method, weights_dtype, bf16=False, fp16=True)
     assert (precision.loading, precision.autocast) == ("fp32", "fp16")

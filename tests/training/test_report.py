@@ -13,6 +13,7 @@ RESULTS = Results(
     model="some/model",
     dataset="rows [odd].csv",
     num_parameters=7,
+    num_trained=3,
     device="cpu",
     settings={"seed": 1},
     before={"eval_loss": 2.0, "eval_accuracy": 0.25},

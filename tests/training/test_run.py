@@ -12,7 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from slivertune.cli import main
 from slivertune.training.checkpoints import find_damage
-from tests.training.tiny_runs import METHODS, TINY_CYCLE, saved_weights, train, train_arguments, write_texts
+from tests.training.tiny_runs import (
+    METHODS,
+    TINY_CYCLE,
+    assert_same_bits,
+    saved_weights,
+    train,
+    train_arguments,
+    write_classes,
+    write_texts,
+)
 
 KINDS = {"parameters", "gradients", "state", "residual", "host", "disk"}
 
@@ -218,13 +227,16 @@ def test_hift_takes_the_trainers_optimizers(optim: str, tiny_base: Path, tmp_pat
 def test_a_classifier_is_trained_and_judged_by_its_accuracy(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "rows.csv"
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["text", "label"])
-        writer.writerows([["aaaa" if index % 2 else "bbbb", ("odd" if index % 2 else "even")] for index in range(40)])
     results = train(
-        tiny_base, path, tmp_path / "out", "--task", "classification", "--max_steps", "40", "--learning_rate", "3e-2"
+        tiny_base,
+        write_classes(tmp_path),
+        tmp_path / "out",
+        "--task",
+        "classification",
+        "--max_steps",
+        "40",
+        "--learning_rate",
+        "3e-2",
     )
     assert results["after"]["eval_accuracy"] == 1.0
     assert results["sample"]["expected"] == results["sample"]["after"]
@@ -271,12 +283,6 @@ def test_e2e_descriptions_are_learnt_from_the_embedded_kind_of_model(
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"] - 0.1
     assert results["sample"]["prompt"].startswith("name[")
     assert results["sample"]["expected"]
-
-
-def assert_same_bits(one: Path, other: Path) -> None:
-    first, second = saved_weights(one / "model"), saved_weights(other / "model")
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
 def poison_losses(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,10 @@ def make_task(rows: list[dict[str, Any]], *, labels: dict[int, str] | None = Non
 
 @pytest.fixture(scope="module")
 def language_model(tiny_base: Path) -> tuple[Any, Any]:
-    """Stands for a Trainer, of which a probe needs the model alone; and the tokenizer."""
-    return SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(tiny_base)), AutoTokenizer.from_pretrained(
-        tiny_base
-    )
+    """Stands for a Trainer, of which a probe needs the model and its autocast alone; and the tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_base)
+    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(autocast=nullcontext))
+    return trainer, AutoTokenizer.from_pretrained(tiny_base)
 
 
 def test_a_text_is_continued_from_its_beginning(language_model: tuple[Any, Any]) -> None:

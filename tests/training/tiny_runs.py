@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from slivertune.cli import main
@@ -25,6 +26,22 @@ TINY_CYCLE = 4
 """Updates in which each of its layers has a turn: the embedding, two blocks, the head."""
 
 METHODS = ("dense", "hift")
+COMBINATIONS = {
+    "dense with tokens": ("--method", "dense", "--token_ratio", "0.4"),
+    "hift with tokens": ("--method", "hift", "--token_ratio", "0.4", "--token_pattern", "block"),
+    "lora": ("--method", "lora", "--lora_rank", "4", "--lora_dropout", "0.1"),
+    "lora with tokens": ("--method", "lora", "--lora_rank", "4", "--token_ratio", "0.4"),
+    "qlora": ("--method", "lora", "--lora_rank", "4", "--load_in_4bit"),
+    "qlora with tokens": (
+        *("--method", "lora", "--lora_rank", "4", "--load_in_4bit"),
+        *("--token_ratio", "0.4", "--token_pattern", "random"),
+    ),
+    "qlora in bf16 with tokens": (
+        *("--method", "lora", "--lora_rank", "4", "--load_in_4bit", "--bf16", "--use_cpu"),
+        *("--token_ratio", "0.4"),
+    ),
+}
+"""Methods and what goes with them, as typed."""
 
 
 def sentences(count: int) -> list[str]:
@@ -77,5 +94,21 @@ def train(base: Path, data: Path, output: Path, *more: str, method: str = "hift"
 
 
 def saved_weights(folder: Path) -> dict[str, Any]:
-    """The tensors of a saved model."""
-    return load_file(folder / "model.safetensors")
+    """The tensors of a saved model, or of a saved adapter."""
+    (path,) = folder.glob("*model.safetensors")
+    return load_file(path)
+
+
+def write_classes(folder: Path) -> Path:
+    """A csv file of two kinds of texts, which their first letter tells apart."""
+    path = folder / "classes.csv"
+    rows = [f"{'aaaa' if index % 2 else 'bbbb'},{'odd' if index % 2 else 'even'}\n" for index in range(40)]
+    path.write_text("text,label\n" + "".join(rows), encoding="utf-8")
+    return path
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    """Compare what two runs saved at their ends."""
+    first, second = saved_weights(one / "model"), saved_weights(other / "model")
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []

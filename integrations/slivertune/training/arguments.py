@@ -12,11 +12,16 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
+from slivertune.training.checks import check_given, check_method, check_model, check_tokens, check_training
 from slivertune.training.data_arguments import DataArguments
 from slivertune.training.defaults import data_defaults, method_defaults, training_defaults
 from slivertune.training.folders import RunFolder, choose_run_folder
-from slivertune.training.method_arguments import MethodArguments, ModelArguments, hift_settings
+from slivertune.training.hift_arguments import HiFTArguments
+from slivertune.training.lora_arguments import LoraArguments
+from slivertune.training.method_arguments import MethodArguments
+from slivertune.training.model_arguments import ModelArguments
 from slivertune.training.precision import Precision, choose_precision
+from slivertune.training.token_arguments import TokenArguments
 
 _Dataclass = TypeVar("_Dataclass")
 
@@ -27,18 +32,12 @@ _RENAMED = {
 }
 _ARGUMENT_KINDS: dict[str, Any] = {
     "method": MethodArguments,
+    "method hift": HiFTArguments,
+    "method lora": LoraArguments,
+    "tokens": TokenArguments,
     "model": ModelArguments,
     "data": DataArguments,
     "transformers.TrainingArguments": TrainingArguments,
-}
-# Optimizers that step inside backward, keep projections of whole gradients, or swap weights between training and
-# evaluation: none of these survives that a group's masters and state are elsewhere between its turns.
-_REFUSED_OPTIMIZERS = {
-    "lomo": "it updates weights inside backward and keeps no gradient to step with",
-    "adalomo": "it updates weights inside backward and keeps no gradient to step with",
-    "galore": "it trains low-rank projections through hooks of its own",
-    "apollo": "it trains low-rank projections through hooks of its own",
-    "schedule_free": "it swaps the weights between training and evaluation, also those of groups that wait",
 }
 
 
@@ -47,6 +46,9 @@ class TrainArguments:
     """Everything `slivertune train` was asked for, checked."""
 
     method: MethodArguments
+    hift: HiFTArguments
+    lora: LoraArguments
+    tokens: TokenArguments
     model: ModelArguments
     data: DataArguments
     training: TrainingArguments
@@ -85,14 +87,20 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
     Raises:
         ValueError: If an argument is unknown, out of range, or contradicts another.
         FileExistsError: If `--output_dir` names a folder that holds something already.
+        ImportError: If an argument needs a library that is not installed.
     """
     values = _given_values(argv)
     given = frozenset(values)
     embedded_data = "dataset" not in given
     method = _build(MethodArguments, {**method_defaults(embedded_data=embedded_data), **values})
+    hift, lora = _build(HiFTArguments, values), _build(LoraArguments, values)
+    tokens = _build(TokenArguments, values)
     model = _build(ModelArguments, values)
-    _check_method(method, given)
-    _check_given(values)
+    check_method(method.method, given)
+    check_model(method.method, model)
+    # Contradictions among HiFT's settings should show before a model is loaded.
+    hift.config(seed=0)
+    check_given(values)
     data = _build(DataArguments, {**data_defaults(embedded_data=embedded_data), **values})
     mixed = _mixed_precision(values)
     precision = choose_precision(method.method, model.weights_dtype, bf16=mixed == "bf16", fp16=mixed == "fp16")
@@ -112,9 +120,13 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
     }
     training = _build(TrainingArguments, training_values)
     training.mixed_precision = precision.autocast
-    _check_training(method, data, training)
+    check_training(method.method, data, training)
+    check_tokens(tokens, data, training)
     return TrainArguments(
         method=method,
+        hift=hift,
+        lora=lora,
+        tokens=tokens,
         model=model,
         data=data,
         training=training,
@@ -123,11 +135,6 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
         given=given,
         command=("slivertune", "train", *argv),
     )
-
-
-def enum_value(value: Any) -> str:
-    """A `TrainingArguments` field that is an enumeration or its value, as it is typed on the command line."""
-    return str(getattr(value, "value", value))
 
 
 def make_parser() -> HfArgumentParser:
@@ -185,35 +192,3 @@ def _in_help_group(kind: Any, title: str) -> Any:
 def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:
     names = {item.name for item in dataclasses.fields(kind) if item.init}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in names})
-
-
-def _check_method(method: MethodArguments, given: frozenset[str]) -> None:
-    unused = [f"--{name}" for name in hift_settings() if name in given]
-    if method.method != "hift" and unused:
-        raise ValueError(f"{', '.join(unused)}: only --method hift reads this; leave it out or choose hift")
-    # Contradictions among HiFT's settings should show before a model is loaded.
-    method.hift_config(seed=0)
-
-
-def _check_given(values: dict[str, Any]) -> None:
-    for name in ("deepspeed", "fsdp"):
-        if values.get(name):
-            raise ValueError(f"--{name} {values[name]}: slivertune train runs on one device; leave it out")
-    limit = values.get("save_total_limit")
-    if limit is not None and limit < 1:
-        raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
-
-
-def _check_training(method: MethodArguments, data: DataArguments, training: TrainingArguments) -> None:
-    if training.world_size > 1:
-        raise ValueError(f"slivertune train runs on one device, and {training.world_size} processes run; start one")
-    optim = enum_value(training.optim)
-    for prefix, reason in _REFUSED_OPTIMIZERS.items():
-        if method.method == "hift" and optim.startswith(prefix):
-            raise ValueError(
-                f"--optim {optim} can't be HiFT's base optimizer: {reason}; take adamw_torch, or --method dense"
-            )
-    # These tasks bring a loss and a metric of their own, beside which the Trainer would ignore these in silence.
-    for name in ("label_smoothing_factor", "batch_eval_metrics"):
-        if data.task != "causal_lm" and getattr(training, name):
-            raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}; leave it out")

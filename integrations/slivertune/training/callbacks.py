@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from slivertune.training import aside
 from slivertune.training.checkpoints import (
     MARKER_NAME,
     checkpoint_folders,
@@ -40,6 +41,16 @@ class CheckpointMarker(TrainerCallback):
     def __init__(self, facts: dict[str, Any], save_total_limit: int | None = None) -> None:
         self._facts = facts
         self._save_total_limit = save_total_limit
+        self._parts: dict[str, Callable[[], dict[str, Any]]] = {}
+
+    def add_part(self, name: str, read: Callable[[], dict[str, Any]]) -> None:
+        """Write one more file into every checkpoint, before its marker.
+
+        Args:
+            name: The file's name.
+            read: Its content at that time; plain JSON.
+        """
+        self._parts[name] = read
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -56,14 +67,17 @@ class CheckpointMarker(TrainerCallback):
                     (folder / MARKER_NAME).unlink(missing_ok=True)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Mark the checkpoint that was just saved, and delete those beyond the limit."""
+        """Complete and mark the checkpoint that was just saved, and delete those beyond the limit."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Other processes may still be writing their random states.
             torch.distributed.barrier()
         if not state.is_world_process_zero:
             return
         output_folder = Path(str(args.output_dir))
-        write_marker(output_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", self._facts)
+        checkpoint = output_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        for name, read in self._parts.items():
+            aside.write_json(checkpoint / name, read())
+        write_marker(checkpoint, self._facts)
         if self._save_total_limit is not None:
             best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
             remove_old(output_folder, self._save_total_limit, best)

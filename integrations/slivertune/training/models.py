@@ -17,7 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from slivertune.training.method_arguments import ModelArguments
+from slivertune.training.four_bit import four_bit_options, prepare_four_bit
+from slivertune.training.model_arguments import ModelArguments
 from slivertune.training.precision import Precision
 from slivertune.training.task import Task
 
@@ -66,9 +67,24 @@ def open_model(arguments: ModelArguments, embedded: Path | None) -> ModelSource:
     return ModelSource(name_or_path=name, options=options, config=config, tokenizer=tokenizer)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model, and what of it the checkpoint did not have."""
+
+    model: PreTrainedModel
+    """Where it was loaded: on the CPU, or, if it is quantised, on the device where it trains."""
+    new_modules: tuple[str, ...]
+    """Paths of the modules with new weights, from torch's seed, such as a classifier's head."""
+
+
 def load_model(
-    source: ModelSource, task: Task, *, precision: Precision, attn_implementation: str | None = None
-) -> PreTrainedModel:
+    source: ModelSource,
+    task: Task,
+    *,
+    precision: Precision,
+    attn_implementation: str | None = None,
+    four_bit_device: torch.device | None = None,
+) -> LoadedModel:
     """Load a model's weights with the head that a task needs.
 
     Args:
@@ -76,9 +92,10 @@ def load_model(
         task: Names the head and, for a classifier, its classes.
         precision: In what the weights are held.
         attn_implementation: The attention to use; the library's choice by default.
+        four_bit_device: Quantise the blocks' linear layers to 4 bits, on this device; None quantises nothing.
 
     Returns:
-        The model, on the CPU, every weight trainable. A head that the checkpoint lacks is new, from torch's seed.
+        The model, every weight trainable but those in 4 bits.
 
     Raises:
         ValueError: If the weights can't be loaded, or the model can't have the head.
@@ -88,13 +105,19 @@ def load_model(
         options["attn_implementation"] = attn_implementation
     if task.model_kind == "sequence_classification":
         options |= {"id2label": task.id2label, "label2id": task.label2id, "pad_token_id": task.pad_token_id}
+    model_class = _CLASS_OF_KIND[task.model_kind]
     try:
-        model: PreTrainedModel = _CLASS_OF_KIND[task.model_kind].from_pretrained(source.name_or_path, **options)
+        if four_bit_device is not None:
+            options |= four_bit_options(model_class, source.config, precision, four_bit_device)
+        model, report = model_class.from_pretrained(source.name_or_path, **options, output_loading_info=True)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
             f"model_name_or_path={source.name_or_path!r} can't be loaded as {task.model_kind}: {_first_line(error)}"
         ) from error
-    return model
+    if four_bit_device is not None:
+        prepare_four_bit(model)
+    new_modules = sorted({name.rpartition(".")[0] for name in report["missing_keys"] if "." in name})
+    return LoadedModel(model=model, new_modules=tuple(new_modules))
 
 
 def _dtype(config: Any, precision: Precision) -> torch.dtype:

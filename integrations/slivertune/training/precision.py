@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slivertune.training.method_arguments import Method, WeightsDtype
+from slivertune.training.method_arguments import Method
+from slivertune.training.model_arguments import WeightsDtype
 
 Loading = Literal["fp32", "bf16", "stored"]
 Autocast = Literal["no", "bf16", "fp16"]
@@ -18,7 +19,7 @@ class Precision:
     loading: Loading
     """`stored` takes the checkpoint's own type, with fp16 read as bf16."""
     autocast: Autocast
-    """The Trainer's mixed precision; "no" where the weights themselves are bf16."""
+    """The Trainer's mixed precision; "no" where all that is trained is bf16."""
 
 
 def choose_precision(method: Method, weights_dtype: WeightsDtype, *, bf16: bool, fp16: bool) -> Precision:
@@ -26,7 +27,8 @@ def choose_precision(method: Method, weights_dtype: WeightsDtype, *, bf16: bool,
 
     `--bf16` with HiFT means the paper's Mixed^Hi: weights in bf16, whose fp32 masters wait on the host. Autocast is
     then off: it would only cast what is bf16 already. Dense fine-tuning has no masters, so `--bf16` there keeps fp32
-    weights under bf16 autocast, as in the Trainer.
+    weights under bf16 autocast, as in the Trainer. LoRA's frozen weights need no masters, and its adapters are held in
+    fp32, so there `--bf16` is both: weights in bf16 (unless `--weights_dtype` says fp32), and bf16 autocast.
 
     Args:
         method: How the model is trained.
@@ -44,6 +46,10 @@ def choose_precision(method: Method, weights_dtype: WeightsDtype, *, bf16: bool,
         if weights_dtype == "bf16":
             raise ValueError("--fp16 autocast needs fp32 weights; leave out --weights_dtype bf16, or take --bf16")
         return Precision(loading="fp32", autocast="fp16")
+    if method == "lora":
+        is_bf16 = bf16 or weights_dtype == "bf16"
+        loading: Loading = "bf16" if is_bf16 and weights_dtype != "fp32" else "fp32"
+        return Precision(loading=loading, autocast="bf16" if is_bf16 else "no")
     if weights_dtype == "bf16" or (weights_dtype == "auto" and bf16 and method == "hift"):
         return Precision(loading="bf16", autocast="no")
     if weights_dtype == "auto" and method == "hift":

@@ -57,6 +57,8 @@ class Results:
     model: str
     dataset: str
     num_parameters: int
+    num_trained: int
+    """How many of them the method trains."""
     device: str
     settings: dict[str, Any]
     before: dict[str, float]

@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 
 from slivertune.training import aside
-from slivertune.training.arguments import TrainArguments, enum_value
-from slivertune.training.assemble import Run
+from slivertune.training.arguments import TrainArguments
 from slivertune.training.checkpoints import newest_whole
+from slivertune.training.checks import enum_value
 from slivertune.training.display import describe_metrics
-from slivertune.training.method_arguments import hift_settings
+from slivertune.training.ready import Run
 from slivertune.training.report import Results, Sample, print_results, write_results
 from slivertune.training.samples import Probe
 
@@ -58,8 +58,7 @@ def describe_interruption(arguments: TrainArguments) -> str:
 
 
 def _execute(run: Run, console: Console) -> Results:
-    method, training = run.arguments.method, run.arguments.training
-    model: Any = run.trainer.model
+    training = run.arguments.training
     output_folder = Path(str(training.output_dir))
     if "before" not in run.facts:
         run.facts["before"] = _evaluate(run)
@@ -69,10 +68,11 @@ def _execute(run: Run, console: Console) -> Results:
     after = _evaluate(run)
     checkpoint, _ = newest_whole(output_folder, read_files=False)
     results = Results(
-        method=method.method,
+        method=run.method.name,
         model=run.model_name,
         dataset=run.dataset_name,
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=run.num_parameters,
+        num_trained=run.num_trained,
         device=str(training.device),
         settings=_settings(run),
         before=run.facts["before"],
@@ -110,7 +110,7 @@ def _save_model(run: Run, output_folder: Path) -> Path:
 
 def _settings(run: Run) -> dict[str, Any]:
     """What decides the figures, beside the model and the data."""
-    training, method = run.arguments.training, run.arguments.method
+    training = run.arguments.training
     settings: dict[str, Any] = {
         name: getattr(training, name)
         for name in (
@@ -125,8 +125,6 @@ def _settings(run: Run) -> dict[str, Any]:
     }
     settings |= {name: enum_value(getattr(training, name)) for name in ("optim", "lr_scheduler_type")}
     settings |= {"weights": run.arguments.precision.loading, "autocast": run.arguments.precision.autocast}
-    settings["max_length"] = run.task.max_length
-    if run.hift is not None:
-        settings |= {name: getattr(method, name) for name in hift_settings()}
-        settings["num_groups"] = run.hift.num_groups
-    return settings
+    settings |= {"max_length": run.task.max_length, "load_in_4bit": run.arguments.model.load_in_4bit}
+    settings |= {"token_ratio": None, "token_pattern": None} if run.tokens is None else run.tokens.settings()
+    return {**settings, **run.method.settings()}

@@ -93,7 +93,9 @@ class ContinuationProbe:
             drawing = {"do_sample": True, "temperature": 0.7, "top_k": 20}
         was_training = model.training
         model.eval()
-        with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        # As in evaluation, where accelerate puts it around the outermost forward, which PEFT's generate does not call.
+        autocast = self.trainer.accelerator.autocast()
+        with autocast, torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
             torch.manual_seed(0)
             out = model.generate(
                 input_ids=ids,

@@ -1,0 +1,275 @@
+"""Attention for the selected queries: the one place where tokens mix (TokenTune, section 3.3).
+
+The function that transformers registers for an implementation is replaced by a dispatcher. For a hooked model it
+computes the attention of the selected queries with gradients, over the keys and values of all tokens, and that of the
+others by the registered function without; for any other model it is the registered function.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from slivertune.tokentune.rows import Rows
+
+_IMPLEMENTATIONS = ("sdpa", "eager")
+_REGISTRY_NAME = "ALL_ATTENTION_FUNCTIONS"
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class RowsOfLayer(Protocol):
+    """Where an attention module finds the selection of the forward that it runs in."""
+
+    is_last: bool
+    """Whether no layer comes after the module's."""
+
+    def live_rows(self) -> Rows | None:
+        """The selection; None if the module should run as it is."""
+
+
+_layer_of_module: weakref.WeakKeyDictionary[nn.Module, RowsOfLayer] = weakref.WeakKeyDictionary()
+_dispatched: dict[tuple[int, str], _Dispatcher] = {}
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether an attention module belongs to a hooked model."""
+    return module in _layer_of_module
+
+
+def intercept(modules: Mapping[nn.Module, RowsOfLayer], implementation: str) -> Callable[[], None]:
+    """Put the dispatcher in front of the functions that attention modules call.
+
+    Args:
+        modules: The modules, each with its layer.
+        implementation: Their `config._attn_implementation`.
+
+    Returns:
+        What undoes it; the registry is then as it was, unless another hooked model still uses it.
+
+    Raises:
+        ValueError: If only a dedicated kernel of the implementation could compute it.
+    """
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"attn_implementation={implementation!r} takes no mask for single queries, which the selected tokens need; "
+            'load the model with attn_implementation="sdpa"'
+        )
+    registries = {id(registry): registry for module in modules for registry in _registries(module)}
+    dispatchers = [_Dispatcher.of(registry, implementation) for registry in registries.values()]
+    _layer_of_module.update(modules)
+
+    def undo() -> None:
+        for module in modules:
+            _layer_of_module.pop(module, None)
+        for dispatcher in dispatchers:
+            dispatcher.release()
+
+    return undo
+
+
+def has_registry(module: nn.Module) -> bool:
+    """Whether an attention module looks its function up where the dispatcher stands."""
+    return any(True for _ in _registries(module))
+
+
+def _modeling_files(module: nn.Module) -> Iterable[Any]:
+    # FSDP2 gives modules a class of its own, made elsewhere, in front of the model's.
+    return (sys.modules[kind.__module__] for kind in type(module).__mro__ if kind.__module__ in sys.modules)
+
+
+def _registries(module: nn.Module) -> Iterable[Any]:
+    files = _modeling_files(module)
+    return (vars(file)[_REGISTRY_NAME] for file in files if _REGISTRY_NAME in vars(file))
+
+
+class _Dispatcher:
+    """Stands in a registry in place of its function, as long as any hooked model needs it."""
+
+    def __init__(self, registry: Any, implementation: str) -> None:
+        self.registry, self.implementation = registry, implementation
+        self.had_own = implementation in registry._local_mapping
+        self.function: AttentionFunction | None = registry.get(implementation)
+        self.num_users = 0
+
+    @classmethod
+    def of(cls, registry: Any, implementation: str) -> _Dispatcher:
+        """The dispatcher of a registry, put there if need be; counts one more user."""
+        key = (id(registry), implementation)
+        if key not in _dispatched:
+            _dispatched[key] = cls(registry, implementation)
+            registry[implementation] = _dispatched[key]
+        _dispatched[key].num_users += 1
+        return _dispatched[key]
+
+    def release(self) -> None:
+        """Count one user less; after the last one, the registry is as it was."""
+        self.num_users -= 1
+        if self.num_users:
+            return
+        del _dispatched[(id(self.registry), self.implementation)]
+        if self.had_own:
+            self.registry[self.implementation] = self.function
+        else:
+            del self.registry[self.implementation]
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        function = self.function
+        if function is None:  # eager attention is no entry of the registry, but a function beside the module's class
+            function = next(file.eager_attention_forward for file in _modeling_files(module) if _has_eager(file))
+        layer = _layer_of_module.get(module)
+        rows = None if layer is None else layer.live_rows()
+        if layer is None or rows is None:
+            return function(module, query, key, value, attention_mask, **kwargs)
+        if query.shape[2] != rows.length or key.shape[2] != rows.length:
+            raise RuntimeError(
+                f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions where the batch "
+                f"has {rows.length}; TokenTune trains without past_key_values, prefixes and cross-attention"
+            )
+        return _attend(rows, layer.is_last, function, module, query, key, value, attention_mask, kwargs)
+
+
+def _has_eager(file: Any) -> bool:
+    return hasattr(file, "eager_attention_forward")
+
+
+def _attend(
+    rows: Rows,
+    is_last: bool,
+    function: AttentionFunction,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, None]:
+    """Attention of all queries: (batch, heads, n, head size) in, (batch, n, heads, head size) out."""
+    selected = _attend_selected(rows, function, module, query, key, value, mask, kwargs)
+    others = None
+    if is_last and rows.is_shrunk:
+        rows.skips_others = True
+    elif not rows.is_all:
+        with torch.no_grad():
+            full, _ = function(module, query.detach(), key.detach(), value.detach(), mask, **kwargs)
+            others = full.flatten(0, 1).index_select(0, rows.others).unflatten(0, (rows.batch, -1))
+    return rows.merge(selected, others, "tokens"), None
+
+
+def _attend_selected(
+    rows: Rows,
+    function: AttentionFunction,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of the selected queries over all keys, shape (batch, k, heads, head size)."""
+    # Keys and values of the others are constants. The projections see to that; this also cuts what a model puts
+    # between them and the attention, such as a norm of the keys.
+    key, value = rows.constant_others(key), rows.constant_others(value)
+    chosen, _ = rows.split(query, "heads")
+    is_causal = _is_causal(function, module, kwargs)
+    bias = kwargs.get("position_bias")
+    kwargs = {**kwargs, "is_causal": False}
+    if bias is not None:
+        kwargs["position_bias"] = _selected_queries(bias, rows)
+    groups: int = query.shape[1] // key.shape[1]
+    if groups == 1 or bias is not None or function is not sdpa_attention_forward:
+        selected_mask = _selected_mask(rows, mask, is_causal, query.dtype, groups=1)
+        return function(module, chosen, key, value, selected_mask, **kwargs)[0]
+    # The registered function would repeat keys and values for the queries that share them, and keep the copies.
+    options = {"dropout_p": kwargs.get("dropout", 0.0), "scale": kwargs.get("scaling")}
+    if takes_grouped_mask(query.device):
+        selected_mask = _selected_mask(rows, mask, is_causal, query.dtype, groups=1)
+        out = F.scaled_dot_product_attention(
+            chosen, key, value, attn_mask=selected_mask, is_causal=False, enable_gqa=True, **options
+        )
+        return out.transpose(1, 2)
+    # The queries that share a head of keys become further rows of it.
+    folded = chosen.unflatten(1, (-1, groups)).flatten(2, 3)
+    selected_mask = _selected_mask(rows, mask, is_causal, query.dtype, groups=groups)
+    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=selected_mask, is_causal=False, **options)
+    by_group: torch.Tensor = out.unflatten(2, (groups, -1))
+    return by_group.flatten(1, 2).transpose(1, 2)
+
+
+def takes_grouped_mask(device: torch.device) -> bool:
+    """Whether torch has a kernel there that takes both grouped queries and a mask, without copies of keys and values.
+
+    On CUDA only the slow path that keeps all scores does, as of torch 2.13.
+
+    Args:
+        device: Where the tensors are.
+    """
+    return device.type == "cpu"
+
+
+def _is_causal(function: AttentionFunction, module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the function masks the future where it is given no mask; eager attention never does."""
+    if function is not sdpa_attention_forward:
+        return False
+    asked = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if asked is None else asked)
+
+
+def _selected_queries(per_query: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The selected rows of a mask or bias, shape (batch or 1, heads or 1, n, n) -> (batch, heads or 1, k, n)."""
+    full = per_query.expand(rows.batch, *per_query.shape[1:])
+    index = rows.positions[:, None, :, None].expand(-1, full.shape[1], -1, full.shape[3])
+    return full.gather(2, index)
+
+
+def _selected_mask(
+    rows: Rows, mask: torch.Tensor | None, is_causal: bool, dtype: torch.dtype, groups: int
+) -> torch.Tensor | None:
+    """What is added to the scores of the selected queries; made once for all layers that share a mask."""
+    key = (id(mask), is_causal, dtype, groups)
+    if key not in rows.masks:
+        # The full mask is kept beside it: while it lives, no other has its id.
+        rows.masks[key] = (mask, _make_selected_mask(rows, mask, is_causal, dtype, groups))
+    return rows.masks[key][1]
+
+
+def _make_selected_mask(
+    rows: Rows, mask: torch.Tensor | None, is_causal: bool, dtype: torch.dtype, groups: int
+) -> torch.Tensor | None:
+    if mask is None and not is_causal:
+        return None
+    if mask is None:
+        keys = torch.arange(rows.length, device=rows.positions.device)
+        chosen = keys <= rows.positions[:, None, :, None]
+    elif mask.dim() == 4 and mask.shape[2] == rows.length:
+        chosen = _selected_queries(mask, rows)
+    else:
+        raise RuntimeError(
+            f"an attention mask of shape {tuple(mask.shape)} has no row for each of the {rows.length} queries; "
+            "TokenTune needs masks of shape (batch or 1, heads or 1, length, length)"
+        )
+    if chosen.dtype == torch.bool:
+        nothing = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device)
+        chosen = nothing.masked_fill_(~chosen, -math.inf)  # what the kernels make of a bool, once for all layers
+    if groups == 1:
+        return chosen
+    if chosen.shape[1] == 1:
+        chosen = chosen.expand(-1, groups, -1, -1)
+    per_head: torch.Tensor = chosen.unflatten(1, (-1, groups))
+    return per_head.flatten(2, 3)

@@ -1,0 +1,408 @@
+"""TokenTune on a model: hooked by `attach`, as it was after `remove`."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from slivertune.tokentune.attention import has_registry, intercept, is_hooked
+from slivertune.tokentune.call import Call, by_name, check_call, find_real, tokens_shape
+from slivertune.tokentune.config import Pattern, TokenTune
+from slivertune.tokentune.head import HeadKind, ScaledLoss, Targets, find_head_kind, find_targets, zero_without_labels
+from slivertune.tokentune.rows import Rows, apply_function
+from slivertune.tokentune.selection import count_selected, draw_positions, make_generator, segment_starts
+from slivertune.tokentune.wrapping import (
+    LayerRows,
+    Selection,
+    TokenWise,
+    attention_modules,
+    find_layer_list,
+    in_backward,
+    norms_outside,
+    token_wise_children,
+)
+
+_STATE_VERSION = 1
+
+
+class TokenTuneHandle:
+    """A hooked model. Only training forwards (`model.training`, with gradients enabled) are changed.
+
+    Also a context manager, which takes the hook off at its end.
+    """
+
+    def __init__(self, settings: TokenTune, model: nn.Module) -> None:
+        """Hook a model; called by `TokenTune.attach`.
+
+        Args:
+            settings: What to select.
+            model: The model.
+
+        Raises:
+            RuntimeError: If the model is hooked already.
+            ValueError: If the model can't be hooked.
+        """
+        self.settings = settings
+        self.last_selection: torch.Tensor | None = None
+        """Positions that the latest training forward selected: sorted, int64, shape (batch, k); None before it."""
+        self.num_draws = 0
+        """Training forwards so far; each has drawn anew."""
+        self._model = find_model(model)
+        _check_supported(self._model)
+        self._layers = find_layer_list(self._model)
+        self._head: HeadKind = find_head_kind(self._model)
+        self.pattern: Pattern = settings.pattern or ("chunks" if self._head == "causal" else "random")
+        """The pattern in use, also where the settings leave it to the model."""
+        self._always = settings.always if settings.always is not None else (0, -1) if self._head == "pooled" else ()
+        if settings.prefer_labels and self._head not in ("causal", "token"):
+            raise ValueError(f"prefer_labels=True, but {type(self._model).__name__} has no label for each token")
+        self._signature = inspect.signature(type(self._model).forward)
+        self._implementation: str = self._model.config._attn_implementation
+        self._selection = Selection()
+        self._call: Call | None = None
+        self._wrapped: list[TokenWise] = []
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self._attach()
+        except BaseException:
+            self.remove()
+            raise
+
+    def __enter__(self) -> Self:
+        """The handle itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the hook off."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hook off the model, which is then as it was; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+        while self._wrapped:
+            self._wrapped.pop().remove()
+        self._selection.in_forward, self._selection.of_forward, self._selection.of_backward = False, None, None
+        self._selection.is_removed = True
+
+    def state_dict(self) -> dict[str, int]:
+        """What a resumed run needs to draw what an uninterrupted one would.
+
+        Returns:
+            Plain integers, the same on all ranks. `accelerator.register_for_checkpointing(handle)` saves them.
+        """
+        return {"version": _STATE_VERSION, "seed": self.settings.seed, "num_draws": self.num_draws}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue the draws of a saved run.
+
+        Args:
+            state: From `state_dict`.
+
+        Raises:
+            ValueError: If it is of another version or another seed.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise ValueError(
+                f"TokenTune's state has version {state.get('version')}; this library reads {_STATE_VERSION}; "
+                "resume with the release that saved it"
+            )
+        if state["seed"] != self.settings.seed:
+            raise ValueError(
+                f"TokenTune's state was saved with seed={state['seed']}, and this run has seed={self.settings.seed}; "
+                "repeat the saved run's seed, or start anew"
+            )
+        self.num_draws = int(state["num_draws"])
+
+    # ---- attach
+
+    def _attach(self) -> None:
+        model = self._model
+        attentions: dict[nn.Module, LayerRows] = {}
+        depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+        for index, layer in enumerate(self._layers):
+            # Where a layer is used more than once, the last of the list is not the last to run.
+            is_last = index == len(self._layers) - 1 == (depth or 0) - 1
+            layer_rows = LayerRows(self._selection, is_last=is_last)
+            attentions |= dict.fromkeys(attention_modules(layer), layer_rows)
+            self._wrap_layer(layer, layer_rows)
+        self._check_checkpointed()
+        for parent, name in norms_outside(model, self._layers):
+            self._wrapped.append(TokenWise(parent, name, self._selection, None, checkpointed=False))
+        intercepted = {module: layer_rows for module, layer_rows in attentions.items() if has_registry(module)}
+        self._undo.append(intercept(intercepted, self._implementation))
+        _hooked_models[model] = None
+        self._undo.append(lambda: _hooked_models.pop(model, None))
+        holder = next(module for module in model.modules() if self._layers in list(module.children()))
+        self._undo.append(holder.register_forward_hook(_Hook(self._leave_layers)).remove)
+        self._undo.append(model.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True, prepend=True).remove)
+        self._undo.append(model.register_forward_hook(_Hook(self._end), always_call=True).remove)
+        if self._head == "causal":
+            self._undo.append(_replace_loss(model, lambda: None if self._call is None else self._call.targets))
+
+    def _wrap_layer(self, layer: nn.Module, layer_rows: LayerRows) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._enter_layer(module, layer_rows, args[0] if args else kwargs.get("hidden_states"))
+
+        self._undo.append(layer.register_forward_pre_hook(_Hook(enter), with_kwargs=True).remove)
+        for parent, name, in_attention in token_wise_children(layer):
+            child = getattr(parent, name)
+            checkpointed = self.settings.checkpoint_mlp and not in_attention and _is_composite(child)
+            self._wrapped.append(TokenWise(parent, name, self._selection, layer_rows, checkpointed=checkpointed))
+
+    def _check_checkpointed(self) -> None:
+        if self.settings.checkpoint_mlp and not any(each.checkpointed for each in self._wrapped):
+            raise ValueError(
+                f"checkpoint_mlp=True, but {type(self._layers[0]).__name__} has no module for its feed-forward part; "
+                "use the model's own gradient checkpointing instead"
+            )
+
+    # ---- one forward
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        selection = self._selection
+        selection.in_forward, selection.of_forward, self._call = True, None, None
+        if not (model.training and torch.is_grad_enabled()):
+            return None
+        if in_backward():
+            raise RuntimeError(
+                "the whole model runs again in the backward, and would draw another selection; checkpoint its layers, "
+                "as transformers' own gradient checkpointing does, not the model"
+            )
+        self._check_unchanged()
+        try:
+            bound = self._signature.bind_partial(model, *args, **kwargs)
+        except TypeError:
+            return None  # the model's own error says what is wrong with the call
+        arguments = by_name(bound)
+        check_call(model, self._head, arguments, is_checkpointed=self._is_checkpointed())
+        shape = tokens_shape(arguments)
+        if shape is None:  # as with pixels: the first layer tells
+            self._call = Call(arguments=arguments)
+            return None
+        self._call = Call(arguments=arguments, targets=find_targets(self._head, arguments, shape))
+        rows = self._draw(*shape, self._call)
+        if self._call.targets is None:
+            return None
+        rows.is_shrunk = True
+        # Both kinds of heads see k logits; a causal one is scored through its loss function.
+        labels = self._call.targets.select(rows)
+        if "labels" in kwargs:
+            return args, {**kwargs, "labels": labels}
+        place = list(self._signature.parameters).index("labels") - 1  # the signature begins with self
+        return (*args[:place], labels, *args[place + 1 :]), kwargs
+
+    def _draw(self, batch: int, length: int, call: Call) -> Rows:
+        settings, device = self.settings, call.device
+        k = count_selected(settings.ratio, settings.num_tokens, length, len(self._always))
+        labelled = call.targets.is_labelled if settings.prefer_labels and call.targets is not None else None
+        position_ids = call.arguments.get("position_ids")
+        positions = draw_positions(
+            find_real(self._model, self._head, call.arguments, (batch, length), device),
+            k,
+            pattern=self.pattern,
+            generator=make_generator(settings.seed, _rank(), self.num_draws),
+            chunk_size=settings.chunk_size,
+            always=self._always,
+            preferred=labelled,
+            starts=segment_starts(position_ids, batch),
+        )
+        self.num_draws += 1
+        self.last_selection = positions
+        rows = Rows(positions, length)
+        rows.is_checkpointed = self._is_checkpointed()
+        self._selection.of_forward = rows
+        return rows
+
+    def _is_checkpointed(self) -> bool:
+        return any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
+
+    def _enter_layer(self, layer: nn.Module, layer_rows: LayerRows, hidden: Any) -> None:
+        selection = self._selection
+        if not selection.in_forward and layer.training and torch.is_grad_enabled() and not in_backward():
+            raise RuntimeError(
+                f"{type(layer).__name__} runs outside of {type(self._model).__name__}.forward, where TokenTune draws "
+                "its selection; call the model that was hooked, or attach to the part that you call"
+            )
+        if not selection.in_forward or self._call is None:
+            return
+        if selection.of_forward is None:
+            self._call.device = hidden.device
+            self._draw(hidden.shape[0], hidden.shape[1], self._call)
+        rows = selection.of_forward
+        assert rows is not None
+        rows.forget_parts()
+        if hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters()):
+            rows.live_layers.add(id(layer_rows))
+
+    def _leave_layers(self, module: nn.Module, args: Any, output: Any) -> Any:
+        rows = self._selection.of_forward
+        if not self._selection.in_forward or rows is None:
+            return None
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if rows.is_shrunk:
+            if getattr(output, "hidden_states", None) is not None:
+                raise ValueError(
+                    f"{type(self._model).__name__} reads the hidden states of all layers by itself, of which the last "
+                    "is not computed for tokens that are not selected; this model is not supported"
+                )
+            hidden = rows.split(hidden, "tokens")[0]
+        hidden = apply_function(_Passed, hidden, self._selection, rows)
+        if isinstance(output, torch.Tensor):
+            return hidden
+        if isinstance(output, tuple):
+            return (hidden, *output[1:])
+        output[next(iter(output))] = hidden
+        return output
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
+        call, rows = self._call, self._selection.of_forward
+        self._selection.in_forward, self._selection.of_forward, self._call = False, None, None
+        if rows is not None:
+            rows.forget_parts()
+        if output is None or call is None or call.targets is None:
+            return None
+        if self._head == "causal":
+            if not call.targets.was_scored:
+                raise RuntimeError(
+                    f"{type(model).__name__} computes its loss without model.loss_function, so that TokenTune can't "
+                    "score the selected tokens on their next ones; this model is not supported"
+                )
+            return None
+        return _with_loss(output, zero_without_labels(_loss_of(output), call.targets))
+
+    def _check_unchanged(self) -> None:
+        for wrapped in self._wrapped:
+            if not wrapped.is_in_place():
+                raise RuntimeError(
+                    f"{wrapped.name} of {type(wrapped.parent).__name__}, or its forward, was replaced after TokenTune "
+                    "was attached, as PEFT does; remove() the handle, change the model, then attach again"
+                )
+        if self._model.config._attn_implementation != self._implementation:
+            raise RuntimeError(
+                f"the attention was changed from {self._implementation!r} to "
+                f"{self._model.config._attn_implementation!r} after TokenTune was attached; attach again"
+            )
+
+
+class _Hook:
+    """A hook of a module; in a copy of the model it does nothing, since a copy is not hooked."""
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.function is None else self.function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+
+class _Passed(torch.autograd.Function):
+    """The layers' output. When the backward passes it, layers that it computes again are this forward's.
+
+    Within a backward, nodes run in the reverse order of their making, so that the layers of a later forward are done
+    before an earlier one's output is passed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, selection: Selection, rows: Rows) -> torch.Tensor:
+        ctx.selection, ctx.rows = selection, rows
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        selection: Selection = ctx.selection
+        if selection.is_removed and ctx.rows.is_checkpointed:
+            raise RuntimeError(
+                "TokenTune was removed between the forward and the backward of checkpointed layers, which would now be "
+                "computed again without it; run the backward before remove(), or inside of the context"
+            )
+        selection.of_backward = ctx.rows
+        # At the end of this backward, so that nothing of the forward is kept alive by it.
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(selection.leave_backward)
+        return gradient, None, None
+
+
+_hooked_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+
+
+def find_model(model: nn.Module) -> Any:
+    """The transformers model that a model is, or holds.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+
+    Returns:
+        The `PreTrainedModel`.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(f"{type(model).__name__} holds no transformers model (PreTrainedModel), which TokenTune hooks")
+    return found
+
+
+def _check_supported(model: Any) -> None:
+    name = type(model).__name__
+    if any(is_hooked(each) or each in _hooked_models for each in model.modules()):
+        raise RuntimeError(f"{name} has TokenTune attached already; remove() that handle first")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name} is an encoder-decoder: encoder and decoder have tokens of their own, and one selection can't "
+            "serve both; TokenTune hooks encoders and decoders"
+        )
+    if getattr(model.config, "add_cross_attention", False):
+        raise ValueError(
+            f"{name} attends to another model's tokens (add_cross_attention), which TokenTune can't select"
+        )
+
+
+def _replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[[], None]:
+    had_own = "_loss_function" in vars(model)
+    function = model.loss_function
+    model.loss_function = ScaledLoss(function, targets)
+
+    def undo() -> None:
+        if had_own:
+            model.loss_function = function
+        else:
+            del model._loss_function
+
+    return undo
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _rank() -> int:
+    ready = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if ready else 0
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    loss: torch.Tensor = output[0]
+    return loss
+
+
+def _with_loss(output: Any, loss: torch.Tensor) -> Any:
+    if isinstance(output, tuple):
+        return (loss, *output[1:])
+    output["loss"] = loss
+    return output

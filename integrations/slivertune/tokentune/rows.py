@@ -1,0 +1,204 @@
+"""The selected and the other rows of a batch: apart, and together again, with gradients for the selected ones alone."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Layout = Literal["tokens", "flat", "heads"]
+"""Where a tensor has its tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
+
+
+class Rows:
+    """One forward's selection, as indices into the rows of its hidden states."""
+
+    def __init__(self, positions: torch.Tensor, length: int) -> None:
+        """Number the rows.
+
+        Args:
+            positions: Selected positions, sorted in each row, int64, shape (batch, k).
+            length: Positions n in a sequence.
+        """
+        self.positions = positions
+        self.batch, self.num_selected = positions.shape
+        self.length = length
+        first = torch.arange(self.batch, device=positions.device)[:, None] * length
+        is_other = torch.ones(self.batch, length, dtype=torch.bool, device=positions.device)
+        self.is_selected = ~is_other.scatter_(1, positions, False)
+        others = is_other.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+        self.selected = (first + positions).flatten()
+        """Selected rows of the flattened batch, int64, shape (batch * k,)."""
+        self.others = (first + others[:, : length - self.num_selected]).flatten()
+        """The other rows, int64, shape (batch * (n - k),)."""
+        self.is_shrunk = False
+        """Whether the model's head gets the selected rows alone, so that nobody reads the last layer's others."""
+        self.is_checkpointed = False
+        """Whether layers are computed again in the backward."""
+        self.live_layers: set[int] = set()
+        """Layers that anything in the backward reaches; the others run as they are."""
+        self.masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        """The attention masks of the selected rows, with the full mask that each was made from."""
+        self.last_layer_entry: Any = None
+        self.skips_others = False
+        """Whether the last layer is past its attention, after which its other rows are not computed."""
+        self._parts: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def is_all(self) -> bool:
+        """Whether every position is selected."""
+        return self.num_selected == self.length
+
+    def layout(self, tensor: torch.Tensor) -> Layout | None:
+        """Where a tensor has its tokens, by its shape; None if it has none. Four dimensions are left to the caller."""
+        if tensor.dim() == 3 and tensor.shape[0] == self.batch and tensor.shape[1] == self.length:
+            return "tokens"
+        if tensor.dim() == 2 and tensor.shape[0] == self.batch * self.length:
+            return "flat"
+        return None
+
+    def split(self, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a tensor apart. It costs nothing for what `merge` has just put together.
+
+        Args:
+            tensor: A floating-point tensor with the tokens where `layout` says.
+            layout: Where.
+
+        Returns:
+            The selected rows, through which gradients flow, and the others as constants, each laid out like the tensor.
+        """
+        base = tensor if tensor._base is None else tensor._base
+        known = self._parts.get(id(base))
+        if (
+            known is not None
+            and known[0]() is base
+            and known[1] == tensor._version
+            # What a checkpoint computed without a graph has become its output, which has one.
+            and known[2].requires_grad == tensor.requires_grad
+            and tensor.numel() == base.numel()
+            and tensor.is_contiguous()
+        ):
+            return self._lay_out(known[2], tensor, layout), self._lay_out(known[3], tensor, layout)
+        by_token = tensor.transpose(1, 2) if layout == "heads" else tensor
+        flat = by_token if layout == "flat" else by_token.flatten(0, 1)
+        selected = apply_function(_Take, flat, self)
+        others = flat.detach().index_select(0, self.others)
+        if base is tensor and layout != "heads":
+            self._remember(tensor, selected, others)  # as when projections of queries, keys and values share an input
+        if layout == "flat":
+            return selected, others
+        parts = [part.unflatten(0, (self.batch, -1)) for part in (selected, others)]
+        selected, others = [part.transpose(1, 2) for part in parts] if layout == "heads" else parts
+        return selected, others
+
+    def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+        """Put two parts together.
+
+        Args:
+            selected: Selected rows.
+            others: The other rows, laid out in the same way; None leaves zeros.
+            layout: How both are laid out.
+
+        Returns:
+            All rows, laid out in the same way; gradients go to the selected ones.
+        """
+        if layout == "heads":
+            others = None if others is None else others.transpose(1, 2)
+            by_token = self.merge(selected.transpose(1, 2), others, "tokens")
+            return by_token.transpose(1, 2)
+        if layout == "tokens":
+            others = None if others is None else others.flatten(0, 1)
+            flat = self.merge(selected.flatten(0, 1), others, "flat")
+            return flat.view(self.batch, self.length, *flat.shape[1:])
+        merged = apply_function(_Merge, selected, others, self)
+        if others is not None:
+            self._remember(merged, selected, others)
+        return merged
+
+    def output_layout(self, tensor: torch.Tensor, given: Layout) -> Layout | None:
+        """How a module that was given selected rows laid out as `given` lays out a result; None if not by token."""
+        if given == "heads":
+            return "heads"
+        if tensor.dim() >= 3 and tensor.shape[:2] == (self.batch, self.num_selected):
+            return "tokens"
+        if tensor.dim() <= 2 and tensor.dim() >= 1 and tensor.shape[0] == self.batch * self.num_selected:
+            return "flat"
+        return None
+
+    def constant_others(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, whose other rows get no gradient.
+
+        Args:
+            tensor: Keys or values, shape (batch, heads, n, head size).
+        """
+        return apply_function(_Keep, tensor, self)
+
+    def forget_parts(self) -> None:
+        """Let go of the parts of tensors that are still alive."""
+        self._parts.clear()
+
+    def _lay_out(self, part: torch.Tensor, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        shape = (self.batch, -1, *tensor.shape[2:]) if layout == "tokens" else (-1, *tensor.shape[1:])
+        if layout == "heads":
+            by_token = part.reshape(self.batch, -1, tensor.shape[1], tensor.shape[3])
+            return by_token.transpose(1, 2)
+        return part.reshape(shape)
+
+    def _remember(self, tensor: torch.Tensor, selected: torch.Tensor, others: torch.Tensor) -> None:
+        key, parts = id(tensor), self._parts
+        parts[key] = (weakref.ref(tensor, lambda _: parts.pop(key, None)), tensor._version, selected, others)
+
+
+def apply_function(function: Any, *args: Any) -> torch.Tensor:
+    """Apply an autograd function with one result."""
+    result: torch.Tensor = function.apply(*args)
+    return result
+
+
+class _Take(torch.autograd.Function):
+    """The selected rows of a flat tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+        ctx.rows, ctx.num_rows = rows, tensor.shape[0]
+        return tensor.index_select(0, rows.selected)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        full = gradient.new_zeros((ctx.num_rows, *gradient.shape[1:]))
+        return full.index_copy_(0, ctx.rows.selected, gradient), None
+
+
+class _Merge(torch.autograd.Function):
+    """A flat tensor of selected rows and constants."""
+
+    @staticmethod
+    def forward(ctx: Any, selected: torch.Tensor, others: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+        ctx.rows = rows
+        merged = selected.new_empty((rows.batch * rows.length, *selected.shape[1:]))
+        merged.index_copy_(0, rows.selected, selected)
+        if others is None:
+            return merged.index_fill_(0, rows.others, 0)
+        return merged.index_copy_(0, rows.others, others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient.index_select(0, ctx.rows.selected), None, None
+
+
+class _Keep(torch.autograd.Function):
+    """Keys or values as they are; the backward drops what the other rows would get."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+        ctx.rows = rows
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.rows.is_selected[:, None, :, None], None

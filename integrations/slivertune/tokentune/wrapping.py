@@ -1,0 +1,249 @@
+"""Modules that treat each token for itself: the selected rows with gradients, then the others without."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from slivertune.tokentune.rows import Layout, Rows
+
+
+class Selection:
+    """The selection that modules should use at this moment.
+
+    It is the running forward's or, where a backward computes a layer again, that of the forward it belongs to.
+    """
+
+    def __init__(self) -> None:
+        self.in_forward = False
+        """Whether the model's forward runs, in training or not."""
+        self.of_forward: Rows | None = None
+        """The running forward's; None lets everything pass."""
+        self.of_backward: Rows | None = None
+        """That of the forward whose output the backward has passed last."""
+        self.is_removed = False
+        """Whether the hook is off, so that layers that are computed again would run as they are."""
+
+    def current(self) -> Rows | None:
+        """The selection, or None if nothing should be split."""
+        if self.in_forward:
+            return self.of_forward
+        return self.of_backward if in_backward() else None
+
+    def leave_backward(self) -> None:
+        """Forget the forward whose backward has ended."""
+        self.of_backward = None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a part of a backward, as when a checkpoint computes a layer again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class LayerRows:
+    """What the modules of one layer, and its attention, ask for the selection."""
+
+    def __init__(self, selection: Selection, *, is_last: bool) -> None:
+        self.selection = selection
+        self.is_last = is_last
+
+    def live_rows(self) -> Rows | None:
+        """The selection; None outside of training and where no gradient reaches the layer."""
+        rows = self.selection.current()
+        return rows if rows is not None and id(self) in rows.live_layers else None
+
+
+class TokenWise:
+    """Stands in for the `forward` of a module that treats each token for itself."""
+
+    def __init__(
+        self, parent: nn.Module, name: str, selection: Selection, layer: LayerRows | None, *, checkpointed: bool
+    ) -> None:
+        """Wrap a child module.
+
+        Args:
+            parent: The module that holds it.
+            name: Under which name.
+            selection: Tells the selection.
+            layer: The layer that it is in, or None if it is in none.
+            checkpointed: Whether its selected rows keep their input alone and are computed again in the backward.
+        """
+        self.parent, self.name = parent, name
+        self.module: nn.Module = getattr(parent, name)
+        self.selection, self.layer = selection, layer
+        self.checkpointed = checkpointed
+        self.is_norm = "norm" in type(self.module).__name__.lower()
+        self.has_parameters = any(True for _ in self.module.parameters())
+        self.was_wrapped = "forward" in vars(self.module)
+        self.forward: Callable[..., Any] = self.module.forward
+        self.module.forward = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The forward of a copied module, which is not hooked."""
+        return types.MethodType(type(self.module).forward, memo[id(self.module)])
+
+    def remove(self) -> None:
+        """Give the module its own forward back, unless something else has wrapped it since, which then stays."""
+        if vars(self.module).get("forward") is not self:
+            return
+        if self.was_wrapped:
+            self.module.forward = self.forward
+        else:
+            del self.module.forward
+
+    def is_in_place(self) -> bool:
+        """Whether the module is still where it was wrapped, and still runs through this."""
+        return getattr(self.parent, self.name, None) is self.module and vars(self.module).get("forward") is self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, in two runs if it is given all tokens of a batch in training."""
+        rows = self.selection.current() if self.layer is None else self.layer.live_rows()
+        layouts = {} if rows is None else self._find_layouts(rows, (*args, *kwargs.values()))
+        if rows is None or not layouts:
+            return self.forward(*args, **kwargs)
+        parts = {key: rows.split(tensor, layout) for key, (tensor, layout) in layouts.items()}
+
+        def run(which: int, forward: Callable[..., Any]) -> Any:
+            chosen = [parts[id(each)][which] if id(each) in parts else each for each in args]
+            named = {key: parts[id(each)][which] if id(each) in parts else each for key, each in kwargs.items()}
+            return forward(*chosen, **named)
+
+        skips = self._skips_others(rows)
+        # First, so that what autocast casts and keeps is cast under autograd.
+        selected = run(0, self._recomputed if self.checkpointed and torch.is_grad_enabled() else self.forward)
+        others = None
+        if not skips and not rows.is_all:
+            with torch.no_grad():
+                others = run(1, self.forward)
+        given = next(layout for _, layout in layouts.values())
+        return _merge_results(rows, selected, others, given)
+
+    def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+
+    def _skips_others(self, rows: Rows) -> bool:
+        if self.layer is None or not self.layer.is_last:
+            return False
+        # A checkpointed layer comes in here again from its beginning; no hook of the layer would tell.
+        rows.last_layer_entry = rows.last_layer_entry or self
+        if rows.last_layer_entry is self:
+            rows.skips_others = False
+        return rows.skips_others
+
+    def _find_layouts(self, rows: Rows, values: tuple[Any, ...]) -> dict[int, tuple[torch.Tensor, Layout]]:
+        found: dict[int, tuple[torch.Tensor, Layout]] = {}
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                layout = self._head_layout(rows, value) if value.dim() == 4 else rows.layout(value)
+                if layout is not None:
+                    found[id(value)] = (value, layout)
+        return found
+
+    def _head_layout(self, rows: Rows, tensor: torch.Tensor) -> Layout | None:
+        """Norms of heads get (batch, n, heads, size) or (batch, heads, n, size); dropout gets attention weights."""
+        by_token = tensor.shape[:2] == (rows.batch, rows.length)
+        by_head = tensor.shape[0] == rows.batch and tensor.shape[2] == rows.length
+        if not self.has_parameters or not (by_token or by_head):
+            return None
+        if not self.is_norm:
+            raise RuntimeError(
+                f"{self.name} ({type(self.module).__name__}) is given four dimensions, {tuple(tensor.shape)}, of which "
+                "TokenTune can't tell which are tokens; please report this model"
+            )
+        if by_token and by_head:
+            # As many heads as tokens: run whole. That is right for queries and keys, the only ones that are normed by
+            # head, since the attention drops what the other rows' would get.
+            return None
+        return "tokens" if by_token else "heads"
+
+
+def _merge_results(rows: Rows, selected: Any, others: Any, given: Layout) -> Any:
+    if isinstance(selected, torch.Tensor):
+        layout = rows.output_layout(selected, given)
+        return selected if layout is None else rows.merge(selected, others, layout)
+    if isinstance(selected, tuple | list):
+        pairs = zip(selected, [None] * len(selected) if others is None else others, strict=True)
+        return type(selected)(_merge_results(rows, each, other, given) for each, other in pairs)
+    return selected
+
+
+def find_layer_list(model: nn.Module) -> nn.ModuleList:
+    """The list of a model's transformer layers.
+
+    Args:
+        model: A transformers model.
+
+    Raises:
+        ValueError: If there is none, if there are several, or if a layer mixes tokens by other means than attention.
+    """
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and any(map(_is_layer, each))]
+    if len(lists) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(lists) or 'no'} lists of transformer layers with attention; TokenTune "
+            "hooks models with one, in which every layer checks in with transformers' GradientCheckpointingLayer"
+        )
+    others = [type(layer).__name__ for layer in lists[0] if not _is_layer(layer)]
+    if others:
+        raise ValueError(
+            f"{type(model).__name__} has layers without attention ({', '.join(sorted(set(others)))}), which mix tokens "
+            "in a way that TokenTune does not know"
+        )
+    return lists[0]
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer) and holds_attention(module)
+
+
+def holds_attention(module: nn.Module) -> bool:
+    """Whether a module is, or holds, an attention module."""
+    return any("Attention" in type(each).__name__ for each in module.modules())
+
+
+def attention_modules(layer: nn.Module) -> list[nn.Module]:
+    """The attention modules of a layer."""
+    return [each for each in layer.modules() if "Attention" in type(each).__name__]
+
+
+def token_wise_children(module: nn.Module, *, in_attention: bool = False) -> Iterator[tuple[nn.Module, str, bool]]:
+    """The largest modules of a layer that hold no attention.
+
+    Args:
+        module: A layer.
+        in_attention: Whether it is inside an attention module.
+
+    Yields:
+        The module that holds it, its name there, and whether it is a part of an attention module.
+
+    Raises:
+        ValueError: If one is a convolution, which mixes tokens.
+    """
+    for name, child in module.named_children():
+        if "Rotary" in type(child).__name__ or isinstance(child, nn.Embedding):
+            continue
+        if isinstance(child, nn.ModuleList) or holds_attention(child):
+            yield from token_wise_children(child, in_attention=in_attention or "Attention" in type(child).__name__)
+            continue
+        mixing = [type(each).__name__ for each in child.modules() if isinstance(each, nn.modules.conv._ConvNd)]
+        if mixing:
+            raise ValueError(
+                f"{mixing[0]} in {name} mixes tokens inside a layer, and TokenTune can't split what mixes them"
+            )
+        yield module, name, in_attention
+
+
+def norms_outside(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[nn.Module, str]]:
+    """Norms before and after the layers, each as the module that holds it and its name there."""
+    inside = set(layers.modules())
+    for parent in model.modules():
+        if parent in inside:
+            continue
+        for name, child in parent.named_children():
+            if not list(child.children()) and "norm" in type(child).__name__.lower():
+                yield parent, name

@@ -1,0 +1,144 @@
+"""What of a command line does not hold together, said before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers import TrainingArguments
+
+from slivertune.training.data_arguments import DataArguments
+from slivertune.training.extras import require
+from slivertune.training.hift_arguments import HiFTArguments
+from slivertune.training.lora_arguments import LoraArguments
+from slivertune.training.method_arguments import Method
+from slivertune.training.model_arguments import ModelArguments
+from slivertune.training.token_arguments import TokenArguments
+
+_SETTINGS_OF_METHOD: dict[Method, Any] = {"hift": HiFTArguments, "lora": LoraArguments}
+"""What one method alone reads."""
+_FOUR_BIT_REASONS: dict[Method, str] = {
+    "dense": "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps",
+    "hift": "HiFT changes every weight in its turn, and 4-bit weights can't be changed by small steps",
+}
+# Optimizers that step inside backward, keep projections of whole gradients, or swap weights between training and
+# evaluation: none of these survives that a group's masters and state are elsewhere between its turns.
+_REFUSED_OPTIMIZERS = {
+    "lomo": "it updates weights inside backward and keeps no gradient to step with",
+    "adalomo": "it updates weights inside backward and keeps no gradient to step with",
+    "galore": "it trains low-rank projections through hooks of its own",
+    "apollo": "it trains low-rank projections through hooks of its own",
+    "schedule_free": "it swaps the weights between training and evaluation, also those of groups that wait",
+}
+
+
+def enum_value(value: Any) -> str:
+    """A `TrainingArguments` field that is an enumeration or its value, as it is typed on the command line."""
+    return str(getattr(value, "value", value))
+
+
+def check_method(method: Method, given: frozenset[str]) -> None:
+    """Refuse settings that only another method reads, and a method whose library is not there.
+
+    Args:
+        method: The method.
+        given: Names of the arguments that the user set.
+
+    Raises:
+        ValueError: If a setting would be ignored.
+        ImportError: If PEFT is needed and not installed.
+    """
+    for name, kind in _SETTINGS_OF_METHOD.items():
+        unused = [f"--{item.name}" for item in dataclasses.fields(kind) if item.name in given]
+        if method != name and unused:
+            raise ValueError(f"{', '.join(unused)}: only --method {name} reads this; leave it out or choose {name}")
+    if method == "lora":
+        require("peft", "--method lora")
+
+
+def check_model(method: Method, model: ModelArguments) -> None:
+    """Refuse 4-bit weights for methods that change every weight.
+
+    Args:
+        method: The method.
+        model: Says whether 4-bit weights are asked for.
+
+    Raises:
+        ValueError: If the method can't train so.
+        ImportError: If bitsandbytes is needed and not installed.
+    """
+    if not model.load_in_4bit:
+        return
+    if method in _FOUR_BIT_REASONS:
+        raise ValueError(
+            f"--load_in_4bit does not go with --method {method}: {_FOUR_BIT_REASONS[method]}; take --method lora, "
+            "which trains adapters beside them, or leave out --load_in_4bit"
+        )
+    require("bitsandbytes", "--load_in_4bit")
+
+
+def check_given(values: dict[str, Any]) -> None:
+    """Refuse what a run on one device does not do, before `TrainingArguments` acts on it.
+
+    Args:
+        values: What the user typed, by name.
+
+    Raises:
+        ValueError: If there is such an argument.
+    """
+    for name in ("deepspeed", "fsdp"):
+        if values.get(name):
+            raise ValueError(f"--{name} {values[name]}: slivertune train runs on one device; leave it out")
+    limit = values.get("save_total_limit")
+    if limit is not None and limit < 1:
+        raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
+
+
+def check_training(method: Method, data: DataArguments, training: TrainingArguments) -> None:
+    """Refuse arguments of the Trainer that don't fit the method or the task.
+
+    Args:
+        method: The method.
+        data: Names the task.
+        training: The Trainer's arguments.
+
+    Raises:
+        ValueError: If one does not fit.
+    """
+    if training.world_size > 1:
+        raise ValueError(f"slivertune train runs on one device, and {training.world_size} processes run; start one")
+    optim = enum_value(training.optim)
+    for prefix, reason in _REFUSED_OPTIMIZERS.items():
+        if method == "hift" and optim.startswith(prefix):
+            raise ValueError(
+                f"--optim {optim} can't be HiFT's base optimizer: {reason}; take adamw_torch, or --method dense"
+            )
+    # These tasks bring a loss and a metric of their own, beside which the Trainer would ignore these in silence.
+    for name in ("label_smoothing_factor", "batch_eval_metrics"):
+        if data.task != "causal_lm" and getattr(training, name):
+            raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}; leave it out")
+
+
+def check_tokens(tokens: TokenArguments, data: DataArguments, training: TrainingArguments) -> None:
+    """Refuse losses that token selection can't shrink: they are computed outside of the model.
+
+    Args:
+        tokens: Says whether tokens are selected.
+        data: Names the task.
+        training: The Trainer's arguments.
+
+    Raises:
+        ValueError: If the run has such a loss.
+    """
+    if tokens.token_ratio is None:
+        return
+    if training.label_smoothing_factor:
+        raise ValueError(
+            f"--label_smoothing_factor {training.label_smoothing_factor} does not go with --token_ratio: the smoothed "
+            "loss would score positions that carry no gradient; leave out one of the two"
+        )
+    if data.task == "prompt_classification":
+        raise ValueError(
+            "--token_ratio does not go with --task prompt_classification: its loss reads the label word's place alone, "
+            "outside the model, and that place may not be selected; leave it out, or take --task classification"
+        )

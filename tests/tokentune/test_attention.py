@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import slivertune as st
+from slivertune.tokentune import attention
+from tests.helpers.models import VOCAB, tiny_llama
+
+TUNE = st.TokenTune(ratio=0.4)
+
+
+def gradients(model: Any, **options: Any) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, VOCAB, (3, 13), generator=torch.Generator().manual_seed(0))
+    model.zero_grad()
+    model(input_ids=ids, labels=ids, **options).loss.backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters()}
+
+
+def padding() -> torch.Tensor:
+    mask = torch.ones(3, 13, dtype=torch.long)
+    mask[0, :4], mask[1, 9:] = 0, 0
+    return mask
+
+
+@pytest.mark.parametrize("options", [{}, {"attention_mask": padding()}], ids=["no mask", "padded"])
+def test_folded_groups_give_the_same_gradients_as_grouped_kernels(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()  # two queries share a head of keys
+    found = {}
+    for takes in (True, False):
+        monkeypatch.setattr(attention, "takes_grouped_mask", lambda device, takes=takes: takes)
+        with TUNE.attach(model):
+            found[takes] = gradients(model, **options)
+    for name, each in found[True].items():
+        # The same sums in another order.
+        torch.testing.assert_close(found[False][name], each, rtol=0, atol=1e-6 * each.abs().max().item())
+
+
+def test_other_models_have_their_own_attention_while_one_is_hooked() -> None:
+    hooked, other = tiny_llama(), tiny_llama(seed=1)
+    expected = gradients(other)
+    with TUNE.attach(hooked):
+        found = gradients(other)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_function_that_was_registered_before_is_used_and_put_back() -> None:
+    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    calls: list[int] = []
+
+    def counting(module: nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(query.shape[2])
+        return plain(module, query, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = counting
+    try:
+        with st.TokenTune(num_tokens=5).attach(tiny_llama()) as handle:
+            gradients(handle._model)
+        assert ALL_ATTENTION_FUNCTIONS._local_mapping["sdpa"] is counting
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    # Three layers: the selected queries, then all; of the last layer the selected ones alone.
+    assert calls == [5, 13, 5, 13, 5]
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
+
+
+def test_the_mask_of_selected_queries_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    make = attention._make_selected_mask
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        made.append(args)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "_make_selected_mask", counted)
+    model = tiny_llama()
+    with TUNE.attach(model):
+        gradients(model, attention_mask=padding())
+    assert len(made) == 1
+
+
+def test_a_class_derived_elsewhere_is_hooked_as_the_models_own() -> None:
+    # FSDP2 gives every module such a class.
+    model = tiny_llama()
+    expected = gradients(model)
+    for module in list(model.modules()):
+        kind = type(module)
+        module.__class__ = type(f"Sharded{kind.__name__}", (kind,), {"__module__": __name__})
+    with TUNE.attach(model) as handle:
+        assert attention.has_registry(model.model.layers[0].self_attn)
+        found = gradients(model)
+        assert handle.num_draws == 1
+    assert not all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,576 @@
+"""TokenTune with what else one trains with, against the naive reference for the selections that were drawn."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import slivertune as st
+from tests.helpers.models import assert_all_moved, weights
+from tests.tokentune.families import BATCH, FAMILIES, VOCAB, Batch, Family, families, make_batch, make_model
+from tests.tokentune.reference import (
+    Gradients,
+    add,
+    assert_same_bits,
+    assert_same_gradients,
+    assert_same_loss,
+    distance,
+    model_gradients,
+    reference_gradients,
+    reference_loss,
+    take_gradients,
+)
+
+hf: Any = transformers
+
+LLAMA = FAMILIES["llama, grouped"]
+TUNE = st.TokenTune(ratio=0.4, pattern="random")
+
+CHECKPOINTING = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
+
+
+def checkpointed(model: Any, use_reentrant: bool) -> Any:
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    return model
+
+
+def selected(handle: st.TokenTuneHandle) -> torch.Tensor:
+    """What the latest training forward drew."""
+    assert handle.last_selection is not None
+    return handle.last_selection
+
+
+def changes(model: nn.Module, before: dict[str, torch.Tensor]) -> Gradients:
+    """What updates have added to the weights."""
+    return {name: value - before[name] for name, value in weights(model).items()}
+
+
+def assert_is_the_reference(
+    model: nn.Module, unhooked: nn.Module, family: Family, batch: Batch, tune: st.TokenTune = TUNE, **options: Any
+) -> None:
+    """A hooked model's loss and gradients are those of the reference on a copy that was never hooked."""
+    with tune.attach(model) as handle:
+        loss, gradients = model_gradients(model, batch, **options)
+        expected = reference_gradients(unhooked, family, batch, selected(handle))
+    assert_same_loss(loss, expected[0])
+    assert_same_gradients(gradients, expected[1])
+
+
+# ---- LoRA, and weights in 4 bits
+
+
+def lora(model: nn.Module, **options: Any) -> Any:
+    """LoRA around all linear layers, with second matrices that are not zero, as after some training."""
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(**{"r": 3, "target_modules": names, "task_type": "CAUSAL_LM", **options})
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated
+        torch.manual_seed(5)
+        wrapped = peft.get_peft_model(model, config)
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.15)
+    return wrapped.train()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_dora": True},
+        {"layers_to_transform": [1]},  # nothing below is in the backward, and nothing but inputs above has gradients
+        {"layers_to_transform": [2], "target_modules": ["down_proj"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    ],
+    ids=["all", "dora", "one layer", "the last projection", "embedding and head, too"],
+)
+def test_lora_is_the_reference_with_lora(options: dict[str, Any]) -> None:
+    model, unhooked = (lora(make_model(LLAMA), **options) for _ in range(2))
+    assert_is_the_reference(model, unhooked, LLAMA, make_batch(LLAMA, "padded right"))
+
+
+@CHECKPOINTING
+def test_lora_with_checkpointing_is_the_reference_with_lora(use_reentrant: bool) -> None:
+    model, unhooked = (lora(make_model(LLAMA)) for _ in range(2))
+    checkpointed(model, use_reentrant)
+    model.enable_input_require_grads()
+    assert_is_the_reference(model, unhooked, LLAMA, make_batch(LLAMA))
+
+
+def quantised(folder: Path) -> Any:
+    config = hf.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["lm_head"],
+    )
+    return hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+def test_lora_over_nf4_weights_is_the_reference_over_them(use_reentrant: bool | None, tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    make_model(LLAMA).save_pretrained(tmp_path)  # type: ignore[operator]
+    model, unhooked = (lora(quantised(tmp_path)) for _ in range(2))
+    assert sum(isinstance(module, bnb.nn.Linear4bit) for module in model.modules()) == 3 * 7
+    if use_reentrant is not None:
+        checkpointed(model, use_reentrant)
+        model.enable_input_require_grads()
+    assert_is_the_reference(model, unhooked, LLAMA, make_batch(LLAMA))
+
+
+# ---- gradient checkpointing
+
+
+@CHECKPOINTING
+@pytest.mark.parametrize("family", families())
+def test_checkpointing_changes_nothing(family: Family, use_reentrant: bool) -> None:
+    model = make_model(family)
+    unhooked = copy.deepcopy(model)
+    assert_is_the_reference(checkpointed(model, use_reentrant), unhooked, family, make_batch(family))
+
+
+@pytest.mark.parametrize("name", ["llama, grouped", "gemma3", "gpt2", "bert, masked", "mixtral", "vit"])
+def test_checkpointed_feed_forward_parts_change_nothing(name: str) -> None:
+    family = FAMILIES[name]
+    model = make_model(family)
+    tune = st.TokenTune(ratio=0.4, pattern="random", checkpoint_mlp=True)
+    assert_is_the_reference(model, copy.deepcopy(model), family, make_batch(family), tune)
+
+
+@CHECKPOINTING
+def test_checkpointed_feed_forward_parts_in_checkpointed_layers_change_nothing(use_reentrant: bool) -> None:
+    model = make_model(LLAMA)
+    unhooked = copy.deepcopy(model)
+    tune = st.TokenTune(ratio=0.4, pattern="random", checkpoint_mlp=True)
+    assert_is_the_reference(checkpointed(model, use_reentrant), unhooked, LLAMA, make_batch(LLAMA), tune)
+
+
+@pytest.mark.parametrize("order", ["together", "first forward first", "last forward first"])
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+def test_two_forwards_before_their_backwards_each_have_their_own_selection(
+    use_reentrant: bool | None, order: str
+) -> None:
+    model: Any = make_model(LLAMA)
+    unhooked = copy.deepcopy(model)
+    if use_reentrant is not None:
+        checkpointed(model, use_reentrant)
+    batches = [make_batch(LLAMA, "padded right"), short_batch()]
+    with TUNE.attach(model) as handle:
+        losses, selections = [], []
+        for batch in batches:
+            losses.append(model(**batch).loss)
+            selections.append(selected(handle))
+        evaluate(model, batches[0])  # between forwards and backwards, as when a loop logs
+        if order == "together":
+            (losses[0] + losses[1]).backward()
+        else:
+            for loss in losses if order == "first forward first" else reversed(losses):
+                loss.backward()
+        gradients = take_gradients(model)
+    expected = [
+        reference_gradients(unhooked, LLAMA, batch, chosen) for batch, chosen in zip(batches, selections, strict=True)
+    ]
+    for loss, (expected_loss, _) in zip(losses, expected, strict=True):
+        assert_same_loss(loss.detach(), expected_loss)
+    assert_same_gradients(gradients, add(expected[0][1], expected[1][1]))
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+def test_gradients_accumulate_over_two_steps_of_forward_and_backward(use_reentrant: bool | None) -> None:
+    model: Any = make_model(LLAMA)
+    unhooked = copy.deepcopy(model)
+    if use_reentrant is not None:
+        checkpointed(model, use_reentrant)
+    parts = []
+    with TUNE.attach(model) as handle:
+        for batch in (make_batch(LLAMA, "padded right"), short_batch()):
+            model(**batch).loss.backward()
+            parts.append(reference_gradients(unhooked, LLAMA, batch, selected(handle))[1])
+    assert_same_gradients(take_gradients(model), add(*parts))
+
+
+def short_batch() -> Batch:
+    """Two sequences of eight tokens."""
+    batch = make_batch(LLAMA, seed=7)
+    return {name: value[:2, :8] for name, value in batch.items()}
+
+
+def evaluate(model: Any, batch: Batch) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: torch.Tensor = model(**batch).logits
+    model.train()
+    return logits
+
+
+# ---- dropout
+
+
+def with_dropout(name: str) -> Any:
+    model: Any = make_model(FAMILIES[name])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.2
+    return model
+
+
+def drop(model: nn.Module, batch: Batch, seed: int) -> Gradients:
+    with TUNE.attach(model), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model_gradients(model, batch)[1]
+
+
+@CHECKPOINTING
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "bert, masked", "bloom"])
+def test_checkpointed_layers_drop_the_same_again(name: str, use_reentrant: bool) -> None:
+    # All random numbers of a layer are drawn again from the state that the checkpoint restores, in the same order.
+    model, batch = with_dropout(name), make_batch(FAMILIES[name])
+    plain, other = drop(model, batch, seed=1), drop(model, batch, seed=2)
+    assert distance(other, plain) > 1e-2, "nothing was dropped"
+    assert_same_gradients(drop(checkpointed(model, use_reentrant), batch, seed=1), plain)
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+def test_checkpointed_feed_forward_parts_drop_the_same_again(use_reentrant: bool | None) -> None:
+    model, batch = with_dropout("gpt2"), make_batch(FAMILIES["gpt2"])
+    expected = drop(model, batch, seed=1)
+    if use_reentrant is not None:
+        checkpointed(model, use_reentrant)
+    tune = st.TokenTune(ratio=0.4, pattern="random", checkpoint_mlp=True)
+    with tune.attach(model), torch.random.fork_rng():
+        torch.manual_seed(1)
+        assert_same_gradients(model_gradients(model, batch)[1], expected)
+
+
+# ---- reduced precision
+
+
+def fp32_copy(gradients: Gradients) -> Gradients:
+    return {name: None if value is None else value.float() for name, value in gradients.items()}
+
+
+@contextmanager
+def autocast() -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        yield
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["llama, grouped", "gemma3", "gpt2", "gpt_neox", "bert, masked", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("dtype", "context"),
+    [(torch.bfloat16, nullcontext), (torch.float32, autocast)],
+    ids=["bf16 weights", "bf16 autocast"],
+)
+def test_in_bf16_gradients_are_as_near_to_the_truth_as_the_references(
+    dtype: torch.dtype, context: Callable[[], Any], name: str, use_reentrant: bool | None
+) -> None:
+    # bf16 has eight bits, and sums in another order round otherwise, so that two correct results differ by as much as
+    # each differs from the fp32 one: some percent. A wrong gradient would be off by tens of percent.
+    family = FAMILIES[name]
+    exact = make_model(family).to(dtype).float()
+    unhooked = copy.deepcopy(exact).to(dtype)
+    model, batch = copy.deepcopy(unhooked), make_batch(family, "padded right")
+    if use_reentrant is not None:
+        checkpointed(model, use_reentrant)
+    with TUNE.attach(model) as handle:
+        with context():
+            loss = model(**batch).loss
+        loss.backward()
+        gradients = take_gradients(model)
+    selection = selected(handle)
+    with context():
+        reference = reference_loss(unhooked, family, batch, selection)
+    reference.backward()
+    rounded = take_gradients(unhooked)
+    truth = reference_gradients(exact, family, batch, selection)
+    assert {value.dtype for value in gradients.values() if value is not None} == {dtype}
+    near = distance(fp32_copy(rounded), truth[1])
+    assert 1e-4 < near < 0.05
+    assert distance(fp32_copy(gradients), truth[1]) < 1.5 * near
+    torch.testing.assert_close(loss.detach().float(), truth[0], rtol=0.01, atol=0.0)
+
+
+# ---- the HF Trainer
+
+
+def trainer_arguments(folder: Path, **options: Any) -> Any:
+    return hf.TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        optim="sgd",
+        learning_rate=0.3,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+        dataloader_pin_memory=False,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointing"])
+def test_the_hf_trainer_updates_as_a_loop_over_the_reference(options: dict[str, Any], tmp_path: Path) -> None:
+    rows = trainer_rows(8)
+    model: Any = make_model(LLAMA)
+    by_hand = copy.deepcopy(model)
+    before = weights(model)
+    recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with TUNE.attach(model) as handle:
+
+        def record(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            recorded.append((ids.clone(), selected(handle)))
+
+        model.register_forward_hook(record, with_kwargs=True)
+        trainer = hf.Trainer(
+            model=model,
+            args=trainer_arguments(tmp_path, **options),
+            train_dataset=rows,
+            data_collator=hf.default_data_collator,
+        )
+        trainer.train()
+    assert len(recorded) == 4
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.3)
+    for update in range(2):
+        parts = [hf.default_data_collator(rows[start : start + 2]) for start in (4 * update, 4 * update + 2)]
+        num_items = sum(int((part["labels"][:, 1:] != -100).sum()) for part in parts)
+        for part, (ids, selection) in zip(parts, recorded[2 * update : 2 * update + 2], strict=True):
+            assert torch.equal(part["input_ids"], ids)
+            reference_loss(by_hand, LLAMA, part, selection, num_items).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_all_moved(by_hand, before)
+    # What was added was rounded to the weights' last places: 1e-8 of some 1e-2.
+    assert distance(changes(model, before), changes(by_hand, before)) < 1e-5
+
+
+def trainer_rows(count: int) -> list[dict[str, list[int]]]:
+    """Padded sequences of different lengths, so that the parts of an update have different numbers of labels."""
+    rows = []
+    for index in range(count):
+        batch = make_batch(LLAMA, "padded right", seed=20 + index)
+        rows.append({name: value[index % BATCH].tolist() for name, value in batch.items()})
+    return rows
+
+
+@pytest.mark.parametrize("num_items", [7, torch.tensor(50)], ids=["an int", "a tensor"])
+def test_num_items_in_batch_counts_for_the_selected_share(num_items: Any) -> None:
+    model, batch = make_model(LLAMA), make_batch(LLAMA, "padded right")
+    unhooked = copy.deepcopy(model)
+    with TUNE.attach(model) as handle:
+        loss, gradients = model_gradients(model, batch, num_items_in_batch=num_items)
+    expected = reference_gradients(unhooked, LLAMA, batch, selected(handle), float(num_items))
+    assert_same_loss(loss, expected[0])
+    assert_same_gradients(gradients, expected[1])
+
+
+# ---- HiFT
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("order", ["bottom2up", "top2down"])
+@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bert, sequences"])
+def test_under_hift_a_cycle_is_hift_over_the_reference(name: str, order: Any, use_reentrant: bool | None) -> None:
+    family = FAMILIES[name]
+    model: Any = make_model(family)
+    unhooked = copy.deepcopy(model)
+    before = weights(model)
+    if use_reentrant is not None:
+        checkpointed(model, use_reentrant)
+    config = st.HiFTConfig(order=order)
+    optimizers = [st.HiFT(each, torch.optim.SGD, config=config, lr=0.2) for each in (model, unhooked)]
+    with TUNE.attach(model) as handle:
+        for step in range(optimizers[0].num_groups):
+            batch = make_batch(family, seed=step)
+            loss = model(**batch).loss
+            expected = reference_loss(unhooked, family, batch, selected(handle))
+            loss.backward()
+            expected.backward()
+            # Later steps begin at weights that differ in their last places already.
+            torch.testing.assert_close(loss.detach(), expected.detach(), rtol=3e-6, atol=0.0)
+            assert {n for n, p in model.named_parameters() if p.grad is not None} == set(
+                optimizers[0].groups[optimizers[0].active_group].parameter_names
+            )
+            for optimizer in optimizers:
+                optimizer.step()
+    assert_all_moved(unhooked, before)
+    assert distance(changes(model, before), changes(unhooked, before)) < 1e-5
+
+
+# ---- evaluation, generation
+
+
+@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "falcon, alibi", "bert, sequences", "gpt_oss", "vit"])
+def test_outside_of_training_a_hooked_model_has_the_bits_of_an_unhooked_one(name: str) -> None:
+    family = FAMILIES[name]
+    model, batch = make_model(family), make_batch(family)
+    unhooked = copy.deepcopy(model)
+    with TUNE.attach(model) as handle:
+        for each in (model, unhooked):
+            each.eval()
+        assert torch.equal(model(**batch).logits, unhooked(**batch).logits)
+        evaluated, expected = model_gradients(model, batch), model_gradients(unhooked, batch)
+        assert torch.equal(evaluated[0], expected[0])
+        assert_same_bits(evaluated[1], expected[1])
+        for each in (model, unhooked):
+            each.train()
+        with torch.no_grad():
+            output, expected_output = model(**batch), unhooked(**batch)
+        assert torch.equal(output.loss, expected_output.loss) and torch.equal(output.logits, expected_output.logits)
+        assert handle.last_selection is None
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["in evaluation", "in training"])
+@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bloom", "gemma3"])
+def test_a_hooked_model_generates_as_ever_and_trains_on(name: str, training: bool) -> None:
+    family = FAMILIES[name]
+    model: Any = make_model(family)
+    unhooked = copy.deepcopy(model)
+    ids = make_batch(family)["input_ids"]
+    wanted = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    with TUNE.attach(model) as handle:
+        model_gradients(model, make_batch(family))
+        drawn = handle.last_selection
+        model.train(training)
+        unhooked.train(training)
+        mask = torch.ones_like(ids)
+        generated = model.generate(ids, attention_mask=mask, **wanted)
+        assert torch.equal(generated, unhooked.generate(ids, attention_mask=mask, **wanted))
+        assert handle.last_selection is drawn
+    model.train()
+    assert_is_the_reference(model, unhooked.train(), family, make_batch(family))
+
+
+# ---- calls of other kinds
+
+
+def test_a_cache_that_the_model_makes_in_training_is_no_hindrance() -> None:
+    model: Any = make_model(LLAMA)
+    model.config.use_cache = True
+    assert_is_the_reference(model, copy.deepcopy(model), LLAMA, make_batch(LLAMA, "padded right"))
+
+
+def test_embeddings_in_place_of_ids_get_the_references_gradients() -> None:
+    model: Any = make_model(LLAMA)
+    unhooked = copy.deepcopy(model)
+    batch = make_batch(LLAMA)
+    labels = batch["labels"]
+    embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
+    mine, other = embedded.clone().requires_grad_(), embedded.clone().requires_grad_()
+    with TUNE.attach(model) as handle:
+        loss, gradients = model_gradients(model, {"inputs_embeds": mine, "labels": labels})
+    expected = reference_gradients(unhooked, LLAMA, {"inputs_embeds": other, "labels": labels}, selected(handle))
+    assert_same_loss(loss, expected[0])
+    assert_same_gradients({**gradients, "inputs": mine.grad}, {**expected[1], "inputs": other.grad})
+
+
+def test_positional_arguments_and_a_tuple_for_an_answer_are_fine() -> None:
+    model: Any = make_model(LLAMA)
+    unhooked = copy.deepcopy(model)
+    batch = make_batch(LLAMA, "padded right")
+    with TUNE.attach(model) as handle:
+        loss, logits = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], return_dict=False)
+        loss.backward()
+    expected = reference_gradients(unhooked, LLAMA, batch, selected(handle))
+    assert logits.shape == (BATCH, 5, VOCAB)
+    assert_same_gradients(take_gradients(model), expected[1])
+
+
+def test_targets_that_are_shifted_already_are_used_as_they_are() -> None:
+    model = make_model(LLAMA)
+    batch = make_batch(LLAMA)
+    generator = torch.Generator().manual_seed(4)
+    batch["shift_labels"] = torch.randint(0, VOCAB, batch["labels"].shape, generator=generator)
+    assert_is_the_reference(model, copy.deepcopy(model), LLAMA, batch)
+
+
+@pytest.mark.parametrize("pattern", ["random", "chunks", "block"])
+@pytest.mark.parametrize("name", ["llama, grouped", "bert, masked"])
+def test_every_pattern_is_the_reference_for_what_it_drew(name: str, pattern: Any) -> None:
+    family = FAMILIES[name]
+    model = make_model(family)
+    tune = st.TokenTune(ratio=0.4, pattern=pattern, chunk_size=2, always=(0, -1), seed=3)
+    assert_is_the_reference(model, copy.deepcopy(model), family, make_batch(family, "padded right"), tune)
+
+
+@pytest.mark.parametrize(("sequences", "length"), [(1, 13), (3, 1), (1, 1), (3, 2)])
+def test_one_token_may_be_enough(sequences: int, length: int) -> None:
+    model = make_model(LLAMA)
+    batch = {name: value[:sequences, :length] for name, value in make_batch(LLAMA).items()}
+    batch["shift_labels"] = batch["input_ids"].flip(0)
+    tune = st.TokenTune(num_tokens=1)
+    assert_is_the_reference(model, copy.deepcopy(model), LLAMA, batch, tune)
+
+
+@pytest.mark.parametrize("num_items", [None, 9])
+@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bert, masked"])
+def test_a_selection_without_a_label_gives_no_loss_and_no_gradient(name: str, num_items: int | None) -> None:
+    family = FAMILIES[name]
+    model, batch = make_model(family), make_batch(family)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    options = {} if num_items is None else {"num_items_in_batch": num_items}
+    with TUNE.attach(model):
+        loss, gradients = model_gradients(model, batch, **options)
+    assert loss == 0
+    assert all(value is None or not value.any() for value in gradients.values())
+
+
+def test_a_gpt2_that_multiplies_in_fp32_is_the_reference() -> None:
+    # It computes attention by a method of its own, past the functions that models look up.
+    family = FAMILIES["gpt2"]
+    model: Any = make_model(family, "eager")
+    for block in model.transformer.h:
+        block.attn.reorder_and_upcast_attn = True
+    assert_is_the_reference(model, copy.deepcopy(model), family, make_batch(family, "padded right"))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_mask_for_every_pair_of_tokens_is_followed(attention: str) -> None:
+    model = make_model(LLAMA, attention)
+    batch = make_batch(LLAMA)
+    generator = torch.Generator().manual_seed(6)
+    allowed = torch.rand(BATCH, 1, LLAMA.length, LLAMA.length, generator=generator) < 0.6
+    allowed |= torch.eye(LLAMA.length, dtype=torch.bool)
+    # Eager attention adds the mask to its scores.
+    batch["attention_mask"] = allowed if attention == "sdpa" else torch.zeros(allowed.shape).where(allowed, -1e30)
+    assert_is_the_reference(model, copy.deepcopy(model), LLAMA, batch)
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind() -> None:
+    model: Any = make_model(LLAMA)
+    unhooked = copy.deepcopy(model)
+    batch = make_batch(LLAMA)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with TUNE.attach(model) as handle:
+        failing = model.model.layers[1].mlp.act_fn.register_forward_hook(fail)
+        with pytest.raises(MemoryError):
+            model(**batch)
+        failing.remove()
+        assert torch.equal(evaluate(model, batch), evaluate(unhooked, batch))
+        loss, gradients = model_gradients(model, batch)
+    expected = reference_gradients(unhooked, LLAMA, batch, selected(handle))
+    assert_same_loss(loss, expected[0])
+    assert_same_gradients(gradients, expected[1])

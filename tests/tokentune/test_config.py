@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import slivertune as st
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({}, "give exactly one of them"),
+        ({"ratio": 0.3, "num_tokens": 4}, "ratio=0.3 and num_tokens=4: give exactly one"),
+        ({"ratio": 0.0}, r"ratio=0.0 must be in \(0, 1\]"),
+        ({"ratio": -0.1}, r"ratio=-0.1 must be in \(0, 1\]"),
+        ({"ratio": 1.01}, r"ratio=1.01 must be in \(0, 1\]"),
+        ({"ratio": float("nan")}, r"ratio=nan must be in \(0, 1\]"),
+        ({"num_tokens": 0}, "num_tokens=0 must be at least 1"),
+        ({"ratio": 0.3, "pattern": "spiral"}, "pattern='spiral' must be one of random, chunks, block"),
+        ({"ratio": 0.3, "chunk_size": 0}, "chunk_size=0 must be at least 1"),
+        ({"ratio": 0.3, "always": (0, 0)}, r"always=\(0, 0\) names a position twice"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_value_and_rule(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        st.TokenTune(**settings)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        st.TokenTune(ratio=0.3).ratio = 0.5  # type: ignore[misc]

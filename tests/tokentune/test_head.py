@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    ViTForImageClassification,
+)
+
+import slivertune as st
+from slivertune.tokentune.head import find_head_kind
+from tests.helpers.models import VOCAB, tiny_bert, tiny_llama
+
+
+def make_batch(*lengths: int, total: int = 20) -> dict[str, torch.Tensor]:
+    """Tokens whose labels are masked behind each row's length."""
+    ids = torch.randint(1, VOCAB, (len(lengths), total), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    for row, length in enumerate(lengths):
+        labels[row, length:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def score_by_hand(model: Any, batch: dict[str, torch.Tensor], selection: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The summed cross entropy of the selected positions, from the whole model's logits, and the labels it covers."""
+    with torch.no_grad():
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    targets = batch["labels"][:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    chosen = torch.zeros(batch["labels"].shape, dtype=torch.bool).scatter(1, selection, True)[:, :-1]
+    covered = chosen & (targets != -100)
+    return losses[covered].sum(), int(covered.sum()), int((targets != -100).sum())
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_class"),
+    [
+        ("causal", LlamaForCausalLM),
+        ("causal", GPT2LMHeadModel),
+        ("token", BertForMaskedLM),
+        ("token", BertForTokenClassification),
+        ("pooled", BertForSequenceClassification),
+        ("pooled", LlamaForSequenceClassification),
+        ("pooled", ViTForImageClassification),
+        ("other", BertModel),
+    ],
+)
+def test_the_class_name_tells_the_head(kind: str, model_class: type[nn.Module]) -> None:
+    assert find_head_kind(model_class.__new__(model_class)) == kind
+
+
+def test_a_class_derived_from_a_known_one_has_its_head() -> None:
+    class Mine(LlamaForCausalLM):
+        pass
+
+    assert find_head_kind(Mine(tiny_llama().config)) == "causal"
+
+
+def test_labels_by_token_for_an_unknown_head_are_refused() -> None:
+    model = BertForPreTraining(tiny_bert().config).train()
+    batch = make_batch(20, 20)
+    with st.TokenTune(ratio=0.3).attach(model), pytest.raises(ValueError, match="does not know how this model scores"):
+        model(**batch, next_sentence_label=torch.tensor([0, 1]))
+
+
+def test_the_loss_is_the_mean_over_selected_positions_with_a_label() -> None:
+    model, batch = tiny_llama(), make_batch(20, 11, 6)
+    for seed in range(5):
+        with st.TokenTune(ratio=0.4, pattern="random", seed=seed).attach(model) as handle:
+            loss = model(**batch).loss
+        assert handle.last_selection is not None
+        total, num_selected, _ = score_by_hand(model, batch, handle.last_selection)
+        torch.testing.assert_close(loss, total / num_selected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("num_items", [34, 100, 1])
+def test_a_given_number_of_items_is_scaled_by_the_share_of_selected_labels(num_items: int, as_tensor: bool) -> None:
+    model, batch = tiny_llama(), make_batch(20, 11, 6)
+    with st.TokenTune(ratio=0.4, pattern="random").attach(model) as handle:
+        loss = model(**batch, num_items_in_batch=torch.tensor(num_items) if as_tensor else num_items).loss
+    assert handle.last_selection is not None
+    total, num_selected, num_all = score_by_hand(model, batch, handle.last_selection)
+    assert num_all == 34
+    assert 0 < num_selected < num_all
+    torch.testing.assert_close(loss, total / max(1.0, num_items * num_selected / num_all), rtol=1e-6, atol=0)
+
+
+def test_scaled_losses_of_micro_batches_are_on_average_the_dense_loss() -> None:
+    model, batch = tiny_llama(), make_batch(20, 20)
+    dense = model(**batch, num_items_in_batch=38).loss.item()
+    losses = []
+    for seed in range(200):
+        with st.TokenTune(ratio=0.4, pattern="random", seed=seed).attach(model):
+            losses.append(model(**batch, num_items_in_batch=38).loss.item())
+    # The standard error of the mean is near 0.01.
+    assert sum(losses) / len(losses) == pytest.approx(dense, abs=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 10}])
+def test_no_selected_label_gives_a_loss_and_gradients_of_zero(options: dict[str, int]) -> None:
+    model, batch = tiny_llama(), make_batch(20, 20)
+    batch["labels"][:] = -100
+    batch["labels"][0, 5] = 3
+    unlabelled = 0
+    for seed in range(8):
+        with st.TokenTune(ratio=0.1, pattern="random", seed=seed).attach(model) as handle:
+            loss = model(**batch, **options).loss
+            assert loss.isfinite()
+            assert handle.last_selection is not None
+            if 4 not in handle.last_selection[0].tolist():
+                unlabelled += 1
+                model.zero_grad()
+                loss.backward()
+                assert loss.item() == 0.0
+                assert all((each.grad == 0).all() for each in model.parameters() if each.grad is not None)
+    assert unlabelled >= 4
+
+
+def test_logits_are_those_of_the_selected_positions() -> None:
+    model, batch = tiny_llama(), make_batch(20, 20)
+    with st.TokenTune(ratio=0.3).attach(model) as handle:
+        logits = model(**batch).logits
+        assert logits.shape == (2, 6, VOCAB)
+        with torch.no_grad():
+            full = model(**batch).logits
+    assert full.shape == (2, 20, VOCAB)
+    assert handle.last_selection is not None
+    chosen = full.gather(1, handle.last_selection[:, :, None].expand(-1, -1, VOCAB))
+    torch.testing.assert_close(logits, chosen, rtol=0, atol=1e-5)  # computed in two runs, whose last bits differ
+
+
+def test_shifted_labels_that_are_given_are_used() -> None:
+    model, batch = tiny_llama(), make_batch(20, 20)
+    shifted = torch.roll(batch["labels"], -3, dims=1)
+    with st.TokenTune(ratio=1.0).attach(model):
+        loss = model(**batch, shift_labels=shifted).loss
+    logits = model(input_ids=batch["input_ids"]).logits
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), shifted.flatten()), rtol=1e-6, atol=0)
+
+
+def test_labels_by_position_in_the_call_are_found() -> None:
+    model, batch = tiny_llama(), make_batch(20, 20)
+    with st.TokenTune(ratio=0.3).attach(model) as handle:
+        named = model(**batch).loss
+        handle.num_draws = 0
+        # input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels
+        by_position = model(batch["input_ids"], None, None, None, None, batch["labels"]).loss
+    assert torch.equal(named, by_position)
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
+    class HomemadeForCausalLM(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            out = super().forward(input_ids=input_ids, **kwargs)
+            out["loss"] = out.logits.sum()
+            return out
+
+    model = HomemadeForCausalLM(tiny_llama().config).train()
+    with (
+        st.TokenTune(ratio=0.3).attach(model),
+        pytest.raises(RuntimeError, match="computes its loss without"),
+    ):
+        model(**make_batch(20, 20))

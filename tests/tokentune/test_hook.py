@@ -1,0 +1,515 @@
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import slivertune as st
+from tests.helpers.models import VOCAB, tiny_bert, tiny_gpt2, tiny_llama
+
+TUNE = st.TokenTune(ratio=0.5)
+
+
+def batch(length: int = 12, size: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, VOCAB, (size, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def gradients(model: Any, **inputs: Any) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**(inputs or batch())).loss.backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def anatomy(model: nn.Module) -> Any:
+    """All that hooking could leave behind: attributes, children and hooks of every module, and the state_dict."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_always_called")
+    modules = {
+        name: (
+            {key: value for key, value in vars(module).items() if not key.startswith("_") or key == "_loss_function"},
+            {key: id(child) for key, child in module.named_children()},
+            {key: len(getattr(module, key)) for key in hooks},
+        )
+        for name, module in model.named_modules()
+    }
+    return modules, {name: each.clone() for name, each in model.state_dict().items()}
+
+
+def registry() -> dict[str, Any]:
+    return dict(ALL_ATTENTION_FUNCTIONS._local_mapping), dict(ALL_ATTENTION_FUNCTIONS._global_mapping)  # type: ignore[return-value]
+
+
+def assert_same_anatomy(left: Any, right: Any) -> None:
+    assert left[0] == right[0]
+    assert left[1].keys() == right[1].keys()
+    for name, each in left[1].items():
+        assert torch.equal(each, right[1][name]), name
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_removed_in_any_order_everything_is_as_before(order: tuple[int, ...]) -> None:
+    models = [tiny_llama(), tiny_gpt2(), tiny_llama(seed=1)]
+    before = [(anatomy(model), gradients(model)) for model in models]
+    for model in models:
+        model.zero_grad()
+    functions = registry()
+    handles = [TUNE.attach(model) for model in models]
+    assert registry() != functions
+    for model in models:
+        gradients(model)
+        model.zero_grad()
+    for index in order:
+        handles[index].remove()
+        handles[index].remove()  # a second time does nothing
+        assert_same_anatomy(anatomy(models[index]), before[index][0])
+        for still in set(range(3)) - set(order[: order.index(index) + 1]):
+            assert not torch.equal(
+                gradients(models[still])["model.norm.weight" if still != 1 else "transformer.ln_f.weight"],
+                before[still][1]["model.norm.weight" if still != 1 else "transformer.ln_f.weight"],
+            )
+            models[still].zero_grad()
+    assert registry() == functions
+    for model, (_, expected) in zip(models, before, strict=True):
+        found = gradients(model)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_context_takes_the_hook_off_after_an_error() -> None:
+    model = tiny_llama()
+    before = anatomy(model)
+    with pytest.raises(KeyError), TUNE.attach(model):
+        raise KeyError
+    assert_same_anatomy(anatomy(model), before)
+
+
+def test_a_model_that_cannot_be_hooked_is_left_as_it_was() -> None:
+    model = tiny_llama()
+    model.model.layers[2].mlp = nn.Sequential(nn.Conv1d(1, 1, 1))
+    before, functions = anatomy(model), registry()
+    with pytest.raises(ValueError, match="Conv1d in mlp mixes tokens inside a layer"):
+        TUNE.attach(model)
+    assert_same_anatomy(anatomy(model), before)
+    assert registry() == functions
+    model.model.layers[2].mlp = nn.Identity()
+    TUNE.attach(model).remove()
+
+
+def test_the_hook_changes_neither_parameters_nor_the_state_dict() -> None:
+    model = tiny_llama()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    with TUNE.attach(model):
+        after = model.state_dict()
+        assert [name for name, _ in model.named_parameters()] == names
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_the_latest_training_selection_survives_evaluation_and_backward() -> None:
+    model = tiny_llama()
+    with TUNE.attach(model) as handle:
+        assert handle.last_selection is None
+        loss = model(**batch()).loss
+        selection = handle.last_selection
+        assert selection is not None
+        assert selection.dtype == torch.int64
+        assert selection.shape == (2, 6)
+        kept = selection.clone()
+        loss.backward()
+        with torch.no_grad():
+            model(**batch(seed=1))
+        model.eval()
+        model(**batch(seed=2))
+        assert torch.equal(handle.last_selection, kept)
+        assert handle.num_draws == 1
+        model.train()
+        model(**batch())
+        assert not torch.equal(handle.last_selection, kept)
+        assert handle.num_draws == 2
+
+
+def test_a_resumed_run_draws_what_an_uninterrupted_one_would() -> None:
+    model = tiny_llama()
+    drawn = []
+    with TUNE.attach(model) as handle:
+        for index in range(4):
+            if index == 2:
+                state = handle.state_dict()
+            model(**batch())
+            drawn.append(handle.last_selection)
+    with TUNE.attach(model) as handle:
+        handle.load_state_dict(state)
+        for expected in drawn[2:]:
+            model(**batch())
+            assert torch.equal(handle.last_selection, expected)
+
+
+def test_the_state_is_plain_and_another_seed_or_version_is_refused(tmp_path: Any) -> None:
+    with st.TokenTune(ratio=0.5, seed=3).attach(tiny_llama()) as handle:
+        state = handle.state_dict()
+        torch.save(state, tmp_path / "state.pt")
+        assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+        with pytest.raises(ValueError, match="saved with seed=4, and this run has seed=3"):
+            handle.load_state_dict({**state, "seed": 4})
+        with pytest.raises(ValueError, match="has version 9; this library reads 1; resume with"):
+            handle.load_state_dict({**state, "version": 9})
+
+
+def test_chunks_are_the_default_of_causal_models_and_single_tokens_of_others() -> None:
+    def runs_of(model: Any, inputs: dict[str, torch.Tensor]) -> int:
+        with st.TokenTune(ratio=0.25, seed=1).attach(model) as handle:
+            model(**inputs)
+        assert handle.last_selection is not None
+        return int((handle.last_selection.diff(dim=1) > 1).sum(dim=1).max())
+
+    assert runs_of(tiny_llama(), batch(64)) <= 1
+    labels = torch.tensor([0, 1])
+    assert runs_of(tiny_bert(), {**batch(64), "labels": labels}) > 3
+
+
+def test_classification_always_selects_the_first_and_the_last_real_token() -> None:
+    model = tiny_bert()
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, 7:] = 0
+    for seed in range(5):
+        with st.TokenTune(ratio=0.2, seed=seed).attach(model) as handle:
+            model(input_ids=batch()["input_ids"], attention_mask=mask, labels=torch.tensor([0, 1]))
+        assert handle.last_selection is not None
+        assert handle.last_selection.tolist() == [[0, 6], [0, 11]]
+
+
+def test_prefer_labels_selects_scored_positions_first() -> None:
+    inputs = batch(20)
+    labels = inputs["labels"].clone()
+    labels[:, :14] = -100  # positions 13 to 18 are scored, each on the next token
+    model = tiny_llama()
+    with st.TokenTune(num_tokens=6, prefer_labels=True).attach(model) as handle:
+        model(input_ids=inputs["input_ids"], labels=labels)
+    assert handle.last_selection is not None
+    assert handle.last_selection.tolist() == [[13, 14, 15, 16, 17, 18]] * 2
+
+
+def test_prefer_labels_without_labels_by_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="prefer_labels=True, but BertForSequenceClassification has no label for each"):
+        st.TokenTune(ratio=0.5, prefer_labels=True).attach(tiny_bert())
+
+
+def test_a_copy_of_a_hooked_model_is_not_hooked() -> None:
+    model = tiny_llama()
+    expected = gradients(model)
+    with TUNE.attach(model) as handle:
+        twin = copy.deepcopy(model)
+        found = gradients(twin)
+        assert handle.num_draws == 0
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_hift_finds_the_layers_of_a_hooked_model() -> None:
+    expected = st.find_layers(tiny_llama())
+    model = tiny_llama()
+    with TUNE.attach(model):
+        assert st.find_layers(model) == expected
+
+
+def test_layers_that_no_gradient_reaches_run_as_they_are() -> None:
+    model = tiny_llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("model.layers.2"))
+    sizes: list[int] = []
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda module, args, output: sizes.append(output.shape[1]))
+    with TUNE.attach(model):
+        model(**batch())
+    assert sizes == [12, 12, 6]  # of the last one's other rows, only keys and values are computed
+
+
+def encoder_decoder() -> nn.Module:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=VOCAB, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes)
+    )
+
+
+def albert() -> nn.Module:
+    sizes = {"embedding_size": 16, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    return AlbertForMaskedLM(AlbertConfig(vocab_size=VOCAB, **sizes))
+
+
+def flex() -> nn.Module:
+    model = tiny_llama()
+    model.config._attn_implementation = "flex_attention"
+    return model
+
+
+def two_stacks() -> nn.Module:
+    model = tiny_llama()
+    model.more = nn.ModuleList([copy.deepcopy(model.model.layers[0])])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (encoder_decoder, "is an encoder-decoder: encoder and decoder have tokens of their own"),
+        (albert, "has no lists of transformer layers with attention"),
+        (flex, "attn_implementation='flex_attention' takes no mask for single queries"),
+        (two_stacks, "has 2 lists of transformer layers"),
+        (lambda: nn.Linear(2, 2), "holds no transformers model"),
+    ],
+)
+def test_models_that_it_cannot_hook_are_refused_with_the_reason(build: Callable[[], nn.Module], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        TUNE.attach(build())
+
+
+def test_a_second_hook_on_the_same_model_is_refused() -> None:
+    model = tiny_llama()
+    with TUNE.attach(model):
+        for each in (model, model.model):
+            with pytest.raises(RuntimeError, match="has TokenTune attached already; remove"):
+                TUNE.attach(each)
+    with TUNE.attach(model.model), pytest.raises(RuntimeError, match="has TokenTune attached already"):
+        TUNE.attach(model)
+    TUNE.attach(model).remove()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({"output_attentions": True}, "output_attentions=True in a training forward"),
+        ({"output_hidden_states": True}, "output_hidden_states=True in a training forward"),
+        ({"labels": None}, "this training forward has no labels=; a loss that is computed outside"),
+        ({"labels": torch.ones(2, 5, dtype=torch.long)}, r"labels of shape \(2, 5\) don't match the tokens' \(2, 12\)"),
+        ({"logits_to_keep": 3}, "logits_to_keep=3 in a training forward"),
+    ],
+)
+def test_calls_that_it_cannot_serve_are_refused_with_the_reason(inputs: dict[str, Any], text: str) -> None:
+    model = tiny_llama()
+    with TUNE.attach(model):
+        with pytest.raises(ValueError, match=text):
+            model(**{**batch(), **inputs})
+        model(**batch()).loss.backward()  # the refused call has left nothing behind
+        with torch.no_grad():
+            model(**{**batch(), **inputs, "labels": None})  # evaluation is not concerned
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_removing_between_forward_and_backward_of_checkpointed_layers_is_refused(use_reentrant: bool) -> None:
+    model = tiny_llama()
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    with TUNE.attach(model):
+        loss = model(**batch()).loss
+    with pytest.raises(RuntimeError, match="removed between the forward and the backward of checkpointed layers"):
+        loss.backward()
+
+
+def test_removing_between_forward_and_backward_changes_nothing_without_checkpoints() -> None:
+    model = tiny_llama()
+    with TUNE.attach(model):
+        expected = gradients(model)
+    model.zero_grad()
+    with TUNE.attach(model):
+        loss = model(**batch()).loss
+    loss.backward()
+    assert all(torch.equal(each.grad, expected[name]) for name, each in model.named_parameters())
+
+
+def test_hidden_states_of_checkpointed_layers_are_refused() -> None:
+    model = tiny_bert()
+    inputs = {**batch(), "labels": torch.tensor([0, 1]), "output_hidden_states": True}
+    with TUNE.attach(model):
+        assert len(model(**inputs).hidden_states) == len(model.bert.encoder.layer) + 1
+        model.activation_checkpointing_enable()
+        with pytest.raises(
+            ValueError, match="output_hidden_states=True in a training forward under TokenTune: checkpointed"
+        ):
+            model(**inputs)
+
+
+def test_a_head_that_reads_all_layers_is_refused() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = DebertaV2ForMaskedLM(DebertaV2Config(vocab_size=VOCAB, **sizes)).train()
+    with TUNE.attach(model), pytest.raises(ValueError, match="reads the hidden states of all layers by itself"):
+        model(**batch())
+
+
+def test_other_hooks_see_the_arguments_where_the_caller_put_them() -> None:
+    model = tiny_llama()
+    seen: list[tuple[int, set[str]]] = []
+    with TUNE.attach(model):
+        model.register_forward_hook(
+            lambda module, args, kwargs, output: seen.append((len(args), set(kwargs))), with_kwargs=True
+        )
+        model(**batch())
+        model(batch()["input_ids"], labels=batch()["labels"])
+    assert seen == [(0, {"input_ids", "labels"}), (1, {"labels"})]
+
+
+def test_router_logits_are_refused() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=VOCAB, num_key_value_heads=1, num_local_experts=2, **sizes))
+    with TUNE.attach(model.train()), pytest.raises(ValueError, match="output_router_logits=True in a training forward"):
+        model(**batch(), output_router_logits=True)
+
+
+def test_a_cache_with_earlier_tokens_is_refused() -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        past = model(input_ids=batch()["input_ids"], use_cache=True).past_key_values
+    with TUNE.attach(model), pytest.raises(ValueError, match="past_key_values in a training forward"):
+        model(**batch(), past_key_values=past)
+
+
+def test_more_tokens_than_the_batch_has_are_refused() -> None:
+    model = tiny_llama()
+    with (
+        st.TokenTune(num_tokens=13).attach(model),
+        pytest.raises(ValueError, match="num_tokens=13 is more than the 12"),
+    ):
+        model(**batch())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks by the old name
+def test_peft_after_the_hook_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_llama()
+    TUNE.attach(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    with pytest.raises(RuntimeError, match="of LlamaAttention, or its forward, was replaced after TokenTune"):
+        wrapped(**batch())
+
+
+def test_a_forward_that_was_replaced_after_the_hook_is_refused_and_stays() -> None:
+    model = tiny_llama()
+    handle = TUNE.attach(model)
+    projection = model.model.layers[0].self_attn.q_proj
+    hooked = projection.forward
+    projection.forward = replacement = lambda hidden: hooked(hidden)
+    with pytest.raises(RuntimeError, match="q_proj of LlamaAttention, or its forward, was replaced"):
+        model(**batch())
+    handle.remove()
+    assert projection.forward is replacement  # not ours to take off
+    projection.forward(torch.zeros(1, 32))
+
+
+def test_changing_the_attention_after_the_hook_is_refused() -> None:
+    model = tiny_llama()
+    with TUNE.attach(model):
+        model.set_attn_implementation("eager")
+        with pytest.raises(RuntimeError, match="the attention was changed from 'sdpa' to 'eager'"):
+            model(**batch())
+
+
+def test_layers_that_are_called_without_the_model_are_refused() -> None:
+    model = tiny_llama()
+    with TUNE.attach(model):
+        with pytest.raises(RuntimeError, match=r"runs outside of LlamaForCausalLM.forward.*attach to the part"):
+            model.model(input_ids=batch()["input_ids"])
+        with torch.no_grad():
+            model.model(input_ids=batch()["input_ids"])
+
+
+def test_checkpointing_the_whole_model_is_refused() -> None:
+    model = tiny_llama()
+    with TUNE.attach(model):
+        loss = torch.utils.checkpoint.checkpoint(
+            lambda ids: model(ids, labels=ids).loss, batch()["input_ids"], use_reentrant=False
+        )
+        with pytest.raises(RuntimeError, match="the whole model runs again in the backward"):
+            loss.backward()
+
+
+def test_checkpoint_mlp_without_such_a_module_is_refused() -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=VOCAB, hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=16
+    )
+    with pytest.raises(ValueError, match="checkpoint_mlp=True, but OPTDecoderLayer has no module for its feed-forward"):
+        st.TokenTune(ratio=0.5, checkpoint_mlp=True).attach(OPTForCausalLM(config))
+
+
+def test_checkpoint_mlp_gives_the_same_gradients_and_saves_less() -> None:
+    model = tiny_llama()
+    saved = {}
+    found = {}
+    for checkpoint_mlp in (False, True):
+        with st.TokenTune(ratio=0.5, checkpoint_mlp=checkpoint_mlp).attach(model):
+            storages: dict[int, int] = {}
+
+            def pack(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = model(**batch()).loss
+            saved[checkpoint_mlp] = sum(storages.values())
+            model.zero_grad()
+            loss.backward()
+            found[checkpoint_mlp] = {name: each.grad.clone() for name, each in model.named_parameters()}
+    assert all(torch.equal(found[True][name], found[False][name]) for name in found[True])
+    assert saved[True] < 0.8 * saved[False]
+
+
+def test_a_bare_backbone_gives_hidden_states_of_all_tokens() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=VOCAB, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes))
+    ids = batch()["input_ids"]
+    expected = model.train()(ids).last_hidden_state
+    with TUNE.attach(model) as handle:
+        hidden = model(ids).last_hidden_state
+        # Rows are computed in two runs, whose products differ in the last bits.
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-6)
+        (gradient,) = torch.autograd.grad(hidden.square().sum(), [model.embeddings.position_embeddings.weight])
+        assert handle.last_selection is not None
+        used = set(handle.last_selection.flatten().tolist())
+        assert {row for row in range(12) if gradient[row].abs().sum() > 0} == used
+
+
+def test_masked_models_are_scored_on_selected_labels_and_give_zero_without_any() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertForMaskedLM(BertConfig(vocab_size=VOCAB, **sizes)).train()
+    labels = torch.full((2, 12), -100)
+    with TUNE.attach(model):
+        loss = model(input_ids=batch()["input_ids"], labels=labels).loss
+        assert loss.item() == 0.0
+        loss.backward()
+        assert all(each.grad is None or (each.grad == 0).all() for each in model.parameters())
+
+
+def test_accelerate_saves_and_restores_the_draws(tmp_path: Any) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(tiny_llama())
+    with TUNE.attach(model) as handle:
+        accelerator.register_for_checkpointing(handle)
+        model(**batch())
+        accelerator.save_state(str(tmp_path))
+        model(**batch())
+        expected = handle.last_selection
+        accelerator.load_state(str(tmp_path))
+        assert handle.num_draws == 1
+        model(**batch())
+        assert expected is not None
+        assert torch.equal(handle.last_selection, expected)
