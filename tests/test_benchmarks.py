@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from slivertune.training.base_model import BaseRecipe, base_model_folder, save_base_model, train_base_model
+from slivertune.training.defaults import BASE_RECIPE
 from tests.conftest import CHECKOUT
 
 BENCHMARKS = CHECKOUT / "benchmarks"
@@ -106,6 +108,20 @@ def test_tokentune_writes_times_and_bytes_of_every_variant(tmp_path: Path) -> No
     assert saved == sorted(saved, reverse=True) and saved[-1] < saved[0] / 2
     assert result["variants"]["30%_checkpoint_mlp"]["saved_bytes"] < result["variants"]["30%"]["saved_bytes"]
     assert result["variants"]["30%"]["peak_activation_bytes"] < dense["peak_activation_bytes"]
+
+
+def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path) -> None:
+    folder = base_model_folder(BASE_RECIPE, tmp_path / "slivertune" / "base_models")
+    tiny = BaseRecipe(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_steps=1, corpus_bytes=2_000)
+    save_base_model(train_base_model(tiny, ["def f(): pass\n" * 200], lambda step, loss: None), tiny, folder)
+    output = tmp_path / "gradients.json"
+    options = ["--batches=1", "--batch_size=2", "--length=32", "--draws=1", "--plot", str(tmp_path / "plot.png")]
+    run("token_gradients.py", *options, "--output", str(output), XDG_CACHE_HOME=str(tmp_path))
+    result = read(output)
+    assert_names_the_machine(result["environment"])
+    assert len(result["rows"]) == 12 and result["num_draws"] == 1
+    assert all(-1 <= row["cosine"] <= 1 and row["norm_ratio"] > 0 for row in result["rows"])
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("script", ["gpu.py", "tokentune.py"])
