@@ -2,7 +2,8 @@
 
 The byte-level Llama of `slivertune train` (6 blocks; trained first where it is not cached, in one to two minutes)
 reads windows of the Python language reference. For each pattern and ratio: the cosine between the gradient of one draw
-and the dense gradient of the same batch, and the ratio of their norms, over all parameters; means over batches and draws.
+and the dense gradient of the same batch, and the ratio of their norms, over all parameters; means over batches and
+draws.
 
     OMP_NUM_THREADS=1 python benchmarks/token_gradients.py       # three minutes on one core
 """
