@@ -1,4 +1,4 @@
-"""The randomly initialised Llama that `overhead.py`, `tokentune.py` and `gpu.py` train; nothing is downloaded."""
+"""The randomly initialised Llama that the benchmarks of whole steps train; nothing is downloaded."""
 
 from __future__ import annotations
 

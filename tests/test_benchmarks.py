@@ -88,7 +88,8 @@ def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "script_and_option", [("overhead.py", "--quick"), ("gpu.py", "--device=cpu"), ("tokentune.py", "--quick")]
+    "script_and_option",
+    [("overhead.py", "--quick"), ("gpu.py", "--device=cpu"), ("tokentune.py", "--quick"), ("sft.py", "--quick")],
 )
 def test_a_trial_is_never_written_among_the_results(script_and_option: tuple[str, str]) -> None:
     done = run(*script_and_option, expect=2)
@@ -108,6 +109,31 @@ def test_tokentune_writes_times_and_bytes_of_every_variant(tmp_path: Path) -> No
     assert saved == sorted(saved, reverse=True) and saved[-1] < saved[0] / 2
     assert result["variants"]["30%_checkpoint_mlp"]["saved_bytes"] < result["variants"]["30%"]["saved_bytes"]
     assert result["variants"]["30%"]["peak_activation_bytes"] < dense["peak_activation_bytes"]
+
+
+def test_sft_writes_times_and_bytes_beside_loras(tmp_path: Path) -> None:
+    output = tmp_path / "sft.json"
+    run("sft.py", "--quick", "--output", str(output))
+    result = read(output)
+    assert_names_the_machine(result["environment"])
+    for part in ("plain", "checkpointing"):
+        times, peaks = result[part]["times"], result[part]["peaks"]
+        assert list(times["variants"]) == ["dense", "lora", "sft_ag", "sft_ma"]
+        assert times["num_trained"]["sft"] == times["num_trained"]["lora"]
+        ag = times["variants"]["sft_ag"]
+        plain = sorted(ag["seconds"][:15])[7]
+        assert ag["plain_seconds"] == pytest.approx(plain)
+        extra = sum(seconds - plain for seconds in ag["seconds"][15:])
+        assert ag["reselection_share"] == pytest.approx(extra / (20 * plain))
+        assert times["variants"]["lora"]["plain_ratio_to_lora"] == 1.0
+        num_trained = times["num_trained"]["sft"]
+        assert peaks["lora"]["plain"]["state"] >= 8 * num_trained, "two fp32 moments"
+        assert peaks["sft_ag"]["plain"]["state"] >= 20 * num_trained
+        assert peaks["sft_ag"]["estimating"]["state"] >= 36 * num_trained
+        assert peaks["sft_ag_packed"]["plain"]["state"] < 12 * num_trained
+        met = result[part]["targets_met"]
+        assert met["sft_ag_time"] == (ag["plain_ratio_to_lora"] <= 1.15)
+        assert met["sft_ag_peak"] == (peaks["sft_ag"]["plain"]["peak_bytes"] <= peaks["lora"]["plain"]["peak_bytes"])
 
 
 def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path) -> None:

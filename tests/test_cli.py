@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from slivertune import __version__
 from slivertune.cli import main
 from slivertune.training.checkpoints import newest_whole
+from tests.helpers.models import tiny_llama
+from tests.sft.files import UP, bits_of, damage, deltas_of, naive_sum, same_bits, write_deltas
 from tests.training.tiny_runs import make_tiny_base, train_arguments, write_texts
 
 
@@ -31,7 +35,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert all(part in out for part in ("train", "path", "--version", "--debug"))
+    assert all(part in out for part in ("train", "merge", "unmerge", "path", "--version", "--debug"))
     with pytest.raises(SystemExit) as stop:
         main(["train", "--help"])
     assert stop.value.code == 0
@@ -46,6 +50,25 @@ def test_the_light_verbs_import_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+def test_merge_imports_no_transformers_and_its_help_not_even_torch(tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    write_deltas(tmp_path / "deltas", model, base_model_name="base")
+    for arguments, heavy in (
+        (["merge", "--help"], {"torch", "transformers", "datasets", "safetensors"}),
+        (["merge", "deltas", "--output_dir", "merged"], {"transformers", "datasets", "accelerate"}),
+    ):
+        code = (
+            f"import sys; from slivertune.cli import main; sys.argv = ['slivertune', *{arguments}]\n"
+            f"try: code = main()\nexcept SystemExit as stop: code = stop.code\n"
+            f"sys.exit(code or ' '.join({heavy} & set(sys.modules)) or 0)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
 def test_path_prints_where_a_preset_lies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["path", "single_gpu_24g"]) == 0
     out = capsys.readouterr().out
@@ -58,7 +81,18 @@ def test_an_unknown_preset_is_one_line_and_code_2(capsys: pytest.CaptureFixture[
     assert re.fullmatch(r"slivertune path: error: no preset is called 'nowhere'; .*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("arguments", [[], ["dance"], ["path"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["dance"],
+        ["path"],
+        ["merge", "deltas"],
+        ["merge", "--output_dir", "out"],
+        ["unmerge", "merged"],
+        ["unmerge", "merged", "--model_name_or_path", "base", "--output_dir", "out"],
+    ],
+)
 def test_no_verb_or_an_unknown_one_is_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
@@ -169,3 +203,126 @@ def test_ctrl_c_before_the_first_checkpoint_says_so(
     monkeypatch.setattr(Trainer, "train", interrupt)
     assert main(train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out")) == 130
     assert "interrupted before the first checkpoint; start again with: slivertune train" in capsys.readouterr().err
+
+
+@pytest.fixture
+def to_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A base and two folders of deltas, in the working directory."""
+    model = tiny_llama(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    for seed in (0, 10):
+        write_deltas(tmp_path / f"deltas{seed}", model, seed=seed, base_model_name="base")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_merge_and_unmerge_write_checkpoints_and_say_what_they_did(
+    to_merge: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_llama(torch.bfloat16)
+    deltas = [deltas_of(model, seed=seed)[UP] for seed in (0, 10)]
+    shared = len(set(deltas[0].indices.tolist()) & set(deltas[1].indices.tolist()))
+    assert main(["merge", "deltas0", "deltas10", "--model_name_or_path", "base", "--output_dir", "merged"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained("merged", dtype="auto")
+    assert torch.equal(merged.get_parameter(UP), naive_sum(model.get_parameter(UP), *deltas))
+    captured = capfd.readouterr()
+    report = json.loads(Path("merged/sft_undo/merged.json").read_text(encoding="utf-8"))
+    touched = sum(tensor["num_touched"] for tensor in report["tensors"].values())
+    both = sum(tensor["num_shared"] for tensor in report["tensors"].values())
+    assert report["tensors"][UP]["num_shared"] == shared
+    assert captured.out.startswith(f"merged: {touched} weights of 3 tensors changed\noverlap: {both} weights (")
+    assert f"({both / touched:.2%}) are touched by two or more of the 2 deltas; most in model.layers" in captured.out
+    assert "left out" not in captured.out
+    assert main(["unmerge", "merged", "--output_dir", "again"]) == 0
+    assert capfd.readouterr().out == "again: the base's weights, to the bit\n"
+    again = AutoModelForCausalLM.from_pretrained("again", dtype="auto")
+    assert same_bits(bits_of(again), bits_of(AutoModelForCausalLM.from_pretrained("base", dtype="auto")))
+
+
+def test_merge_takes_the_base_that_the_deltas_name_from_a_folder_or_the_hubs_cache(
+    to_merge: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (to_merge / "base" / "pytorch_model.bin").touch()
+    assert main(["merge", "deltas0", "--output_dir", "merged"]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "merged: 120 weights of 3 tensors changed",
+        "left out, as they hold the base's weights: pytorch_model.bin",
+    ]
+    cache = to_merge / "cache" / "models--owner--tiny"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("0" * 40)
+    (cache / "snapshots").mkdir()
+    (to_merge / "base").rename(cache / "snapshots" / ("0" * 40))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(to_merge / "cache"))
+    assert main(["merge", "deltas0", "--model_name_or_path", "owner/tiny", "--output_dir", "from_hub"]) == 0
+    assert Path("from_hub/model.safetensors").read_bytes() == Path("merged/model.safetensors").read_bytes()
+
+
+def test_what_merge_refuses_is_one_line_and_code_2(to_merge: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_deltas(to_merge / "nameless", tiny_llama(torch.bfloat16))
+    write_deltas(to_merge / "other", tiny_llama(torch.bfloat16, seed=1), base_model_name="base")
+    damage(write_deltas(to_merge / "newer", tiny_llama(), base_model_name="base"), version="2")
+    before = sorted(to_merge.rglob("*"))
+    for arguments, message in (
+        (["merge", "nameless"], "the deltas name ['None'] as their base; say which it is with --model_name_or_path"),
+        (["merge", "nameless", "deltas0"], "the deltas name ['None', 'base'] as their base; say which it is with"),
+        (
+            ["merge", "deltas0", "--model_name_or_path", "owner/absent"],
+            "'owner/absent' is neither a folder nor",
+        ),
+        (["merge", "deltas0", "--model_name_or_path", "./absent"], "'./absent' is neither a folder nor a model"),
+        (["merge", "absent"], "absent/sft_delta.safetensors is not there; name the folder that save_pretrained"),
+        (["merge", "other"], f"other: '{UP}' was trained on another base"),
+        (["merge", "newer"], "newer/sft_delta.safetensors has version '2', this library reads 1; use the version"),
+        (["unmerge", "base"], "base_values.safetensors is not there, so base can't be unmerged"),
+        (["unmerge", "absent"], "absent is no folder"),
+    ):
+        assert main([*arguments, "--output_dir", "out"]) == 2, arguments
+        error = capfd.readouterr().err
+        assert error.startswith(f"slivertune {arguments[0]}: error: ") and message in error, error
+        assert error.count("\n") == 1
+    assert main(["merge", "deltas0", "--output_dir", "base"]) == 2
+    assert "base exists already; name a folder that does not" in capfd.readouterr().err
+    assert sorted(to_merge.rglob("*")) == before
+
+
+def test_a_merge_that_breaks_is_code_1_and_leaves_nothing(
+    to_merge: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("slivertune.sft.merge._write_undo", fail)
+    before = sorted(to_merge.rglob("*"))
+    assert main(["merge", "deltas0", "--output_dir", "out"]) == 1
+    assert capfd.readouterr().err == "slivertune merge: error: No space left on device\n"
+    assert main(["--debug", "merge", "deltas0", "--output_dir", "out"]) == 1
+    assert "Traceback" in capfd.readouterr().err
+    assert sorted(to_merge.rglob("*")) == before
+
+
+@pytest.mark.parametrize("verb", ["merge", "unmerge"])
+def test_ctrl_c_while_merging_leaves_nothing_half_written(
+    verb: str, to_merge: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slivertune.sft import merge as merging
+
+    assert main(["merge", "deltas0", "--output_dir", "merged"]) == 0
+    before = sorted(to_merge.rglob("*"))
+    copy = merging._copy
+
+    def copy_and_interrupt(*args: Any) -> None:
+        copy(*args)
+        assert sorted(to_merge.rglob("*")) != before
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(merging, "_copy", copy_and_interrupt)
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main([verb, "deltas0" if verb == "merge" else "merged", "--output_dir", "out"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert capfd.readouterr().err == f"\nslivertune {verb}: interrupted; out was not written\n"
+    assert sorted(to_merge.rglob("*")) == before

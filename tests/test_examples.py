@@ -60,6 +60,35 @@ def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: l
     assert min(each["loss"] for each in printed) > 0
 
 
+@pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
+def test_sft_trains_a_small_share_and_its_file_of_deltas_carries_what_was_learned(
+    selection: str, tmp_path: Path
+) -> None:
+    script = [str(EXAMPLES / "sft.py"), "--steps=30", "--hidden=32", "--blocks=2", "--length=32"]
+    done = subprocess.run(
+        [sys.executable, *script, f"--selection={selection}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    share = re.search(r"([\d,]+) of ([\d,]+) weights trained; ([\d.]+) kB of deltas", done.stdout)
+    losses = re.search(r"loss ([\d.]+) before, ([\d.]+) after; .* model ([\d.]+), removed ([\d.]+)", done.stdout)
+    assert share is not None and losses is not None, done.stdout
+    trained, total = (int(share[at].replace(",", "")) for at in (1, 2))
+    assert 0 < trained < 0.01 * total
+    before, after, applied, removed = (float(each) for each in losses.groups())
+    assert after < before
+    assert (applied, removed) == (after, before)
+
+
+def test_three_lines_of_the_sft_loop_are_marked() -> None:
+    text = (EXAMPLES / "sft.py").read_text(encoding="utf-8")
+    assert re.findall(r"# SFT, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+
+
 def test_three_lines_of_the_tokentune_loop_are_marked() -> None:
     text = (EXAMPLES / "tokentune.py").read_text(encoding="utf-8")
     assert re.findall(r"# TokenTune, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]

@@ -167,3 +167,13 @@ def test_what_is_claimed_at_birth_never_counts_as_residual() -> None:
         after = torch.zeros(MIB // 4)
         assert ledger.current().residual == MIB
         assert waiting.nbytes == after.nbytes
+
+
+def test_a_parameter_that_an_owner_claimed_as_state_stays_state() -> None:
+    model = linear()
+    claim(model[0].weight, "state")
+    with Ledger(model) as ledger:
+        model[0].weight.data.add_(1)
+        census = ledger.current()
+    state = model[0].weight.nbytes
+    assert (census.state, census.parameters) == (state, bytes_of(list(model.parameters())) - state)

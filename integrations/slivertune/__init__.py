@@ -1,7 +1,7 @@
 """Fine-tune a sliver of the model at a time.
 
-HiFT trains a sliver of the layers, TokenTune on a sliver of the tokens. Each step is what dense fine-tuning would have
-done on that sliver; memory and time shrink with it.
+HiFT trains a sliver of the layers, SFT of the weights, TokenTune of the tokens. Each step is what dense fine-tuning
+would have done on that sliver; memory and time shrink with it.
 
 The public names are resolved on first use (PEP 562), so that `import slivertune` pulls neither torch nor transformers.
 """
@@ -15,16 +15,20 @@ if TYPE_CHECKING:
     from slivertune.hift import HiFT, HiFTConfig
     from slivertune.layers import Layer, find_layers
     from slivertune.ledger import Census, Ledger
+    from slivertune.sft import SFT, SFTConfig, SparseDelta
     from slivertune.tokentune import TokenTune, TokenTuneHandle
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SFT",
     "Census",
     "HiFT",
     "HiFTConfig",
     "Layer",
     "Ledger",
+    "SFTConfig",
+    "SparseDelta",
     "TokenTune",
     "TokenTuneHandle",
     "__version__",
@@ -37,6 +41,9 @@ _MODULE_OF_NAME = {
     "HiFTConfig": "slivertune.hift",
     "Layer": "slivertune.layers",
     "Ledger": "slivertune.ledger",
+    "SFT": "slivertune.sft",
+    "SFTConfig": "slivertune.sft",
+    "SparseDelta": "slivertune.sft",
     "TokenTune": "slivertune.tokentune",
     "TokenTuneHandle": "slivertune.tokentune",
     "find_layers": "slivertune.layers",

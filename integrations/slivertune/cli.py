@@ -7,6 +7,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from slivertune import __version__
 from slivertune.presets import preset_names, preset_path
@@ -32,8 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `train` has a parser of its own, of two hundred arguments, for which torch and transformers are imported.
     if arguments[:1] == ["train"]:
         return _train(arguments[1:], debug=debug)
+    options = _make_parser().parse_args(arguments)
+    if options.verb in ("merge", "unmerge"):
+        return _merge(options, debug=debug)
     try:
-        print(preset_path(_make_parser().parse_args(arguments).preset))
+        print(preset_path(options.preset))
     except (ValueError, FileNotFoundError) as error:
         return _complain("path", error, _BAD_ARGUMENTS, debug=debug)
     return 0
@@ -48,7 +52,7 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"slivertune {__version__}")
     parser.add_argument("--debug", action="store_true", help="before the verb: show the whole traceback of an error")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     verbs.add_parser("train", add_help=False, help="fine-tune a causal language model or a classifier")
     path = verbs.add_parser(
         "path",
@@ -57,7 +61,61 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     path.add_argument("preset", metavar="PRESET", help=f"{', '.join(preset_names())}; the ending may be left out")
+    _add_merge_verbs(verbs)
     return parser
+
+
+def _add_merge_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    merge = verbs.add_parser(
+        "merge",
+        help="add SFT deltas to a plain checkpoint",
+        description="Write a copy of a checkpoint with SFT deltas added to its weights.",
+        allow_abbrev=False,
+    )
+    merge.add_argument("deltas", nargs="+", metavar="DELTAS", help="folder with deltas; several are summed")
+    merge.add_argument(
+        "--model_name_or_path",
+        metavar="BASE",
+        help="the base: a folder with safetensors files, or the hub id of a model in the cache; what the deltas name "
+        "by default",
+    )
+    merge.add_argument(
+        "--allow_quantized_base",
+        action="store_true",
+        help="add deltas that were trained over a 4-bit model to the 16-bit one; results are near, not the same",
+    )
+    unmerge = verbs.add_parser(
+        "unmerge",
+        help="take merged SFT deltas out of a checkpoint again",
+        description="Write a copy of a merged checkpoint with the base's weights restored, to the bit.",
+        allow_abbrev=False,
+    )
+    unmerge.add_argument("merged", metavar="MERGED", help="folder that `slivertune merge` wrote")
+    for verb in (merge, unmerge):
+        verb.add_argument("--output_dir", required=True, metavar="FOLDER", help="folder to write; must not exist")
+
+
+def _merge(options: argparse.Namespace, *, debug: bool) -> int:
+    try:
+        from slivertune.sft.merge_verb import run_merge, run_unmerge
+
+        if options.verb == "merge":
+            run_merge(
+                options.deltas,
+                options.output_dir,
+                base=options.model_name_or_path,
+                allow_quantized_base=options.allow_quantized_base,
+            )
+        else:
+            run_unmerge(options.merged, options.output_dir)
+    except KeyboardInterrupt:
+        there = "is whole" if Path(options.output_dir).exists() else "was not written"
+        print(f"\nslivertune {options.verb}: interrupted; {options.output_dir} {there}", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception as error:
+        is_argument = isinstance(error, (ValueError, FileExistsError, FileNotFoundError))
+        return _complain(options.verb, error, _BAD_ARGUMENTS if is_argument else _FAILED, debug=debug)
+    return 0
 
 
 def _train(argv: list[str], *, debug: bool) -> int:

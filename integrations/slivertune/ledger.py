@@ -121,8 +121,8 @@ class Ledger:
     not seen; on CUDA `torch.cuda.max_memory_allocated` stays the authority on the peak.
 
     Args:
-        model: Its parameters, buffers and gradients are claimed as such. Without one, everything that no other owner
-            claims is residual.
+        model: Its parameters, buffers and gradients are claimed as such, but for parameters that an owner claimed as
+            state. Without one, everything that no other owner claims is residual.
 
     Example:
         >>> with Ledger(model) as ledger:
@@ -193,7 +193,10 @@ class Ledger:
     def _adopt_model(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             self._device_type = self._device_type or parameter.device.type
-            claim(parameter, "parameters")
+            claimed = _claim_of(parameter.untyped_storage())
+            # SFT's deltas are optimizer state, and parameters of the model, so that training loops clip them.
+            if claimed is None or claimed[0] != "state":
+                claim(parameter, "parameters")
             if parameter.grad is not None:
                 claim(parameter.grad, "gradients")
             self._watch_gradient(parameter)

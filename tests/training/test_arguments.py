@@ -18,6 +18,7 @@ from slivertune.training.hift_arguments import HiFTArguments
 from slivertune.training.lora_arguments import LoraArguments
 from slivertune.training.method_arguments import MethodArguments
 from slivertune.training.model_arguments import ModelArguments
+from slivertune.training.sft_arguments import SFTArguments
 from slivertune.training.token_arguments import TokenArguments
 
 PROMPTS = [
@@ -38,11 +39,12 @@ def test_help_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
         parse_train_arguments(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    kinds = (MethodArguments, HiFTArguments, LoraArguments, TokenArguments, ModelArguments, DataArguments)
+    kinds = (MethodArguments, HiFTArguments, SFTArguments, LoraArguments, TokenArguments, ModelArguments, DataArguments)
     for kind in (*kinds, TrainingArguments):
         for item in dataclasses.fields(kind):
             assert f"--{item.name}" in text or not item.init
-    for title in ("method", "method hift", "method lora", "tokens", "model", "data", "transformers.TrainingArguments"):
+    titles = ("method", "method hift", "method sft", "method lora", "tokens", "model", "data")
+    for title in (*titles, "transformers.TrainingArguments"):
         assert f"\n{title}:\n" in text
 
 
@@ -124,8 +126,12 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--method", "lora", "--lora_alpha", "0"], "lora_alpha=0 must be at least 1; leave it out for twice the rank"),
         (["--method", "lora", "--lora_dropout", "1"], "lora_dropout=1.0 must lie in [0, 1)"),
         (
+            ["--density", "0.1", "--packed"],
+            "--density, --packed: only --method sft reads this; leave it out or",
+        ),
+        (
             ["--method", "dense", "--load_in_4bit"],
-            "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps; take --method",
+            "4-bit weights can't be changed by small steps; take --method lora or sft, which train adapters or deltas",
         ),
         (["--load_in_4bit"], "--load_in_4bit does not go with --method hift: HiFT changes every weight in its turn"),
         (["--token_ratio", "0"], "token_ratio=0.0 must lie in (0, 1]; leave it out to train on all tokens"),
@@ -213,7 +219,7 @@ def test_a_single_target_is_a_name_and_no_pattern_unless_it_is_pefts_shorthand()
         assert arguments.lora.target_modules == expected
 
 
-@pytest.mark.parametrize("method", ["dense", "hift", "lora"])
+@pytest.mark.parametrize("method", ["dense", "hift", "sft", "lora"])
 def test_every_method_takes_a_token_ratio(method: str) -> None:
     arguments = parse_train_arguments(["--method", method, "--token_ratio", "0.3", "--token_pattern", "block"])
     assert arguments.tokens == TokenArguments(token_ratio=0.3, token_pattern="block")

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, PreTrainedModel
 
-from slivertune.training.four_bit import num_weights
+from slivertune.training.four_bit import admitted_by_trainer, num_weights
 from slivertune.training.model_arguments import ModelArguments
 from slivertune.training.models import LoadedModel, load_model, open_model
 from slivertune.training.precision import Precision
+from tests.training.test_callbacks import make_trainer
 from tests.training.test_models import make_task
 from tests.training.tiny import bert_config, word_tokenizer
 
@@ -125,3 +126,17 @@ def test_the_configuration_of_the_source_stays_as_it_was(tiny_base: Path) -> Non
     source = open_model(ModelArguments(), tiny_base)
     load_model(source, make_task(), precision=FP32, four_bit_device=torch.device("cpu"))
     assert source.config.to_dict() == AutoConfig.from_pretrained(tiny_base).to_dict()
+
+
+def test_a_trainer_takes_4_bit_weights_without_adapters_while_they_are_admitted(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    model: Any = load(tiny_base).model
+    with pytest.raises(ValueError, match="purely quantized models"):
+        make_trainer(tmp_path, model=model)
+    with admitted_by_trainer(model):
+        make_trainer(tmp_path, model=model)
+    assert model.is_quantized is True
+    with pytest.raises(ZeroDivisionError), admitted_by_trainer(model):
+        1 / 0  # noqa: B018
+    assert model.is_quantized is True

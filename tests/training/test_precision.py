@@ -22,6 +22,12 @@ TABLE = {
     ("dense", "fp32", True): ("fp32", "bf16"),
     ("dense", "bf16", False): ("bf16", "no"),
     ("dense", "bf16", True): ("bf16", "no"),
+    ("sft", "auto", False): ("stored", "no"),
+    ("sft", "auto", True): ("bf16", "no"),
+    ("sft", "fp32", False): ("fp32", "no"),
+    ("sft", "fp32", True): ("fp32", "bf16"),
+    ("sft", "bf16", False): ("bf16", "no"),
+    ("sft", "bf16", True): ("bf16", "no"),
     ("lora", "auto", False): ("fp32", "no"),
     ("lora", "auto", True): ("bf16", "bf16"),
     ("lora", "fp32", False): ("fp32", "no"),
@@ -37,7 +43,13 @@ def test_the_table_of_precisions(method: Method, weights_dtype: WeightsDtype, bf
     assert (precision.loading, precision.autocast) == TABLE[method, weights_dtype, bf16]
 
 
-@pytest.mark.parametrize(("method", "weights_dtype"), list(product(("dense", "hift", "lora"), ("auto", "fp32"))))
+@pytest.mark.parametrize(("method", "weights_dtype"), list(product(("dense", "hift", "sft", "lora"), ("auto", "fp32"))))
 def test_fp16_is_autocast_over_fp32_weights(method: Method, weights_dtype: WeightsDtype) -> None:
     precision = choose_precision(method, weights_dtype, bf16=False, fp16=True)
     assert (precision.loading, precision.autocast) == ("fp32", "fp16")
+
+
+@pytest.mark.parametrize(("weights_dtype", "bf16"), list(product(("auto", "fp32", "bf16"), (False, True))))
+def test_beside_4_bit_weights_sft_computes_as_lora_does(weights_dtype: WeightsDtype, bf16: bool) -> None:
+    precision = choose_precision("sft", weights_dtype, bf16=bf16, fp16=False, four_bit=True)
+    assert (precision.loading, precision.autocast) == TABLE["lora", weights_dtype, bf16]

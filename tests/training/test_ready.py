@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from slivertune.tokentune.config import TokenTune
 from slivertune.training.arguments import parse_train_arguments
@@ -39,10 +40,14 @@ def test_a_run_takes_the_selection_off_its_model_in_the_end(
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_run_thaws_what_hift_froze(tiny_base: Path, tmp_path: Path) -> None:
-    run = make_run(tiny_base, tmp_path)
+@pytest.mark.parametrize("method", ["hift", "sft"])
+def test_a_run_thaws_what_its_method_froze(method: str, tiny_base: Path, tmp_path: Path) -> None:
+    run = make_run(tiny_base, tmp_path, "--method", method, *(("--density", "0.1") if method == "sft" else ()))
     model = run.trainer.model
     assert isinstance(model, torch.nn.Module)
     assert not all(parameter.requires_grad for parameter in model.parameters())
     run.close()
     assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    names = {name for name, _ in model.named_parameters()}
+    assert names == {name for name, _ in AutoModelForCausalLM.from_pretrained(tiny_base).named_parameters()}

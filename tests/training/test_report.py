@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import json
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -41,8 +43,6 @@ def test_every_figure_is_printed_and_no_text_is_taken_for_markup(tmp_path: Path)
 
 
 def test_what_was_not_measured_is_not_printed(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     out = io.StringIO()
     results = replace(
         RESULTS, peak=None, highest=None, checkpoint=None, sample=None, num_skipped=0, steps_per_second=None
@@ -52,9 +52,20 @@ def test_what_was_not_measured_is_not_printed(tmp_path: Path) -> None:
         assert part not in out.getvalue()
 
 
-def test_the_file_has_the_bytes_by_kind(tmp_path: Path) -> None:
-    import json
+def test_deltas_without_a_model_come_with_the_command_that_makes_one(tmp_path: Path) -> None:
+    out = io.StringIO()
+    command = ("slivertune", "merge", "runs/sft/my delta")
+    results = replace(RESULTS, model_folder=None, delta_folder=Path("runs/sft/my delta"), merge_command=command)
+    print_results(results, Console(file=out, width=100), tmp_path / "results.json")
+    assert "not saved, as 4-bit weights can't hold the deltas" in out.getvalue()
+    assert "slivertune merge 'runs/sft/my delta'" in " ".join(out.getvalue().split())
+    assert "runs/hift/model" not in out.getvalue()
+    values = json.loads(write_results(results, tmp_path).read_text())
+    assert (values["model_folder"], values["delta_folder"]) == (None, "runs/sft/my delta")
+    assert values["merge_command"] == list(command)
 
+
+def test_the_file_has_the_bytes_by_kind(tmp_path: Path) -> None:
     values = json.loads(write_results(RESULTS, tmp_path).read_text())
     assert values["peak_bytes"]["device"] == 3_500_000
     assert values["highest_bytes"]["disk"] == 4_000_000

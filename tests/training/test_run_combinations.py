@@ -38,8 +38,9 @@ def test_every_combination_lowers_the_loss_and_says_what_it_is(
     else:
         assert settings["token_ratio"] is settings["token_pattern"] is None
         assert "  tokens " not in out
-    assert settings["load_in_4bit"] is ("qlora" in name)
-    assert ("/nf4 on cpu" in out) is ("qlora" in name)
+    is_4bit = "--load_in_4bit" in COMBINATIONS[name]
+    assert settings["load_in_4bit"] is is_4bit
+    assert ("/nf4 on cpu" in out) is is_4bit
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)

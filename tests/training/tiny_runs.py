@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from slivertune.cli import main
+from slivertune.sft.delta_file import DELTA_FILE
 from slivertune.training.base_model import BaseRecipe, save_base_model, train_base_model
 
 TINY_RECIPE = BaseRecipe(
@@ -31,6 +32,21 @@ COMBINATIONS = {
     "hift with tokens": ("--method", "hift", "--token_ratio", "0.4", "--token_pattern", "block"),
     "lora": ("--method", "lora", "--lora_rank", "4", "--lora_dropout", "0.1"),
     "lora with tokens": ("--method", "lora", "--lora_rank", "4", "--token_ratio", "0.4"),
+    "sft": ("--method", "sft", "--density", "0.1", "--reselection_interval", "6"),
+    "sft by momentum": (
+        *("--method", "sft", "--density", "0.1", "--selection", "momentum", "--reselection_interval", "4"),
+        *("--sft_momentum", "0.5", "--learning_rate", "0.1"),
+    ),
+    "sft with tokens": ("--method", "sft", "--density", "0.1", "--token_ratio", "0.4"),
+    "sft in bf16, packed": (
+        *("--method", "sft", "--equivalent_lora_rank", "2", "--reselection_interval", "6", "--bf16", "--packed"),
+        *("--redistribute", "--train_embeddings"),
+    ),
+    "sft in 4 bits": ("--method", "sft", "--density", "0.1", "--reselection_interval", "6", "--load_in_4bit"),
+    "sft in 4 bits and bf16 with tokens": (
+        *("--method", "sft", "--num_weights", "1700", "--load_in_4bit", "--bf16", "--use_cpu", "--weight_decay", "0.1"),
+        *("--token_ratio", "0.4", "--token_pattern", "block"),
+    ),
     "qlora": ("--method", "lora", "--lora_rank", "4", "--load_in_4bit"),
     "qlora with tokens": (
         *("--method", "lora", "--lora_rank", "4", "--load_in_4bit"),
@@ -107,8 +123,13 @@ def write_classes(folder: Path) -> Path:
     return path
 
 
+def final_weights(output: Path) -> dict[str, Any]:
+    """The tensors that a run saved at its end: its model, or SFT's deltas where there are only those."""
+    return saved_weights(output / "model") if (output / "model").exists() else load_file(output / "delta" / DELTA_FILE)
+
+
 def assert_same_bits(one: Path, other: Path) -> None:
     """Compare what two runs saved at their ends."""
-    first, second = saved_weights(one / "model"), saved_weights(other / "model")
+    first, second = final_weights(one), final_weights(other)
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []

@@ -14,13 +14,14 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from slivertune.training.checks import check_given, check_method, check_model, check_tokens, check_training
 from slivertune.training.data_arguments import DataArguments
-from slivertune.training.defaults import data_defaults, method_defaults, training_defaults
+from slivertune.training.defaults import data_defaults, method_defaults, sft_defaults, training_defaults
 from slivertune.training.folders import RunFolder, choose_run_folder
 from slivertune.training.hift_arguments import HiFTArguments
 from slivertune.training.lora_arguments import LoraArguments
 from slivertune.training.method_arguments import MethodArguments
 from slivertune.training.model_arguments import ModelArguments
 from slivertune.training.precision import Precision, choose_precision
+from slivertune.training.sft_arguments import SFTArguments, check_sft
 from slivertune.training.token_arguments import TokenArguments
 
 _Dataclass = TypeVar("_Dataclass")
@@ -33,6 +34,7 @@ _RENAMED = {
 _ARGUMENT_KINDS: dict[str, Any] = {
     "method": MethodArguments,
     "method hift": HiFTArguments,
+    "method sft": SFTArguments,
     "method lora": LoraArguments,
     "tokens": TokenArguments,
     "model": ModelArguments,
@@ -47,6 +49,7 @@ class TrainArguments:
 
     method: MethodArguments
     hift: HiFTArguments
+    sft: SFTArguments
     lora: LoraArguments
     tokens: TokenArguments
     model: ModelArguments
@@ -96,19 +99,30 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
     hift, lora = _build(HiFTArguments, values), _build(LoraArguments, values)
     tokens = _build(TokenArguments, values)
     model = _build(ModelArguments, values)
+    embedded_model = model.model_name_or_path is None
+    sft = _build(SFTArguments, {**sft_defaults(embedded_model=embedded_model, given=given), **values})
     check_method(method.method, given)
     check_model(method.method, model)
     # Contradictions among HiFT's settings should show before a model is loaded.
     hift.config(seed=0)
+    if method.method == "sft":
+        check_sft(sft, given)
     check_given(values)
     data = _build(DataArguments, {**data_defaults(embedded_data=embedded_data), **values})
     mixed = _mixed_precision(values)
-    precision = choose_precision(method.method, model.weights_dtype, bf16=mixed == "bf16", fp16=mixed == "fp16")
+    precision = choose_precision(
+        method.method,
+        model.weights_dtype,
+        bf16=mixed == "bf16",
+        fp16=mixed == "fp16",
+        four_bit=model.load_in_4bit,
+    )
     folder = choose_run_folder(method.method, values.get("output_dir"), values.get("resume_from_checkpoint"))
     training_values = {
         **training_defaults(
             method.method,
-            embedded_model=model.model_name_or_path is None,
+            selection=sft.selection,
+            embedded_model=embedded_model,
             embedded_data=embedded_data,
             has_cuda=torch.cuda.is_available() and not values.get("use_cpu", False),
         ),
@@ -125,6 +139,7 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
     return TrainArguments(
         method=method,
         hift=hift,
+        sft=sft,
         lora=lora,
         tokens=tokens,
         model=model,
@@ -149,8 +164,8 @@ def make_parser() -> HfArgumentParser:
         ),
         epilog=(
             "Without --output_dir, a run writes to runs/METHOD, or the first free one of runs/METHOD-2, -3, ... "
-            "Lines come once a cycle of HiFT, or every 8 updates. The embedded model and data bring a learning rate, a "
-            "schedule, a length and a batch size of their own; what is given here always wins."
+            "Lines come once a cycle of HiFT, once a reselection of SFT, or every 8 updates. The embedded model and "
+            "data bring a learning rate, a schedule, a length and a batch size of their own; what is given here wins."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,

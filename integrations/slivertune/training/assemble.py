@@ -66,27 +66,29 @@ def assemble(arguments: TrainArguments, console: Console) -> Run:
         four_bit_device=training.device if arguments.model.load_in_4bit else None,
     )
     model = method.adapt(loaded.model, task, loaded.new_modules)
-    num_parameters, num_trained = _count_weights(model)
+    num_parameters, num_trainable = _count_weights(model)
     display = Display(console, bar=bar)
     _settle(training, display)
     marker = CheckpointMarker(facts, training.save_total_limit)
     training.save_total_limit = None
     guard = NonFiniteGuard(arguments.method.non_finite_limit, display.say)
-    trainer = Trainer(
-        model=model,
-        args=training,
-        processing_class=source.tokenizer,
-        train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset,
-        data_collator=task.data_collator,
-        compute_metrics=task.compute_metrics,
-        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
-        compute_loss_func=None if task.compute_loss_func is None else guard.watch_loss(task.compute_loss_func),
-        callbacks=[guard, marker, display],
-    )
+    with method.admit(model):
+        trainer = Trainer(
+            model=model,
+            args=training,
+            processing_class=source.tokenizer,
+            train_dataset=task.train_dataset,
+            eval_dataset=task.eval_dataset,
+            data_collator=task.data_collator,
+            compute_metrics=task.compute_metrics,
+            preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+            compute_loss_func=None if task.compute_loss_func is None else guard.watch_loss(task.compute_loss_func),
+            callbacks=[guard, marker, display],
+        )
     # The display takes the place of either.
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
+    # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
     method.attach(trainer)
     tokens = attach_tokens(trainer, arguments.tokens, marker=marker, checkpoint=arguments.folder.checkpoint)
     run = Run(
@@ -97,7 +99,7 @@ def assemble(arguments: TrainArguments, console: Console) -> Run:
         method=method,
         tokens=tokens,
         num_parameters=num_parameters,
-        num_trained=num_trained,
+        num_trained=method.num_trained(num_trainable),
         display=display,
         guard=guard,
         ledger=_add_ledger(trainer, arguments, method, display),
@@ -115,7 +117,7 @@ def assemble(arguments: TrainArguments, console: Console) -> Run:
 
 
 def _count_weights(model: torch.nn.Module) -> tuple[int, int]:
-    """All weights, and those that are trained."""
+    """All weights, and those that require gradients."""
     counts = [(num_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)
 
@@ -163,6 +165,6 @@ def _add_ledger(
         return None
     num_cycles = _COUNTED_CYCLES if arguments.method.memory_ledger == "first_cycles" else None
     model: Any = trainer.model
-    ledger = LedgerLines(model, method.cycle(), display.say, num_cycles)
+    ledger = LedgerLines(model, method.cycle(), display.say, num_cycles, method.claim_state)
     trainer.add_callback(ledger)
     return ledger

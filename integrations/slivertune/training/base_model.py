@@ -22,7 +22,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slivertune.training import aside
+from slivertune import aside
 from slivertune.training.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, make_byte_tokenizer
 from slivertune.training.corpus import collect_docstrings
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from slivertune.training import aside
+from slivertune import aside
 from slivertune.training.checkpoints import (
     MARKER_NAME,
     checkpoint_folders,

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from slivertune.training import aside
+from slivertune import aside
 
 MARKER_NAME = "slivertune_checkpoint.json"
 _FORMAT = 1

@@ -13,9 +13,10 @@ from slivertune.training.hift_arguments import HiFTArguments
 from slivertune.training.lora_arguments import LoraArguments
 from slivertune.training.method_arguments import Method
 from slivertune.training.model_arguments import ModelArguments
+from slivertune.training.sft_arguments import SFTArguments
 from slivertune.training.token_arguments import TokenArguments
 
-_SETTINGS_OF_METHOD: dict[Method, Any] = {"hift": HiFTArguments, "lora": LoraArguments}
+_SETTINGS_OF_METHOD: dict[Method, Any] = {"hift": HiFTArguments, "sft": SFTArguments, "lora": LoraArguments}
 """What one method alone reads."""
 _FOUR_BIT_REASONS: dict[Method, str] = {
     "dense": "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps",
@@ -71,8 +72,8 @@ def check_model(method: Method, model: ModelArguments) -> None:
         return
     if method in _FOUR_BIT_REASONS:
         raise ValueError(
-            f"--load_in_4bit does not go with --method {method}: {_FOUR_BIT_REASONS[method]}; take --method lora, "
-            "which trains adapters beside them, or leave out --load_in_4bit"
+            f"--load_in_4bit does not go with --method {method}: {_FOUR_BIT_REASONS[method]}; take --method lora or "
+            "sft, which train adapters or deltas beside them, or leave out --load_in_4bit"
         )
     require("bitsandbytes", "--load_in_4bit")
 
@@ -113,6 +114,11 @@ def check_training(method: Method, data: DataArguments, training: TrainingArgume
             raise ValueError(
                 f"--optim {optim} can't be HiFT's base optimizer: {reason}; take adamw_torch, or --method dense"
             )
+    if method == "sft" and training.load_best_model_at_end:
+        raise ValueError(
+            "--load_best_model_at_end does not go with --method sft: the Trainer would bring back the best weights "
+            "without the deltas that belong to them; leave it out"
+        )
     # These tasks bring a loss and a metric of their own, beside which the Trainer would ignore these in silence.
     for name in ("label_smoothing_factor", "batch_eval_metrics"):
         if data.task != "causal_lm" and getattr(training, name):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from slivertune import __version__
+from slivertune.sft.holder import HOLDER_NAME
 from slivertune.training.checks import enum_value
 from slivertune.training.ready import Run
 
@@ -30,7 +31,7 @@ def describe(run: Run) -> None:
     if run.tokens is not None:
         say(run.tokens.line())
     schedule = enum_value(training.lr_scheduler_type)
-    say(f"  rate    {training.learning_rate:g}, {enum_value(training.optim)}, {schedule} schedule")
+    say(f"  rate    {training.learning_rate:g}, {run.method.optimizer_name(training)}, {schedule} schedule")
     say(f"  writes  {training.output_dir}")
     is_own_rate = arguments.model.model_name_or_path is None or "learning_rate" in arguments.given
     notes = run.method.notes(model, learning_rate=None if is_own_rate else training.learning_rate)
@@ -41,12 +42,13 @@ def describe(run: Run) -> None:
 
 
 def _kinds_of_weights(model: torch.nn.Module) -> str:
-    """What the weights are held in, as "float32" or "bfloat16/nf4"."""
+    """What the weights are held in, as "float32" or "bfloat16/nf4"; SFT's deltas are none."""
     return "/".join(
         sorted(
             {
                 str(parameter.dtype).removeprefix("torch.") if quantised is None else str(quantised.quant_type)
-                for parameter in model.parameters()
+                for name, parameter in model.named_parameters()
+                if HOLDER_NAME not in name.split(".")
                 for quantised in [getattr(parameter, "quant_state", None)]
             }
         )

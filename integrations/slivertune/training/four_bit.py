@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, Trainer
 
 from slivertune.layers import find_layers
 from slivertune.training.precision import Precision
@@ -65,6 +68,44 @@ def prepare_four_bit(model: PreTrainedModel) -> None:
         parameters = list(module.parameters(recurse=False))
         if parameters and not list(module.children()) and all(parameter.ndim == 1 for parameter in parameters):
             module.float()
+
+
+@contextmanager
+def admitted_by_trainer(model: Any) -> Iterator[None]:
+    """Let a Trainer be made for a model with 4-bit weights inside, though it has no adapters of PEFT.
+
+    The Trainer refuses quantised models without PEFT, and asks for the mark on the model, once, when it is made. What
+    trains beside the codes without PEFT takes the mark off for that time.
+
+    Args:
+        model: The model; its mark is back afterwards.
+    """
+    model.is_quantized = False
+    try:
+        yield
+    finally:
+        model.is_quantized = True
+
+
+class SilenceAboutCodes(logging.Filter):
+    """Keeps a Trainer that resumes from naming every quantisation state of the checkpoint as unexpected.
+
+    The codes never change, and the model has their states already, outside of what torch loads. Works from `begin` to
+    `end`.
+    """
+
+    def begin(self) -> None:
+        """Drop the warning from here on."""
+        logging.getLogger(Trainer.__module__).addFilter(self)
+
+    def end(self) -> None:
+        """Let all warnings pass again; harmless before `begin`."""
+        logging.getLogger(Trainer.__module__).removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record passes."""
+        message = record.getMessage()
+        return not (message.startswith("There were unexpected keys in the checkpoint") and ".quant_state." in message)
 
 
 def num_weights(parameter: nn.Parameter) -> int:

@@ -75,13 +75,23 @@ class LedgerLines(TrainerCallback):
         cycle: What makes a cycle.
         say: Shows a line to the user.
         num_cycles: Stop counting after this many cycles; None never stops.
+        claim_state: Called whenever counting begins: claims the state of an optimizer that had some before, which
+            `Optimizer.state` does not show.
     """
 
-    def __init__(self, model: nn.Module, cycle: Cycle, say: Say, num_cycles: int | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cycle: Cycle,
+        say: Say,
+        num_cycles: int | None = None,
+        claim_state: Callable[[], None] | None = None,
+    ) -> None:
         self._ledger = Ledger(model)
         self._cycles = cycle
         self._say = say
         self._remaining = num_cycles
+        self._claim_state = claim_state
         self._cycle = 0
         self._is_counting = False
         self._num_claimed = 0
@@ -103,6 +113,8 @@ class LedgerLines(TrainerCallback):
         if self._remaining != 0 and not self._is_counting:
             self._ledger.__enter__()
             self._is_counting = True
+            if self._claim_state is not None:
+                self._claim_state()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

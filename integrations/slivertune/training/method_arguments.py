@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Method = Literal["dense", "hift", "lora"]
+Method = Literal["dense", "hift", "sft", "lora"]
 LedgerUse = Literal["every_cycle", "first_cycles", "off"]
 
 
@@ -20,7 +20,8 @@ class MethodArguments:
     method: Method = field(
         default="hift",
         metadata={
-            "help": "hift: one group of layers an update, the rest frozen; lora: small adapters beside frozen weights "
+            "help": "hift: one group of layers an update, the rest frozen; sft: a sparse choice of weights, renewed "
+            "now and then, and --output_dir/delta holds their deltas; lora: small adapters beside frozen weights "
             "(PEFT), and --output_dir/model holds the adapter alone; dense: all weights every update."
         },
     )

@@ -22,16 +22,18 @@ class ModelArguments:
     weights_dtype: WeightsDtype = field(
         default="auto",
         metadata={
-            "help": "In what the weights are held. auto with hift: bf16 under --bf16 (each with an fp32 master, see "
-            "--master), else as stored, with fp16 read as bf16. auto with dense: fp32; --bf16 then is autocast. auto "
-            "with lora: frozen weights in bf16 under --bf16, else fp32; adapters always in fp32."
+            "help": "In what the weights are held. auto with hift and sft: bf16 under --bf16 (hift: each with an "
+            "fp32 master, see --master; sft: with fp32 deltas), else as stored, with fp16 read as bf16. auto with "
+            "dense: fp32; --bf16 then is autocast. auto with lora, and sft over 4 bits: frozen weights in bf16 under "
+            "--bf16, else fp32; adapters and deltas always in fp32."
         },
     )
     load_in_4bit: bool = field(
         default=False,
         metadata={
-            "help": "lora: hold the frozen linear layers of the blocks in 4 bits (bitsandbytes NF4 with double "
-            "quantisation); with --method lora this is QLoRA."
+            "help": "lora, sft: hold the frozen linear layers of the blocks in 4 bits (bitsandbytes NF4 with double "
+            "quantisation); with --method lora this is QLoRA, with --method sft the deltas lie beside the codes, and "
+            "--output_dir holds the deltas alone."
         },
     )
     attn_implementation: str | None = field(

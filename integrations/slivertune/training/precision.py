@@ -11,6 +11,9 @@ from slivertune.training.model_arguments import WeightsDtype
 Loading = Literal["fp32", "bf16", "stored"]
 Autocast = Literal["no", "bf16", "fp16"]
 
+_BEYOND_BF16: tuple[Method, ...] = ("hift", "sft")
+"""Methods that keep in fp32 what bf16 weights have no room for."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
@@ -22,7 +25,9 @@ class Precision:
     """The Trainer's mixed precision; "no" where all that is trained is bf16."""
 
 
-def choose_precision(method: Method, weights_dtype: WeightsDtype, *, bf16: bool, fp16: bool) -> Precision:
+def choose_precision(
+    method: Method, weights_dtype: WeightsDtype, *, bf16: bool, fp16: bool, four_bit: bool = False
+) -> Precision:
     """Settle the precision of a run.
 
     `--bf16` with HiFT means the paper's Mixed^Hi: weights in bf16, whose fp32 masters wait on the host. Autocast is
@@ -30,11 +35,15 @@ def choose_precision(method: Method, weights_dtype: WeightsDtype, *, bf16: bool,
     weights under bf16 autocast, as in the Trainer. LoRA's frozen weights need no masters, and its adapters are held in
     fp32, so there `--bf16` is both: weights in bf16 (unless `--weights_dtype` says fp32), and bf16 autocast.
 
+    SFT adds fp32 deltas to weights that may be bf16, so it holds them as HiFT does; beside 4-bit weights, where norms
+    are fp32, as LoRA does.
+
     Args:
         method: How the model is trained.
         weights_dtype: `--weights_dtype`.
         bf16: `--bf16`, or a launcher's mixed precision.
         fp16: `--fp16`, or a launcher's; not together with `bf16`.
+        four_bit: Whether the blocks' linear layers are held in 4 bits.
 
     Returns:
         What to load and how to compute.
@@ -46,12 +55,12 @@ def choose_precision(method: Method, weights_dtype: WeightsDtype, *, bf16: bool,
         if weights_dtype == "bf16":
             raise ValueError("--fp16 autocast needs fp32 weights; leave out --weights_dtype bf16, or take --bf16")
         return Precision(loading="fp32", autocast="fp16")
-    if method == "lora":
+    if method == "lora" or four_bit:
         is_bf16 = bf16 or weights_dtype == "bf16"
         loading: Loading = "bf16" if is_bf16 and weights_dtype != "fp32" else "fp32"
         return Precision(loading=loading, autocast="bf16" if is_bf16 else "no")
-    if weights_dtype == "bf16" or (weights_dtype == "auto" and bf16 and method == "hift"):
+    if weights_dtype == "bf16" or (weights_dtype == "auto" and bf16 and method in _BEYOND_BF16):
         return Precision(loading="bf16", autocast="no")
-    if weights_dtype == "auto" and method == "hift":
+    if weights_dtype == "auto" and method in _BEYOND_BF16:
         return Precision(loading="stored", autocast="no")
     return Precision(loading="fp32", autocast="bf16" if bf16 else "no")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slivertune import __version__
+from slivertune import __version__, aside
 from slivertune.ledger import Census
-from slivertune.training import aside
 
 RESULTS_NAME = "results.json"
 _PEAK_ROWS = {
@@ -73,9 +73,14 @@ class Results:
     """Bytes alive at the moment of the largest total on the device, during updates."""
     highest: Census | None
     """Each kind's own highest value during updates; the moments differ."""
-    model_folder: Path
+    model_folder: Path | None
+    """None where deltas are all that was saved."""
     checkpoint: Path | None
     sample: Sample | None
+    delta_folder: Path | None = None
+    """Where SFT's deltas lie."""
+    merge_command: tuple[str, ...] | None = None
+    """Makes a model of the deltas, where there is none."""
     command: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=platform_versions)
 
@@ -85,8 +90,8 @@ class Results:
         values["peak_bytes"] = None if self.peak is None else {**values["peak"], "device": self.peak.device}
         values["highest_bytes"] = values["highest"]
         del values["peak"], values["highest"]
-        values["model_folder"] = str(self.model_folder)
-        values["checkpoint"] = None if self.checkpoint is None else str(self.checkpoint)
+        for name in ("model_folder", "delta_folder", "checkpoint"):
+            values[name] = None if values[name] is None else str(values[name])
         return values
 
 
@@ -147,7 +152,18 @@ def _figures(results: Results, results_path: Path) -> Table:
         grid.add_row("updates a second", f"{results.steps_per_second:.2f}")
     if results.num_skipped:
         grid.add_row("updates skipped", f"{results.num_skipped} (a loss or gradient was not finite)")
-    grid.add_row("model", Text(str(results.model_folder)))
+    if results.model_folder is not None:
+        grid.add_row("model", Text(str(results.model_folder)))
+    if results.delta_folder is not None:
+        grid.add_row("deltas", Text(str(results.delta_folder)))
+    if results.merge_command is not None:
+        grid.add_row(
+            "model",
+            Text(
+                "not saved, as 4-bit weights can't hold the deltas; nearly the same, on the base's weights, comes by: "
+                + shlex.join(results.merge_command)
+            ),
+        )
     if results.checkpoint is not None:
         grid.add_row("last checkpoint", Text(str(results.checkpoint)))
     grid.add_row("figures", Text(str(results_path)))

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from slivertune.training import aside
 from slivertune.training.arguments import TrainArguments
 from slivertune.training.checkpoints import newest_whole
 from slivertune.training.checks import enum_value
@@ -16,9 +15,6 @@ from slivertune.training.display import describe_metrics
 from slivertune.training.ready import Run
 from slivertune.training.report import Results, Sample, print_results, write_results
 from slivertune.training.samples import Probe
-
-MODEL_FOLDER = "model"
-"""Where the trained model lies in a run's folder, without optimizer state."""
 
 
 def execute(run: Run, console: Console) -> Results:
@@ -67,6 +63,7 @@ def _execute(run: Run, console: Console) -> Results:
     output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     after = _evaluate(run)
     checkpoint, _ = newest_whole(output_folder, read_files=False)
+    saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path)
     results = Results(
         method=run.method.name,
         model=run.model_name,
@@ -82,7 +79,9 @@ def _execute(run: Run, console: Console) -> Results:
         num_skipped=run.guard.num_skipped,
         peak=None if run.ledger is None else run.ledger.peak,
         highest=None if run.ledger is None else run.ledger.highest,
-        model_folder=_save_model(run, output_folder),
+        model_folder=saved.model,
+        delta_folder=saved.deltas,
+        merge_command=saved.merge_command,
         checkpoint=checkpoint,
         sample=None if run.probe is None else _ask_again(run, run.probe),
         command=run.arguments.command,
@@ -101,13 +100,6 @@ def _evaluate(run: Run) -> dict[str, float]:
     return {name: float(metrics[name]) for name in ("eval_loss", "eval_accuracy") if name in metrics}
 
 
-def _save_model(run: Run, output_folder: Path) -> Path:
-    folder = output_folder / MODEL_FOLDER
-    with aside.folder_aside(folder) as new:
-        run.trainer.save_model(str(new))
-    return folder
-
-
 def _settings(run: Run) -> dict[str, Any]:
     """What decides the figures, beside the model and the data."""
     training = run.arguments.training
@@ -123,7 +115,10 @@ def _settings(run: Run) -> dict[str, Any]:
             "seed",
         )
     }
-    settings |= {name: enum_value(getattr(training, name)) for name in ("optim", "lr_scheduler_type")}
+    settings |= {
+        "optim": run.method.optimizer_name(training),
+        "lr_scheduler_type": enum_value(training.lr_scheduler_type),
+    }
     settings |= {"weights": run.arguments.precision.loading, "autocast": run.arguments.precision.autocast}
     settings |= {"max_length": run.task.max_length, "load_in_4bit": run.arguments.model.load_in_4bit}
     settings |= {"token_ratio": None, "token_pattern": None} if run.tokens is None else run.tokens.settings()

@@ -6,6 +6,7 @@ from slivertune.training.arguments import TrainArguments
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
 from slivertune.training.methods.method import DenseMethod, TrainingMethod
+from slivertune.training.methods.sft import SFTMethod
 
 
 def choose_method(arguments: TrainArguments) -> TrainingMethod:
@@ -17,6 +18,8 @@ def choose_method(arguments: TrainArguments) -> TrainingMethod:
     match arguments.method.method:
         case "hift":
             return HiFTMethod(arguments.hift, arguments.training.seed)
+        case "sft":
+            return SFTMethod(arguments.sft, arguments.training.seed)
         case "lora":
             return LoraMethod(arguments.lora, arguments.model.model_revision)
         case "dense":

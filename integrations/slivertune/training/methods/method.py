@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from slivertune import aside
+from slivertune.training.checks import enum_value
 from slivertune.training.ledger_lines import Cycle, DenseCycle
 from slivertune.training.method_arguments import Method
 from slivertune.training.task import Task
@@ -16,10 +21,27 @@ FEWEST_UPDATES_A_LINE = 8
 """A cycle shorter than this shares its line with the next ones."""
 
 
+MODEL_FOLDER = "model"
+"""Where the trained model lies in a run's folder, without optimizer state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """What a run leaves behind, beside its checkpoints."""
+
+    model: Path | None
+    """Folder of the trained model, or None where deltas are all there is."""
+    deltas: Path | None = None
+    """Folder of SFT's deltas."""
+    merge_command: tuple[str, ...] | None = None
+    """Makes a model of the deltas, where there is none."""
+
+
 class TrainingMethod:
     """How a run trains; a subclass overrides what its method does otherwise than the stock Trainer.
 
-    The calls come in this order: `adapt` with the model, `attach` with the Trainer that holds it, then the rest.
+    The calls come in this order: `adapt` with the model, `admit` around the making of the Trainer, `attach` with it,
+    then the rest.
     """
 
     name: Method
@@ -44,6 +66,14 @@ class TrainingMethod:
         """
         return model
 
+    def admit(self, model: Any) -> AbstractContextManager[None]:
+        """What the Trainer must be made in, to take this model.
+
+        Args:
+            model: What `adapt` returned.
+        """
+        return nullcontext()
+
     def attach(self, trainer: Trainer) -> None:
         """Take part in a Trainer that has not trained yet.
 
@@ -53,6 +83,25 @@ class TrainingMethod:
         Raises:
             ValueError: If the settings don't fit the model.
         """
+
+    def num_trained(self, num_trainable: int) -> int:
+        """How many weights are trained.
+
+        Args:
+            num_trainable: Weights that required gradients before `attach`.
+        """
+        return num_trainable
+
+    def optimizer_name(self, training: TrainingArguments) -> str:
+        """What to call the optimizer.
+
+        Args:
+            training: The Trainer's arguments.
+        """
+        return enum_value(training.optim)
+
+    def claim_state(self) -> None:
+        """Tell a memory ledger that was just entered what is state, where the optimizer does not show it."""
 
     def cycle(self) -> Cycle:
         """What makes a line of the memory ledger."""
@@ -78,6 +127,19 @@ class TrainingMethod:
     def settings(self) -> dict[str, Any]:
         """What decides the figures; plain JSON."""
         return {}
+
+    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str) -> Saved:
+        """Write what was trained, when it is.
+
+        Args:
+            trainer: Holds the trained model.
+            output_folder: The run's folder.
+            base_name: Folder or hub id of the model that was fine-tuned.
+        """
+        folder = output_folder / MODEL_FOLDER
+        with aside.folder_aside(folder) as new:
+            trainer.save_model(str(new))
+        return Saved(model=folder)
 
     def close(self) -> None:
         """Take everything off the model, also after a failure."""

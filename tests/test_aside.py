@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.training.aside import folder_aside, write_json
+from slivertune.aside import folder_aside, write_json
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -1,0 +1,148 @@
+"""Whether a saved state belongs to this optimizer: checked whole before anything is changed. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slivertune.sft.delta import check_positions, read_flat
+from slivertune.sft.selection import contains
+from slivertune.sft.weight import SparseWeight
+
+VERSION = 1
+"""Version of the saved form."""
+
+
+class StateMismatchError(ValueError):
+    """A saved state is of another model or selection, or is damaged."""
+
+
+def check_header(saved: Mapping[str, Any], selection: str, names: Sequence[str], num_param_groups: int) -> None:
+    """Compare what identifies a state.
+
+    Args:
+        saved: The state to load.
+        selection: This optimizer's way of selection.
+        names: Its tensors.
+        num_param_groups: Its param groups.
+
+    Raises:
+        StateMismatchError: Naming the first thing that differs.
+    """
+    for key in ("state", "param_groups", "sft"):
+        if key not in saved:
+            raise StateMismatchError(
+                f"this is no state of SFT: it has no {key!r}; save one with optimizer.state_dict()"
+            )
+    header = saved["sft"]
+    if header.get("version") != VERSION:
+        raise StateMismatchError(
+            f"the saved state has version {header.get('version')!r}, this library reads {VERSION}; "
+            "continue with the version that wrote it"
+        )
+    if header.get("selection") != selection:
+        raise StateMismatchError(
+            f"the saved state was selected by {header.get('selection')!r}, this optimizer by {selection!r}; "
+            "build it with the settings of the saved run"
+        )
+    updates = header.get("updates")
+    if not isinstance(updates, int) or updates < 0:
+        raise StateMismatchError(f"the saved state is damaged: updates={updates!r}; use another checkpoint")
+    if len(saved["param_groups"]) != num_param_groups:
+        raise StateMismatchError(
+            f"the saved state has {len(saved['param_groups'])} param groups, this optimizer {num_param_groups}; "
+            "the checkpoint is of another optimizer or damaged"
+        )
+    missing, unknown = sorted(set(names) - set(saved["state"])), sorted(set(saved["state"]) - set(names))
+    if missing or unknown:
+        raise StateMismatchError(
+            f"the saved state is of another model or other targets: it lacks {_short(missing)}, and this optimizer "
+            f"does not train {_short(unknown)}; build it with the targets of the saved run"
+        )
+
+
+def check_weight(weight: SparseWeight, state: Mapping[str, Any]) -> None:
+    """Check one tensor's saved state, its pretrained values included.
+
+    Args:
+        weight: The tensor as this optimizer has it.
+        state: What was saved for it.
+
+    Raises:
+        StateMismatchError: Naming the tensor and what is wrong.
+    """
+    name, target = weight.name, weight.target
+    num_active = len(state["indices"]) if "indices" in state else 0
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "indices": ((num_active,), torch.int32),
+        "delta": ((num_active,), weight.phi.dtype),
+    }
+    shapes = weight.moments.expected_shapes(num_active, target.shape)
+    expected |= {key: (shapes[key], tensor.dtype) for key, tensor in weight.moments.tensors().items()}
+    if not target.is_4bit:
+        expected["base"] = ((num_active,), target.parameter.dtype)
+    _check_tensors(name, state, expected)
+    ages = state.get("age", state.get("cohort_ages"))
+    if ages is not None and bool((ages < 0).any()):
+        raise StateMismatchError(f"the saved state of {name} has negative ages; the checkpoint is damaged")
+    if "cohort" in expected and num_active and int(state["cohort"].max()) >= len(state["cohort_ages"]):
+        raise StateMismatchError(f"the saved state of {name} has cohorts without an age; the checkpoint is damaged")
+    for estimate in state.get("estimates", {}).values():
+        candidates = estimate.get("indices")
+        extent = (len(candidates) if isinstance(candidates, torch.Tensor) else 0,)
+        floats = dict.fromkeys(("sum", "sum_of_squares"), (extent, weight.phi.dtype))
+        _check_tensors(f"{name}'s estimate", estimate, {"indices": (extent, torch.int32), **floats})
+        if not isinstance(estimate.get("num_steps"), int):
+            raise StateMismatchError(f"the saved state of {name} is damaged: its estimate has no number of updates")
+    try:
+        check_positions(state["indices"], math.prod(target.shape))
+        for estimate in state.get("estimates", {}).values():
+            check_positions(estimate["indices"], math.prod(target.shape))
+    except ValueError as error:
+        raise StateMismatchError(f"the saved state of {name}: {error}") from error
+    if not target.is_4bit:
+        _check_base(weight, state)
+
+
+def _check_tensors(
+    name: str, state: Mapping[str, Any], expected: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    for key, (shape, dtype) in expected.items():
+        tensor = state.get(key)
+        if not isinstance(tensor, torch.Tensor):
+            raise StateMismatchError(
+                f"the saved state of {name} lacks {key!r}; build the optimizer as the saved run did"
+            )
+        fits = tensor.ndim == len(shape) and all(b in (a, -1) for a, b in zip(tensor.shape, shape, strict=True))
+        if not fits or tensor.dtype != dtype:
+            raise StateMismatchError(
+                f"the saved state of {name} has {key!r} of shape {tuple(tensor.shape)} and {tensor.dtype}, expected "
+                f"{shape} and {dtype}; the checkpoint is of another model, of other settings (packed) or damaged"
+            )
+
+
+def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:
+    """The model must hold the pretrained values that the deltas belong to, or already their sum with the deltas."""
+    device = weight.target.parameter.device
+    indices, base, delta = (state[key].to(device) for key in ("indices", "base", "delta"))
+    present = read_flat(weight.target.parameter, indices)
+    own_base = weight.base_values()
+    if weight.merged and own_base is not None:
+        own = contains(weight.indices, indices)
+        present[own] = own_base[contains(indices, weight.indices)]
+    merged = (base.float() + delta).to(base.dtype)
+    num_foreign = int(((present != base) & (present != merged)).sum())
+    if num_foreign:
+        raise StateMismatchError(
+            f"{num_foreign} of {indices.numel()} saved entries of {weight.name} belong to other pretrained values "
+            "than the model has; load the weights that the saved run began with, or those of its checkpoint"
+        )
+
+
+def _short(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    return repr(list(names)) if len(names) <= 3 else f"{list(names[:3])} and {len(names) - 3} more"

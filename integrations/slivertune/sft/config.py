@@ -1,0 +1,129 @@
+"""What a user can choose about SFT."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+Selection = Literal["accumulated_gradient", "momentum"]
+Form = Literal["auto", "optimizer", "layer"]
+PhiGradient = Literal["chunked", "sampled"]
+
+DEFAULT_LORA_RANK = 64
+"""The paper's best setting (appendix A); taken if the number of weights is not given in any way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTConfig:
+    """Settings of SFT; the paper's symbols in parentheses.
+
+    How many weights are trained is said in at most one way: `density`, `num_weights` or `equivalent_lora_rank`. The
+    share is the same in every tensor.
+
+    Raises:
+        ValueError: If a value is outside what its field says.
+    """
+
+    density: float | None = None
+    """Share of each target tensor that is trained, in (0, 1]; at least one weight a tensor."""
+    num_weights: int | None = None
+    """Weights trained in all targets together (d_phi)."""
+    equivalent_lora_rank: int | None = None
+    """As many weights as LoRA of this rank would train on the same matrices. 64 if nothing is said."""
+    selection: Selection = "accumulated_gradient"
+    """How weights are grown: by the gradient accumulated over `estimation_steps` updates, trained by AdamW (AG), or by
+    the row and column accumulators of the SM3 optimizer that trains them (MA), which takes less memory."""
+    reselection_interval: int | None = 20
+    """Updates between two reselections (S). None keeps the first, random choice for the whole run."""
+    estimation_steps: int = 5
+    """Updates of AG's estimation phase before each reselection (gamma); the first reselection ends the first."""
+    replacement_rate: float = 0.2
+    """Peak share of the weights that a reselection replaces (alpha), in [0, 1]; falls to 0 at the end of training."""
+    targets: Sequence[str | type[nn.Module]] | None = None
+    """What is trained: ends of module paths ("q_proj"), ends of parameter names ("q_proj.bias"), module classes. None
+    takes the weights of all linear layers of the blocks that require gradients."""
+    embeddings: bool = False
+    """Whether the weights of all `nn.Embedding` modules are targets, too."""
+    form: Form = "auto"
+    """Where the deltas live: in the dense weights, kept by the optimizer (`optimizer`), or beside frozen weights, added
+    by the layer (`layer`). `auto` takes the layer form for 4-bit weights alone."""
+    phi_gradient: PhiGradient = "chunked"
+    """How the layer form computes the gradient of its deltas: by dense products of 1,024 rows at a time, as exact as
+    the optimizer form; or by `torch.sparse.sampled_addmm` on fp32 on a CPU, faster at low density, with sums in another
+    order (relative differences of 1e-6)."""
+    redistribute: bool = False
+    """Whether a reselection may move weights between tensors, to between a quarter and four times a tensor's share.
+    Not in the paper."""
+    packed: bool = False
+    """Whether what is kept for a weight is halved: 16-bit positions, bf16 deltas and moments that are rounded at
+    random, one byte of age. For bf16 weights 11 bytes with AG (23 in an estimation phase) and 6 with MA, in place of 20
+    (36) and 10."""
+    max_grad_norm: float | None = None
+    """Largest norm of the gradient of all trained weights together; larger gradients are scaled down in `step`. None
+    leaves clipping to the training loop."""
+    seed: int = 0
+    """Seed of the first choice; must be the same on all ranks."""
+
+    def __post_init__(self) -> None:
+        self._check_amount()
+        _one_of("selection", self.selection, get_args(Selection))
+        _one_of("form", self.form, get_args(Form))
+        _one_of("phi_gradient", self.phi_gradient, get_args(PhiGradient))
+        _integer("estimation_steps", self.estimation_steps, 1)
+        if not 0 <= self.replacement_rate <= 1:
+            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper has 0.2")
+        _integer("seed", self.seed)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive; None does not clip")
+        self._check_targets()
+        self._check_interval()
+
+    def _check_amount(self) -> None:
+        given = [name for name in ("density", "num_weights", "equivalent_lora_rank") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} say the same thing, how many weights are trained; give one")
+        if self.density is not None and not (0 < self.density <= 1 and math.isfinite(self.density)):
+            raise ValueError(f"density={self.density} must be in (0, 1]; the paper trains 0.003 to 0.023 of a model")
+        for name in ("num_weights", "equivalent_lora_rank"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 1)
+
+    def _check_targets(self) -> None:
+        if isinstance(self.targets, str):
+            raise ValueError(f"targets is the string {self.targets!r}; write a list of names, [{self.targets!r}]")
+        if self.targets is not None and not self.targets:
+            raise ValueError("targets is empty; name modules, parameters or classes, or leave it None for all blocks")
+        for target in self.targets or ():
+            if not _names_modules(target):
+                raise ValueError(f"targets has {target!r}; it takes names and classes of modules")
+
+    def _check_interval(self) -> None:
+        if self.reselection_interval is None:
+            return
+        _integer("reselection_interval", self.reselection_interval, 1)
+        if self.selection == "accumulated_gradient" and self.reselection_interval <= self.estimation_steps:
+            raise ValueError(
+                f"reselection_interval={self.reselection_interval} must be greater than "
+                f"estimation_steps={self.estimation_steps}, which are the last updates of each interval; raise the one "
+                'or lower the other, or use selection="momentum", which has no estimation phase'
+            )
+
+
+def _names_modules(target: object) -> bool:
+    return isinstance(target, str) or (isinstance(target, type) and issubclass(target, nn.Module))
+
+
+def _integer(name: str, value: object, minimum: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name}={value} must be at least {minimum}")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")

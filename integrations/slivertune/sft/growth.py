@@ -1,0 +1,206 @@
+"""AG's estimate of the gradient of weights that are not trained yet (SFT, section 3.2, equation 8).
+
+In the first update of an estimation phase a pool of twice as many entries as the tensor trains follows the accumulated
+gradient over all its micro-batches; the largest become the candidates, whose gradients are then followed exactly. The
+paper takes the candidates from one batch, its code from the first micro-batch alone, where the noise is largest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slivertune.ledger import claim
+from slivertune.sft.selection import largest_entries, largest_of
+
+POOL_FACTOR = 2
+"""Entries of the pool for each trained weight."""
+PACKED_POOL_FACTOR = 1.5
+"""The same where memory for 12 bytes a weight is all there is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """What is known of the candidates when a phase ends."""
+
+    indices: torch.Tensor
+    """int32, shape (m,), sorted."""
+    mean: torch.Tensor
+    """fp32, shape (m,): the gradient's mean over the phase's updates."""
+    mean_square: torch.Tensor
+    """fp32, shape (m,): the mean of its square."""
+    num_steps: int
+    """Updates that were averaged."""
+
+
+class GrowthEstimator:
+    """Follows the gradients of one tensor's growth candidates through an estimation phase.
+
+    Holds 16 bytes for each trained weight: the pool's index and gradient for two entries, then a candidate's index,
+    gradient of the running update, sum, and sum of squares. Packed, 12 bytes: a smaller pool, and sums in bf16.
+
+    Args:
+        num_elements: Elements of the tensor.
+        num_active: Its trained weights; as many of the others become candidates.
+        num_spare: Candidates beyond that, where others may be grown before the phase ends.
+        packed: Whether to take 12 bytes in place of 16.
+    """
+
+    def __init__(self, num_elements: int, num_active: int, *, num_spare: int = 0, packed: bool = False) -> None:
+        num_inactive = num_elements - num_active
+        self.num_candidates = min(num_active + num_spare, num_inactive)
+        pool_size = int((PACKED_POOL_FACTOR if packed else POOL_FACTOR) * num_active)
+        self._pool_size = min(max(pool_size, self.num_candidates), num_inactive)
+        self._dtype = torch.bfloat16 if packed else torch.float32
+        self._indices: torch.Tensor | None = None
+        self._step: torch.Tensor | None = None
+        self._sum: torch.Tensor | None = None
+        self._sum_of_squares: torch.Tensor | None = None
+        self._entrants: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._serial = -1
+        self.num_steps = 0
+
+    @property
+    def has_candidates(self) -> bool:
+        """Whether the first update of the phase is over."""
+        return self._sum is not None
+
+    def pool_magnitudes(self) -> torch.Tensor | None:
+        """Magnitudes in the pool at the end of the first update, fp32; None before and after."""
+        return None if self._step is None or self.has_candidates else self._step.abs()
+
+    def begin(self, serial: int) -> None:
+        """Note which update the coming gradients belong to; those of an abandoned one are forgotten."""
+        if serial == self._serial:
+            return
+        self._serial = serial
+        self._entrants = []
+        if self._step is None:
+            return
+        if self.has_candidates:
+            self._step.zero_()
+        else:
+            self._indices = self._step = None
+
+    @torch.no_grad()
+    def feed(self, gradient: torch.Tensor, start: int, active: torch.Tensor) -> None:
+        """Add a part of one micro-batch's dense gradient; it is only read.
+
+        Args:
+            gradient: Any floating dtype, shape (n,), contiguous.
+            start: Position of its first element in the flattened tensor.
+            active: int32, sorted: the tensor's trained positions, which can't be grown.
+        """
+        barred = [active[_within(active, start, gradient.numel())]]
+        if self._indices is not None and self._step is not None:
+            part = _within(self._indices, start, gradient.numel())
+            known = self._indices[part]
+            self._step[part] += gradient.index_select(0, known - start).float()
+            barred.append(known)
+        if not self.has_candidates:
+            found = largest_entries(gradient, self._pool_size, [positions.long() - start for positions in barred])
+            self._entrants.append(((found + start).int(), gradient.index_select(0, found).float()))
+            # Merged with those of the parts before, so that no more than a pool's size waits.
+            self._entrants = [_largest_of_all(self._entrants, self._pool_size)]
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """All parts of a micro-batch's gradient were fed: let the largest newcomers into the pool."""
+        if self.has_candidates or not self._entrants:
+            return
+        parts = self._entrants
+        if self._indices is not None and self._step is not None:
+            parts = [(self._indices, self._step), *parts]
+        self._entrants = []
+        self._indices, self._step = _largest_of_all(parts, self._pool_size)
+        self._claim()
+
+    @torch.no_grad()
+    def end_step(self, serial: int, scale: torch.Tensor) -> None:
+        """Count the running update's gradients; after the first, keep the best of the pool as candidates.
+
+        Args:
+            serial: The update; if the tensor had no gradient in it, nothing is counted.
+            scale: What clipping or a loss scaler multiplied the gradients by, without dimensions.
+        """
+        if serial != self._serial or self._indices is None or self._step is None:
+            return
+        self._step *= scale
+        if self._sum is None or self._sum_of_squares is None:
+            best = largest_of(self._step.abs(), self.num_candidates)
+            self._indices, first = self._indices.masked_select(best), self._step.masked_select(best)
+            self._sum, self._sum_of_squares = first.to(self._dtype), first.square().to(self._dtype)
+            self._step = torch.zeros_like(first)
+            self._claim()
+        else:
+            self._sum.copy_(self._sum.float() + self._step)
+            self._sum_of_squares.copy_(self._sum_of_squares.float().addcmul_(self._step, self._step))
+            self._step.zero_()
+        self._serial = -1
+        self.num_steps += 1
+
+    def estimate(self) -> Estimate | None:
+        """The candidates' mean gradient and mean square, or None if the tensor had no gradient in the phase."""
+        if self._indices is None or self._sum is None or self._sum_of_squares is None:
+            return None
+        return Estimate(
+            indices=self._indices,
+            mean=self._sum.float() / self.num_steps,
+            mean_square=self._sum_of_squares.float() / self.num_steps,
+            num_steps=self.num_steps,
+        )
+
+    def to(self, device: torch.device) -> None:
+        """Move what is held."""
+        for name in ("_indices", "_step", "_sum", "_sum_of_squares"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.device != device:
+                setattr(self, name, tensor.to(device))
+        self._claim()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What continues the phase between two updates; None while no update of it has finished."""
+        if self._indices is None or self._sum is None or self._sum_of_squares is None:
+            return None
+        return {
+            "indices": self._indices,
+            "sum": self._sum,
+            "sum_of_squares": self._sum_of_squares,
+            "num_steps": self.num_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device) -> None:
+        """Continue from what `state_dict` returned; tensors are copied."""
+        self._indices = state["indices"].to(device, copy=True)
+        self._sum = state["sum"].to(device, self._dtype, copy=True)
+        self._sum_of_squares = state["sum_of_squares"].to(device, self._dtype, copy=True)
+        self._step = torch.zeros(self._sum.shape, device=device)
+        self.num_steps = state["num_steps"]
+        self._claim()
+
+    def _claim(self) -> None:
+        for tensor in (self._indices, self._step, self._sum, self._sum_of_squares):
+            if tensor is not None:
+                claim(tensor, "state")
+
+
+def _within(indices: torch.Tensor, start: int, length: int) -> slice:
+    """The part of some sorted positions that lies in a range."""
+    bounds = torch.tensor([start, start + length], device=indices.device)
+    first, last = torch.searchsorted(indices.long(), bounds).tolist()
+    return slice(first, last)
+
+
+def _largest_of_all(parts: list[tuple[torch.Tensor, torch.Tensor]], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `count` entries of largest magnitude of several disjoint sets, sorted by position."""
+    if len(parts) == 1 and parts[0][0].numel() <= count:
+        return parts[0]
+    indices = torch.cat([indices for indices, _ in parts])
+    values = torch.cat([values for _, values in parts])
+    if len(parts) > 1:
+        indices, order = indices.sort()
+        values = values[order]
+    chosen = largest_of(values.abs(), count)
+    return indices.masked_select(chosen), values.masked_select(chosen)

@@ -1,0 +1,183 @@
+"""SFT's layer form: a linear layer over W + delta whose weight stays W (SFT, equations 11 and 12)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slivertune.sft.config import PhiGradient
+from slivertune.sft.delta import read_flat
+from slivertune.sft.phi_gradient import chunked_gradient, sampled_gradient
+from slivertune.sft.targets import Target
+from slivertune.sft.weight import SparseWeight
+
+
+def check_layer_form(target: Target, phi_gradient: PhiGradient) -> None:
+    """Check that the layer form can be put on a target.
+
+    Raises:
+        ValueError: If the target is not the weight of a plain or 4-bit linear layer, or its gradient can't be sampled.
+    """
+    module, weight = target.module, target.parameter
+    if target.attribute != "weight" or not (target.is_4bit or type(module).forward is nn.Linear.forward):
+        raise ValueError(
+            f"{target.name} belongs to {type(module).__name__}; the layer form takes weights of nn.Linear and of "
+            'bitsandbytes\' Linear4bit. Use form="optimizer", or leave it out of targets'
+        )
+    if phi_gradient == "sampled" and (target.is_4bit or weight.dtype != torch.float32 or weight.device.type != "cpu"):
+        raise ValueError(
+            f'phi_gradient="sampled" takes fp32 weights on a CPU; {target.name} is {weight.dtype} on {weight.device}. '
+            'Use "chunked"'
+        )
+
+
+class DeltaLayer:
+    """Makes a linear layer compute X (W + delta)^T while its weight stays W, frozen.
+
+    Each product adds the deltas to W in place, in fp32 and rounded once, and puts W's bits back when it is done; a
+    4-bit W is dequantised into a temporary, and its codes are never written. Nothing but X is kept for the backward.
+
+    Args:
+        weight: The layer's weight; its phi gets a gradient from autograd.
+        begin: Called in each backward; returns the number of the running update.
+        phi_gradient: How phi's gradient is computed.
+    """
+
+    def __init__(self, weight: SparseWeight, begin: Callable[[], int], phi_gradient: PhiGradient) -> None:
+        self.weight = weight
+        self._begin = begin
+        self._phi_gradient = phi_gradient
+        self._is_active = True
+        module = weight.target.module
+        self._replaced = vars(module).get("forward")
+        self._original = module.forward
+        module.forward = self.forward
+
+    def remove(self) -> None:
+        """Give the layer its own forward back."""
+        self._is_active = False
+        module = self.weight.target.module
+        # Another wrapper may lie around ours by now; then ours stays and passes through.
+        if vars(module).get("forward") != self.forward:
+            return
+        if self._replaced is None:
+            del module.forward
+        else:
+            module.forward = self._replaced
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The layer's output for inputs of shape (..., in)."""
+        if not self._is_active:
+            output: torch.Tensor = self._original(inputs)
+            return output
+        self.weight.follow(self.weight.target.parameter.device)
+        bias: Any = self.weight.target.module.bias
+        dtype = self._compute_dtype(inputs)
+        compute_bias = None if bias is None else bias.to(dtype)
+        apply: Callable[..., torch.Tensor] = _Product.apply
+        product = apply(inputs.to(dtype), self.weight.phi, compute_bias, self)
+        return product.to(inputs.dtype) if self.weight.target.is_4bit else product
+
+    def _compute_dtype(self, inputs: torch.Tensor) -> torch.dtype:
+        device = inputs.device.type
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        if not self.weight.target.is_4bit:
+            return inputs.dtype
+        module: Any = self.weight.target.module
+        if not module.compute_type_is_set and inputs.dtype in (torch.float32, torch.bfloat16):
+            return inputs.dtype
+        chosen: torch.dtype = module.compute_dtype or inputs.dtype
+        return chosen
+
+    @contextmanager
+    def matrix(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """W + delta, shape (out, in), while inside."""
+        phi, indices = self.weight.phi.data, self.weight.indices.long()
+        if self.weight.target.is_4bit:
+            yield _add(dequantised(self.weight.target), indices, phi).to(dtype)
+            return
+        # `.data` leaves W's version alone: others may have saved it for their backward, and its bits come back.
+        dense = self.weight.target.parameter.data
+        base = read_flat(dense, self.weight.indices)
+        try:
+            yield _add(dense, indices, phi).to(dtype)
+        finally:
+            dense.put_(indices, base)
+
+    def phi_gradient(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """The gradient of phi, fp32; shows the dense one to the growth estimators, chunk by chunk."""
+        estimators = self.weight.estimators.values()
+        serial = self._begin()
+        if not estimators:
+            compute = sampled_gradient if self._phi_gradient == "sampled" else chunked_gradient
+            return compute(output_gradient, inputs, self.weight.indices)
+        for estimator in estimators:
+            estimator.begin(serial)
+        active = self.weight.indices
+
+        def feed(chunk: torch.Tensor, start: int) -> None:
+            for estimator in estimators:
+                estimator.feed(chunk, start, active)
+
+        gradient = chunked_gradient(output_gradient, inputs, active, feed)
+        for estimator in estimators:
+            estimator.end_backward()
+        return gradient
+
+
+def dequantised(target: Target) -> torch.Tensor:
+    """A dense copy of a 4-bit weight, shape (out, in), in the dtype that it had before.
+
+    Raises:
+        RuntimeError: If bitsandbytes has repacked the codes for inference on the CPU.
+    """
+    import bitsandbytes.functional
+
+    parameter: Any = target.parameter
+    state = parameter.quant_state
+    if getattr(state, "packing_format_for_cpu", False):
+        raise RuntimeError(
+            f"{target.name} was repacked by bitsandbytes for inference on the CPU; call model.train() before the first "
+            "forward, or load the model anew"
+        )
+    dense: torch.Tensor = bitsandbytes.functional.dequantize_4bit(parameter.data, state)
+    return dense.view(target.shape)
+
+
+def _add(dense: torch.Tensor, indices: torch.Tensor, phi: torch.Tensor) -> torch.Tensor:
+    sums = dense.take(indices).float() + phi
+    return dense.put_(indices, sums.to(dense.dtype))
+
+
+class _Product(torch.autograd.Function):
+    """Y = X (W + delta)^T + b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, phi: torch.Tensor, bias: torch.Tensor | None, layer: DeltaLayer
+    ) -> torch.Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.layer = layer
+        with layer.matrix(inputs.dtype) as matrix:
+            return F.linear(inputs, matrix, bias)
+
+    @staticmethod
+    def backward(ctx: Any, output_gradient: torch.Tensor) -> Any:
+        (inputs,) = ctx.saved_tensors
+        layer: DeltaLayer = ctx.layer
+        flat_gradient = output_gradient.reshape(-1, output_gradient.shape[-1])
+        input_gradient = phi_gradient = bias_gradient = None
+        if ctx.needs_input_grad[0]:
+            with layer.matrix(inputs.dtype) as matrix:
+                input_gradient = torch.mm(flat_gradient, matrix).view(inputs.shape)
+        if ctx.needs_input_grad[1]:
+            phi_gradient = layer.phi_gradient(flat_gradient, inputs.reshape(-1, inputs.shape[-1]))
+        if ctx.needs_input_grad[2]:
+            bias_gradient = flat_gradient.sum(0)
+        return input_gradient, phi_gradient, bias_gradient, None

@@ -1,0 +1,275 @@
+"""What the two update rules keep for a tensor's trained weights: AdamW's moments and ages, or SM3's accumulators."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from slivertune.sft.adam import adamw_, age_dtype, age_limit, seeded_moments, update_at_ages_
+from slivertune.sft.growth import Estimate
+from slivertune.sft.packing import rounded_at_random
+from slivertune.sft.sm3 import matrix_shape, sm3_
+
+_MOST_COHORTS = 256
+"""What one byte can tell apart."""
+
+
+class Moments(ABC):
+    """State of an update rule for one tensor; vectors run along its sorted indices."""
+
+    @abstractmethod
+    def update(
+        self,
+        delta: torch.Tensor,
+        gradient: torch.Tensor,
+        indices: torch.Tensor,
+        options: Mapping[str, Any],
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """Apply the rule to the deltas, in place.
+
+        Args:
+            delta: fp32, shape (n,).
+            gradient: fp32, shape (n,).
+            indices: int32, shape (n,), sorted.
+            options: Those of the param group.
+            generator: What rounds packed state at random.
+        """
+
+    @abstractmethod
+    def replace(
+        self,
+        kept: torch.Tensor,
+        num_grown: int,
+        seeds: Estimate | None,
+        order: torch.Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Follow a reselection.
+
+        Args:
+            kept: bool, shape (n,): which of the old entries stay.
+            num_grown: Entries that are new, after the kept ones.
+            seeds: What AG estimated for the new ones.
+            order: int64: sorts the kept and the new ones by position.
+            options: Those of the param group.
+        """
+
+    @abstractmethod
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state by name."""
+
+    @abstractmethod
+    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Extents of each state tensor for so many weights of a tensor of that shape; -1 is any."""
+
+    def set_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put other tensors in place of the state, by name."""
+        for name in self.tensors():
+            setattr(self, name, tensors[name])
+
+
+class AdamMoments(Moments):
+    """Two moments and an age for every trained weight: 10 bytes.
+
+    Args:
+        num_active: Trained weights.
+        betas: Decide how wide an age is.
+        device: Where the state lies.
+    """
+
+    def __init__(self, num_active: int, betas: tuple[float, float], device: torch.device) -> None:
+        self.exp_avg = torch.zeros(num_active, device=device)
+        self.exp_avg_sq = torch.zeros(num_active, device=device)
+        self.age = torch.zeros(num_active, dtype=age_dtype(betas), device=device)
+
+    def update(
+        self,
+        delta: torch.Tensor,
+        gradient: torch.Tensor,
+        indices: torch.Tensor,
+        options: Mapping[str, Any],
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """One AdamW update."""
+        adamw_(
+            delta,
+            gradient,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.age,
+            lr=float(options["lr"]),
+            betas=tuple(options["betas"]),
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+        )
+
+    def replace(
+        self,
+        kept: torch.Tensor,
+        num_grown: int,
+        seeds: Estimate | None,
+        order: torch.Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Grown weights get the moments and the age that the phase gave them."""
+        if seeds is None:
+            raise ValueError("AdamW's grown weights need the moments of an estimation phase")
+        mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
+        stay = torch.nonzero(kept).view(-1)
+        self.exp_avg = torch.cat([self.exp_avg.index_select(0, stay), mean]).index_select(0, order)
+        self.exp_avg_sq = torch.cat([self.exp_avg_sq.index_select(0, stay), square]).index_select(0, order)
+        grown_ages = torch.full((num_grown,), seeds.num_steps, dtype=self.age.dtype, device=self.age.device)
+        self.age = torch.cat([self.age.index_select(0, stay), grown_ages]).index_select(0, order)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Moments and ages."""
+        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "age": self.age}
+
+    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """One of each for every weight."""
+        return dict.fromkeys(self.tensors(), (num_active,))
+
+
+class SM3Accumulators(Moments):
+    """One accumulator a row and one a column; with momentum, 4 bytes for every trained weight.
+
+    Args:
+        shape: Extents of the dense tensor.
+        num_active: Trained weights.
+        has_momentum: Whether updates are averaged.
+        packed: Whether the averages are kept in bf16, rounded at random.
+        device: Where the state lies.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], num_active: int, has_momentum: bool, packed: bool, device: torch.device
+    ) -> None:
+        num_rows, num_columns = matrix_shape(shape)
+        self.rows = torch.zeros(num_rows, device=device)
+        self.columns = torch.zeros(num_columns, device=device)
+        dtype = torch.bfloat16 if packed else torch.float32
+        self.momentum_buffer = torch.zeros(num_active, dtype=dtype, device=device) if has_momentum else None
+
+    def update(
+        self,
+        delta: torch.Tensor,
+        gradient: torch.Tensor,
+        indices: torch.Tensor,
+        options: Mapping[str, Any],
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """One SM3-II update."""
+        momentum_buffer = None if self.momentum_buffer is None else self.momentum_buffer.float()
+        sm3_(
+            delta,
+            gradient,
+            indices,
+            self.rows,
+            self.columns,
+            momentum_buffer,
+            lr=float(options["lr"]),
+            momentum=options["momentum"],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+        )
+        if self.momentum_buffer is not None and momentum_buffer is not None and generator is not None:
+            self.momentum_buffer.copy_(rounded_at_random(momentum_buffer, generator))
+
+    def replace(
+        self,
+        kept: torch.Tensor,
+        num_grown: int,
+        seeds: Estimate | None,
+        order: torch.Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Grown weights begin without momentum; rows and columns go on."""
+        if self.momentum_buffer is not None:
+            grown = self.momentum_buffer.new_zeros(num_grown)
+            self.momentum_buffer = torch.cat([self.momentum_buffer[kept], grown])[order]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Accumulators, and the momentum if there is one."""
+        momentum = {} if self.momentum_buffer is None else {"momentum_buffer": self.momentum_buffer}
+        return {"rows": self.rows, "columns": self.columns, **momentum}
+
+    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """One accumulator a row and a column, one momentum a weight."""
+        num_rows, num_columns = matrix_shape(shape)
+        extents = {"rows": (num_rows,), "columns": (num_columns,), "momentum_buffer": (num_active,)}
+        return {name: extents[name] for name in self.tensors()}
+
+
+class PackedAdamMoments(Moments):
+    """AdamW's state in 5 bytes: two bf16 moments rounded at random, and the number of a cohort.
+
+    Weights that were grown together have one age, so a byte says which of up to 256 cohorts a weight belongs to. Where
+    there would be more, the two oldest become one, whose bias corrections differ least.
+
+    Args:
+        num_active: Trained weights.
+        device: Where the state lies.
+    """
+
+    def __init__(self, num_active: int, device: torch.device) -> None:
+        self.exp_avg = torch.zeros(num_active, dtype=torch.bfloat16, device=device)
+        self.exp_avg_sq = torch.zeros(num_active, dtype=torch.bfloat16, device=device)
+        self.cohort = torch.zeros(num_active, dtype=torch.uint8, device=device)
+        self.cohort_ages = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def update(
+        self,
+        delta: torch.Tensor,
+        gradient: torch.Tensor,
+        indices: torch.Tensor,
+        options: Mapping[str, Any],
+        generator: torch.Generator | None = None,
+    ) -> None:
+        """One AdamW update in fp32, stored in bf16."""
+        betas = tuple(options["betas"])
+        self.cohort_ages.add_(1).clamp_(max=age_limit(betas))
+        ages = self.cohort_ages.index_select(0, self.cohort.int())
+        exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
+        lr, eps, weight_decay = float(options["lr"]), options["eps"], options["weight_decay"]
+        update_at_ages_(delta, gradient, exp_avg, exp_avg_sq, ages, lr, betas, eps, weight_decay)
+        if generator is None:
+            raise ValueError("packed moments are rounded at random and need a generator")
+        self.exp_avg.copy_(rounded_at_random(exp_avg, generator))
+        self.exp_avg_sq.copy_(rounded_at_random(exp_avg_sq, generator))
+
+    def replace(
+        self,
+        kept: torch.Tensor,
+        num_grown: int,
+        seeds: Estimate | None,
+        order: torch.Tensor,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Grown weights get the moments that the phase gave them, and form a cohort."""
+        if seeds is None:
+            raise ValueError("AdamW's grown weights need the moments of an estimation phase")
+        mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
+        self.exp_avg = torch.cat([self.exp_avg[kept], mean.to(torch.bfloat16)])[order]
+        self.exp_avg_sq = torch.cat([self.exp_avg_sq[kept], square.to(torch.bfloat16)])[order]
+        ages = self.cohort_ages.index_select(0, self.cohort.int())[kept]
+        ages = torch.cat([ages, torch.full((num_grown,), seeds.num_steps, dtype=torch.int32, device=ages.device)])[
+            order
+        ]
+        cohort_ages, cohort = ages.unique(return_inverse=True)
+        if cohort_ages.numel() > _MOST_COHORTS:
+            cohort_ages = cohort_ages[:_MOST_COHORTS]
+        self.cohort_ages = cohort_ages
+        self.cohort = cohort.clamp_(max=_MOST_COHORTS - 1).to(torch.uint8)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Moments, cohorts and their ages."""
+        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {**moments, "cohort": self.cohort, "cohort_ages": self.cohort_ages}
+
+    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """One of each for every weight, and any number of cohorts."""
+        return {**dict.fromkeys(self.tensors(), (num_active,)), "cohort_ages": (-1,)}

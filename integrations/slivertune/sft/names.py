@@ -1,0 +1,46 @@
+"""A tensor's name among others that have a prefix more or less, or a wrapper within. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+# What torch.compile, checkpointing, FSDP and PEFT put into the names of a model's parameters.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"}
+
+
+class NameIndex:
+    """Names to look among.
+
+    Args:
+        names: The names.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._exact = set(names)
+        self._names: dict[str, list[str]] = {}
+        for name in self._exact:
+            self._names.setdefault(_bare(name), []).append(name)
+
+    def find(self, name: str) -> str | None:
+        """Find a name: as it is, without some leading parts, or behind some.
+
+        Args:
+            name: The name to find, such as `module.model.layers.0.mlp.up_proj.weight`.
+
+        Returns:
+            The name as it is in this index; None if it has no such name, or more than one.
+        """
+        if name in self._exact:
+            return name
+        bare = _bare(name)
+        parts = bare.split(".")
+        # At least the module's own name and the parameter's: `weight` alone would be any module's.
+        for start in range(max(1, len(parts) - 1)):
+            if matches := self._names.get(".".join(parts[start:])):
+                return matches[0] if len(matches) == 1 else None
+        longer = [full for other, names in self._names.items() if other.endswith(f".{bare}") for full in names]
+        return longer[0] if len(longer) == 1 else None
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

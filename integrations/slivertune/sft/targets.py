@@ -1,0 +1,194 @@
+"""Which tensors of a model are trained sparsely."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.layers import find_layers
+from slivertune.sft.config import DEFAULT_LORA_RANK, SFTConfig
+from slivertune.sft.delta import INDEX_LIMIT
+from slivertune.sft.selection import spread_weights
+from slivertune.sft.sm3 import matrix_shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A tensor to train."""
+
+    name: str
+    """As in `model.named_parameters()`."""
+    module: nn.Module
+    """The module that owns it."""
+    attribute: str
+    """Its name there."""
+    parameter: nn.Parameter
+    """The tensor, or the codes of a 4-bit one."""
+    shape: tuple[int, ...]
+    """Extents of the dense tensor."""
+
+    @property
+    def is_4bit(self) -> bool:
+        """Whether the tensor is quantised to 4 bits."""
+        return is_4bit(self.parameter)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the dense tensor."""
+        return math.prod(self.shape)
+
+
+def is_4bit(parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds bitsandbytes' 4-bit codes."""
+    bitsandbytes = sys.modules.get("bitsandbytes")
+    return bitsandbytes is not None and isinstance(parameter, bitsandbytes.nn.Params4bit)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a matrix product: `nn.Linear` and what derives from it, or transformers' Conv1D."""
+    pytorch_utils: Any = sys.modules.get("transformers.pytorch_utils")
+    classes: tuple[type, ...] = (nn.Linear,) if pytorch_utils is None else (nn.Linear, pytorch_utils.Conv1D)
+    return isinstance(module, classes)
+
+
+def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
+    """Find the tensors to train, each once, in the model's order.
+
+    Args:
+        model: The model.
+        config: `targets` and `embeddings`.
+
+    Raises:
+        ValueError: If a target matches nothing, nothing is left to train, or a tensor can't be trained sparsely.
+    """
+    names = set(_default_names(model) if config.targets is None else _listed_names(model, config.targets))
+    if config.embeddings:
+        names |= {f"{path}.weight" for path, each in model.named_modules() if isinstance(each, nn.Embedding)}
+    chosen = {id(model.get_parameter(name)) for name in names}
+    found = [_target(model, name) for name, parameter in model.named_parameters() if id(parameter) in chosen]
+    found = [target for target in found if target.num_elements]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no weight to train sparsely: no linear layer of its blocks has a weight that "
+            "requires a gradient; name what to train with targets=, or unfreeze it"
+        )
+    for target in found:
+        _check(target)
+    return tuple(found)
+
+
+def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
+    """How many weights of each target are trained.
+
+    Args:
+        targets: The tensors.
+        config: `density`, `num_weights` or `equivalent_lora_rank`.
+
+    Returns:
+        Weights of each tensor; the share is the same everywhere, up to rounding.
+
+    Raises:
+        ValueError: If there are not that many.
+    """
+    sizes = [target.num_elements for target in targets]
+    if config.density is not None:
+        return [max(1, round(config.density * size)) for size in sizes]
+    if config.num_weights is not None:
+        return spread_weights(sizes, config.num_weights)
+    rank = config.equivalent_lora_rank or DEFAULT_LORA_RANK
+    total = sum(rank * sum(matrix_shape(target.shape)) for target in targets)
+    if total > sum(sizes):
+        raise ValueError(
+            f"LoRA of rank {rank} would train {total} numbers, the targets have {sum(sizes)}; lower "
+            "equivalent_lora_rank, or give density or num_weights"
+        )
+    return spread_weights(sizes, total)
+
+
+def _default_names(model: nn.Module) -> list[str]:
+    in_blocks = {name for layer in find_layers(model) if layer.kind == "block" for name in layer.parameter_names}
+    names = []
+    for path, module in model.named_modules():
+        name = f"{path}.weight"
+        if is_linear(module) and name in in_blocks:
+            weight = module.get_parameter("weight")
+            if weight.requires_grad or is_4bit(weight) or not weight.is_floating_point():
+                names.append(name)
+    return names
+
+
+def _listed_names(model: nn.Module, targets: Sequence[str | type[nn.Module]]) -> list[str]:
+    names = []
+    for target in targets:
+        found = _named(model, target) if isinstance(target, str) else _of_class(model, target)
+        if not found:
+            shown = repr(target) if isinstance(target, str) else target.__name__
+            raise ValueError(
+                f"targets has {shown}, which matches no module with a weight and no parameter of "
+                f"{type(model).__name__}; see model.named_modules() and model.named_parameters()"
+            )
+        names += found
+    return names
+
+
+def _of_class(model: nn.Module, kind: type[nn.Module]) -> list[str]:
+    return [
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if isinstance(module, kind) and isinstance(getattr(module, "weight", None), nn.Parameter)
+    ]
+
+
+def _named(model: nn.Module, target: str) -> list[str]:
+    found = [name for name, _ in model.named_parameters(remove_duplicate=False) if _ends_with(name, target)]
+    for path, module in model.named_modules():
+        if not _ends_with(path, target):
+            continue
+        if isinstance(getattr(module, "weight", None), nn.Parameter):
+            found.append(f"{path}.weight")
+        else:
+            inside = ((f"{path}.{name}", each) for name, each in module.named_modules())
+            found += [f"{name}.weight" for name, each in inside if is_linear(each)]
+    return found
+
+
+def _ends_with(path: str, end: str) -> bool:
+    return path == end or path.endswith(f".{end}")
+
+
+def _target(model: nn.Module, name: str) -> Target:
+    path, _, attribute = name.rpartition(".")
+    module, parameter = model.get_submodule(path), model.get_parameter(name)
+    shape = tuple(parameter.shape)
+    if is_4bit(parameter):
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is None:
+            raise ValueError(f"{name} is a 4-bit weight that is not quantised yet; move the model to its device first")
+        shape = tuple(state.shape)
+    return Target(name=name, module=module, attribute=attribute, parameter=parameter, shape=shape)
+
+
+def _check(target: Target) -> None:
+    dtype = target.parameter.dtype
+    if target.num_elements >= INDEX_LIMIT:
+        raise ValueError(f"{target.name} has {target.num_elements} elements; SFT indexes tensors of up to 2^31 - 1")
+    if isinstance(target.module, nn.Embedding) and target.module.sparse:
+        raise ValueError(f"{target.name} is an embedding with sparse gradients; build it with sparse=False")
+    if target.is_4bit:
+        return
+    if dtype == torch.float16:
+        raise ValueError(
+            f"{target.name} is stored in float16, whose range is too small for weights that are trained; "
+            "load the model in bfloat16, or in float32 with fp16 autocast and a GradScaler"
+        )
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"{target.name} is stored as {dtype}; SFT trains fp32 and bf16 weights, and bitsandbytes' 4-bit weights. "
+            "Load the model in one of these, or name other targets"
+        )

@@ -1,0 +1,298 @@
+"""One tensor that is trained sparsely: its active positions, their deltas and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.ledger import claim
+from slivertune.sft.config import SFTConfig
+from slivertune.sft.delta import SparseDelta, read_flat, write_flat
+from slivertune.sft.growth import Estimate, GrowthEstimator
+from slivertune.sft.moments import AdamMoments, Moments, PackedAdamMoments, SM3Accumulators
+from slivertune.sft.outer_product import largest_products
+from slivertune.sft.packing import PackedPositions, Positions, rounded_at_random, rounding_generator
+from slivertune.sft.selection import contains, smallest_positions
+from slivertune.sft.targets import Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """What a reselection may do to one tensor."""
+
+    dropped: torch.Tensor
+    """bool, shape (n,): entries to drop."""
+    indices: torch.Tensor
+    """int32, sorted: positions that may be grown; none is active."""
+    scores: torch.Tensor
+    """fp32: how much each is worth, not negative."""
+    estimate: Estimate | None
+    """AG's moments of these positions."""
+
+
+class SparseWeight:
+    """A tensor W = W0 + scatter(eta, phi) (SFT, equations 5 and 6).
+
+    Bytes for each active weight in bf16: index 4, delta 4, pretrained value 2 if W holds the sum, and the moments.
+
+    Args:
+        target: The tensor.
+        indices: Sorted int32 positions, shape (n,).
+        moments: State of the update rule.
+        merged: Whether W itself holds the sum (optimizer form) or stays W0 (layer form).
+        packed: Whether positions and deltas take half the bytes.
+        seed: Of the packed deltas' rounding.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        indices: torch.Tensor,
+        moments: Moments,
+        *,
+        merged: bool,
+        packed: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.target = target
+        self.merged = merged
+        self.packed = packed
+        self._seed = seed
+        device = target.parameter.device
+        indices = indices.to(device)
+        self._positions = PackedPositions(indices, target.num_elements) if packed else Positions(indices)
+        dtype = torch.bfloat16 if packed else torch.float32
+        self.phi = nn.Parameter(torch.zeros(indices.numel(), dtype=dtype, device=device))
+        if packed:
+            # Gradients of many micro-batches add up in fp32 whatever the deltas are kept in.
+            self.phi.grad_dtype = torch.float32
+        self.moments = moments
+        self.estimators: dict[int, GrowthEstimator] = {}
+        """Open estimation phases by the update count at which they end."""
+        self._base = read_flat(target.parameter, self.indices) if merged else None
+        self.claim()
+
+    @property
+    def name(self) -> str:
+        """The tensor's name in the model."""
+        return self.target.name
+
+    @property
+    def indices(self) -> torch.Tensor:
+        """Positions of the active weights: int32, shape (n,), sorted."""
+        return self._positions.get()
+
+    @property
+    def num_active(self) -> int:
+        """Trained weights."""
+        return self.phi.numel()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state lies."""
+        return self._positions.tensors()[0].device
+
+    def base_values(self) -> torch.Tensor | None:
+        """Pretrained values of the active weights, shape (n,), in the weight's dtype; None for a 4-bit weight."""
+        if self._base is not None:
+            return self._base
+        return None if self.target.is_4bit else read_flat(self.target.parameter, self.indices)
+
+    def delta(self) -> SparseDelta:
+        """A copy of positions and deltas."""
+        return SparseDelta(
+            indices=self.indices.clone(), values=self.phi.detach().float().clone(), shape=self.target.shape
+        )
+
+    def claim(self) -> None:
+        """Tell the ledger what is state; a ledger that was entered later counts phi as the model's."""
+        for tensor in (self.phi, *self._positions.tensors(), self._base, *self.moments.tensors().values()):
+            if tensor is not None:
+                claim(tensor, "state")
+
+    def take(self, gradient: torch.Tensor, serial: int) -> None:
+        """Add the active entries of a dense gradient to phi's, in fp32, and show it to the growth estimators."""
+        self.follow(gradient.device)
+        flat = gradient.reshape(-1)
+        indices = self.indices
+        values = flat.index_select(0, indices).float()
+        if self.phi.grad is None:
+            self.phi.grad = values
+            claim(values, "gradients")
+        else:
+            self.phi.grad += values
+        for estimator in self.estimators.values():
+            estimator.begin(serial)
+            estimator.feed(flat, 0, indices)
+            estimator.end_backward()
+
+    def follow(self, device: torch.device) -> None:
+        """Move the state to where the weight is now; the model may be moved after the optimizer was built."""
+        if self.device == device and self.phi.device == device:
+            return
+        self.phi.data = self.phi.data.to(device)
+        self._positions.set(self.indices.to(device))
+        self._base = None if self._base is None else self._base.to(device)
+        self.moments.set_tensors({name: tensor.to(device) for name, tensor in self.moments.tensors().items()})
+        for estimator in self.estimators.values():
+            estimator.to(device)
+        self.claim()
+
+    def update(self, options: Mapping[str, Any], updates: int) -> None:
+        """Apply the update rule to the deltas from phi's gradient, and the deltas to the weight.
+
+        Args:
+            options: Those of the param group.
+            updates: Finished updates of the run, from which packed values draw their rounding.
+        """
+        if self.phi.grad is None:
+            return
+        if self.packed:
+            generator = rounding_generator(self._seed, self.name, updates, self.phi.device)
+            delta = self.phi.data.float()
+            self.moments.update(delta, self.phi.grad, self.indices, options, generator)
+            self.phi.data.copy_(rounded_at_random(delta, generator))
+        else:
+            self.moments.update(self.phi.data, self.phi.grad, self.indices, options)
+        self.write()
+
+    def write(self) -> None:
+        """Set the active entries of a merged weight to W0 + delta, added in fp32 and rounded once."""
+        if self._base is not None:
+            sums = self._base.float() + self.phi.data
+            write_flat(self.target.parameter, self.indices, sums.to(self._base.dtype))
+
+    def merge(self) -> None:
+        """Give a weight that stayed W0 its deltas for good."""
+        base = self.base_values()
+        if self.merged or base is None:
+            return
+        sums = base.float() + self.phi.data
+        write_flat(self.target.parameter, self.indices, sums.to(base.dtype))
+
+    def write_base(self) -> None:
+        """Set the active entries of a merged weight to their pretrained bits."""
+        if self._base is not None:
+            write_flat(self.target.parameter, self.indices, self._base)
+
+    def propose(self, end: int, num_replaced: int, breadth: int = 1) -> Proposal | None:
+        """Choose what to drop, and what may be grown in its place (SFT, section 3.2 and 3.3).
+
+        Dropped are the weights that are nearest to their pretrained values; grown are others that were frozen until
+        now, so that as many are really replaced. Where too few are frozen, fewer are.
+
+        Args:
+            end: t; AG's estimation phase that ended with it is used up.
+            num_replaced: k(i, t).
+            breadth: MA's candidates for each trained weight; more than one lets a tensor grow beyond what it dropped.
+
+        Returns:
+            The proposal; None if there is nothing to replace, or nothing is known of what could be grown.
+        """
+        estimator = self.estimators.pop(end, None)
+        if isinstance(self.moments, SM3Accumulators):
+            estimate = None
+            # The active ones may all be among the first.
+            searched = min((1 + breadth) * self.num_active, self.target.num_elements)
+            positions, products = largest_products(self.moments.rows, self.moments.columns, searched)
+            frozen = ~contains(self.indices, positions.int())
+            indices, scores = positions[frozen].int(), products[frozen].pow(0.25).float()
+        else:
+            estimate = None if estimator is None else estimator.estimate()
+            if estimate is None:
+                return None
+            # Where two phases overlap, the first may have grown some.
+            estimate = _selected(estimate, ~contains(self.indices, estimate.indices))
+            indices, scores = estimate.indices, estimate.mean.abs()
+        num_replaced = min(num_replaced, indices.numel())
+        if num_replaced == 0:
+            return None
+        dropped = smallest_positions(self.phi.data.abs(), num_replaced)
+        return Proposal(dropped=dropped, indices=indices, scores=scores, estimate=estimate)
+
+    def replace(
+        self, dropped: torch.Tensor, grown: torch.Tensor, proposal: Proposal, options: Mapping[str, Any]
+    ) -> None:
+        """Drop entries, which restores their pretrained bits, and grow others with a delta of zero.
+
+        Args:
+            dropped: bool, shape (n,).
+            grown: bool along the proposal's indices.
+            proposal: Where the grown positions and their moments are.
+            options: Those of the param group.
+        """
+        self.write_base()
+        kept = ~dropped
+        stay = torch.nonzero(kept).view(-1)
+        new = proposal.indices[grown]
+        indices, order = torch.cat([self.indices.index_select(0, stay), new]).sort()
+        self._positions.set(indices)
+        self.phi.grad = None
+        deltas = self.phi.data.index_select(0, stay)
+        self.phi.data = torch.cat([deltas, deltas.new_zeros(new.numel())]).index_select(0, order)
+        if self._base is not None:
+            self._base = read_flat(self.target.parameter, indices)
+        seeds = None if proposal.estimate is None else _selected(proposal.estimate, grown)
+        self.moments.replace(kept, new.numel(), seeds, order, options)
+        self.write()
+        self.claim()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continues the run, in plain containers; tensors are the living ones where possible."""
+        base = self.base_values()
+        estimates = {end: estimator.state_dict() for end, estimator in self.estimators.items()}
+        estimates = {end: state for end, state in estimates.items() if state is not None}
+        return {
+            "indices": self.indices,
+            "delta": self.phi.data,
+            **({} if base is None else {"base": base}),
+            **self.moments.tensors(),
+            **({"estimates": estimates} if estimates else {}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checked state; tensors are copied, the weight gets its bits."""
+        device = self.target.parameter.device
+        self.write_base()
+        self._positions.set(state["indices"].to(device, copy=True))
+        self.phi.grad = None
+        self.phi.data = state["delta"].to(device, copy=True)
+        self.moments.set_tensors({name: state[name].to(device, copy=True) for name in self.moments.tensors()})
+        if self.merged:
+            self._base = state["base"].to(device, copy=True)
+            self.write()
+        elif "base" in state and not self.target.is_4bit:
+            write_flat(self.target.parameter, self.indices, state["base"].to(device))
+        self.estimators = {}
+        self.claim()
+
+    def load_estimates(self, state: Mapping[str, Any]) -> None:
+        """Continue the estimation phases that are open; tensors are copied."""
+        for end, estimator in self.estimators.items():
+            if end in state.get("estimates", {}):
+                estimator.load_state_dict(state["estimates"][end], self.target.parameter.device)
+
+
+def new_moments(target: Target, num_active: int, config: SFTConfig, options: Mapping[str, Any]) -> Moments:
+    """Fresh state of the update rule that goes with a way of selection."""
+    device = target.parameter.device
+    if config.selection == "momentum":
+        return SM3Accumulators(target.shape, num_active, options["momentum"] > 0, config.packed, device)
+    if config.packed:
+        return PackedAdamMoments(num_active, device)
+    betas: tuple[float, float] = options["betas"]
+    return AdamMoments(num_active, betas, device)
+
+
+def _selected(estimate: Estimate, chosen: torch.Tensor) -> Estimate:
+    positions = torch.nonzero(chosen).view(-1)
+    return Estimate(
+        indices=estimate.indices.index_select(0, positions),
+        mean=estimate.mean.index_select(0, positions),
+        mean_square=estimate.mean_square.index_select(0, positions),
+        num_steps=estimate.num_steps,
+    )

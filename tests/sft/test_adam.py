@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slivertune.sft.adam import adamw_, age_dtype, age_limit, seeded_moments
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.5, 0.9), (0.9, 0.99995), (0.0, 0.0)])
+def test_the_age_limit_is_where_bias_correction_has_ended(betas: tuple[float, float]) -> None:
+    limit = age_limit(betas)
+    for beta in betas:
+        assert torch.tensor(1 - beta**limit, dtype=torch.float64).float() == pytest.approx(1.0, abs=2**-24)
+    assert limit <= torch.iinfo(age_dtype(betas)).max
+
+
+def test_ages_are_int16_at_the_usual_betas_and_wider_where_they_must_be() -> None:
+    assert age_dtype((0.9, 0.999)) == torch.int16
+    assert age_dtype((0.9, 0.9999)) == torch.int32
+
+
+def test_a_weight_that_is_older_than_the_limit_goes_on_as_adamw() -> None:
+    betas = (0.5, 0.8)
+    count = 3 * age_limit(betas)
+    weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    reference = torch.optim.AdamW([weight], lr=1e-3, betas=betas, weight_decay=0.0)
+    delta, m, v, age = torch.zeros(5), torch.zeros(5), torch.zeros(5), torch.zeros(5, dtype=torch.int16)
+    for _ in range(count):
+        gradient = torch.randn(5)
+        weight.grad = gradient.double()
+        reference.step()
+        adamw_(delta, gradient, m, v, age, lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.0)
+    assert age.tolist() == [age_limit(betas)] * 5
+    # Some hundred fp32 updates of 1e-3 against fp64.
+    torch.testing.assert_close(delta.double(), weight.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_seeded_moments_are_the_phases_means_after_bias_correction() -> None:
+    mean, square = torch.randn(6), torch.rand(6)
+    m, v = seeded_moments(mean, square, 5, (0.9, 0.999))
+    torch.testing.assert_close(m / (1 - 0.9**5), mean)
+    torch.testing.assert_close(v / (1 - 0.999**5), square)

@@ -1,0 +1,89 @@
+"""Redistribution: who gets how many weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slivertune import SFT, SFTConfig
+from slivertune.sft.allotment import Contender, share_out
+from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+
+
+def contender(scores: list[float], kept: int, share: int) -> Contender:
+    return Contender(scores=torch.tensor(scores), num_kept=kept, share=share)
+
+
+def test_the_highest_scores_win_over_all_tensors() -> None:
+    contenders = [contender([9, 8, 1, 1], 4, 4), contender([7, 6, 5, 2], 4, 4)]
+    assert share_out(contenders, 3) == [2, 1]
+    assert share_out(contenders, 5) == [2, 3]
+    assert share_out(contenders, 8) == [4, 4]
+
+
+def test_no_tensor_falls_below_a_quarter_or_rises_above_four_times_its_share() -> None:
+    contenders = [contender([1.0] * 20, 0, 4), contender([9.0] * 20, 0, 4)]
+    assert share_out(contenders, 8) == [1, 7]
+    assert share_out(contenders, 19) == [3, 16]
+    kept = [contender([1.0] * 20, 1, 4), contender([9.0] * 20, 14, 4)]
+    assert share_out(kept, 5) == [3, 2]
+
+
+def test_the_total_is_kept_even_where_the_bounds_cannot_be() -> None:
+    contenders = [contender([1.0] * 20, 0, 1), contender([9.0] * 20, 0, 1)]
+    assert sum(share_out(contenders, 30)) == 30
+
+
+@pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
+def test_weights_move_to_the_tensor_with_the_larger_gradients(selection: str) -> None:
+    model = Prescribed(SHAPES)
+    before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+    config = SFTConfig(
+        density=0.1,
+        selection=selection,
+        reselection_interval=6,
+        estimation_steps=3,
+        replacement_rate=0.5,
+        targets=NAMES,
+        redistribute=True,
+    )
+    optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)
+    shares = {name: delta.num_weights for name, delta in optimizer.deltas().items()}
+    total = optimizer.num_weights
+    for gradients in prescribed_gradients(30):
+        gradients["first.weight"] = 5 * gradients["first.weight"]
+        model(gradients).backward()
+        optimizer.step()
+        deltas = optimizer.deltas()
+        assert optimizer.num_weights == total
+        for name, delta in deltas.items():
+            assert shares[name] / 4 <= delta.num_weights <= 4 * shares[name]
+            idle = torch.ones(before[name].numel(), dtype=torch.bool)
+            idle[delta.indices.long()] = False
+            now = model.get_parameter(name).detach().flatten()
+            assert torch.equal(now[idle], before[name].flatten()[idle])
+    counts = {name: delta.num_weights for name, delta in deltas.items()}
+    assert counts["first.weight"] > 1.5 * shares["first.weight"]
+    assert counts["second.weight"] < shares["second.weight"]
+
+
+def test_redistribution_catches_more_of_the_gradient() -> None:
+    caught = []
+    for redistribute in (False, True):
+        model = Prescribed(SHAPES)
+        config = SFTConfig(
+            density=0.1, reselection_interval=6, estimation_steps=3, targets=NAMES, redistribute=redistribute
+        )
+        optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)
+        mass = 0.0
+        for gradients in prescribed_gradients(12):
+            gradients["third.weight"] = 4 * gradients["third.weight"]
+            model(gradients).backward()
+            optimizer.step()
+            if optimizer.updates > 3:
+                mass += sum(
+                    float(gradients[name].flatten()[delta.indices.long()].abs().sum())
+                    for name, delta in optimizer.deltas().items()
+                )
+        caught.append(mass)
+    assert caught[1] > 1.1 * caught[0]

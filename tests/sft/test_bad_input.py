@@ -1,0 +1,133 @@
+"""What the optimizer refuses, and that it changes nothing by refusing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import SFT, SFTConfig
+from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, weights
+
+STATE = "model.layers.0.mlp.up_proj.weight"
+
+
+def build(model: nn.Module | None = None, **options: Any) -> SFT:
+    config = SFTConfig(density=0.1, reselection_interval=6, estimation_steps=4)
+    arguments = {"config": config, "lr": 1e-2, "total_steps": 20, **options}
+    return SFT(model if model is not None else tiny_llama(), **arguments)
+
+
+MOMENTUM = SFTConfig(density=0.1, selection="momentum")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lr": -1.0}, "lr=-1.0 must be a finite number of at least 0"),
+        ({"lr": float("inf")}, "lr=inf must be a finite number"),
+        ({"total_steps": 0}, "total_steps=0 must be a positive integer"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be at least 0"),
+        ({"eps": -1e-8}, "eps=-1e-08 must be at least 0"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be in \[0, 1\)"),
+        ({"momentum": 0.9}, "momentum=0.9 is SM3's"),
+        ({"config": MOMENTUM, "betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) are AdamW's.*takes momentum="),
+        ({"config": MOMENTUM, "momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\)"),
+    ],
+)
+def test_a_bad_argument_is_named_with_its_rule(options: dict[str, Any], text: str) -> None:
+    model = tiny_llama()
+    with pytest.raises(ValueError, match=text):
+        build(model, **options)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_model_takes_one_sft_at_a_time() -> None:
+    model = tiny_llama()
+    first = build(model)
+    with pytest.raises(ValueError, match=r"has SFT attached already; call detach\(\)"):
+        build(model)
+    first.detach()
+    build(model)
+
+
+def test_targets_are_fixed_once_built() -> None:
+    with pytest.raises(RuntimeError, match="SFT's targets are fixed for the whole run"):
+        build().add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def lacks(key: str) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["state"][STATE].pop(key)
+
+
+def changed(key: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, Any]], None]:
+    def apply(state: dict[str, Any]) -> None:
+        state["state"][STATE][key] = change(state["state"][STATE][key])
+
+    return apply
+
+
+def swapped(indices: torch.Tensor) -> torch.Tensor:
+    indices[[0, 1]] = indices[[1, 0]]
+    return indices
+
+
+def doubled(indices: torch.Tensor) -> torch.Tensor:
+    indices[1] = indices[0]
+    return indices
+
+
+def beyond(indices: torch.Tensor) -> torch.Tensor:
+    indices[-1] = 48 * 32
+    return indices
+
+
+DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "not a state of SFT": (lambda state: state.pop("sft"), "no state of SFT: it has no 'sft'"),
+    "an unknown version": (lambda state: state["sft"].update(version=99), "version 99, this library reads 1"),
+    "another selection": (lambda state: state["sft"].update(selection="momentum"), "selected by 'momentum'"),
+    "a broken count": (lambda state: state["sft"].update(updates=-3), "damaged: updates=-3"),
+    "a lost tensor": (lambda state: state["state"].pop(STATE), "it lacks .*up_proj"),
+    "a foreign tensor": (lambda state: state["state"].update(other={}), "does not train .'other'"),
+    "lost moments": (lacks("exp_avg"), "lacks 'exp_avg'"),
+    "lost values": (lacks("base"), "lacks 'base'"),
+    "short moments": (changed("exp_avg", lambda value: value[1:]), "'exp_avg' of shape"),
+    "another dtype": (changed("delta", lambda value: value.half()), "torch.float16, expected"),
+    "unsorted indices": (changed("indices", swapped), "indices must be strictly increasing"),
+    "doubled indices": (changed("indices", doubled), "indices must be strictly increasing"),
+    "indices out of range": (changed("indices", beyond), "the tensor has positions 0 to 1535"),
+    "negative indices": (changed("indices", lambda value: value - 9999), "indices reach from -"),
+    "another model": (changed("base", lambda value: value + 1), "belong to other pretrained values"),
+    "a hostile estimate": (
+        lambda state: state["state"][STATE]["estimates"][6].update(indices=torch.tensor([5, 5], dtype=torch.int32)),
+        "estimate has 'sum' of shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(damage: str) -> None:
+    model = tiny_llama()
+    optimizer = build(model)
+    for batch in token_batches(5):
+        model(**batch).loss.backward()
+        optimizer.step()
+    assert optimizer.is_estimating
+    state = copy.deepcopy(optimizer.state_dict())
+    change, text = DAMAGE[damage]
+    change(state)
+    before, its_weights = copy.deepcopy(optimizer.state_dict()), weights(model)
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(state)
+    assert_same_tree(optimizer.state_dict(), before)
+    assert all(torch.equal(bits(model.get_parameter(name)), bits(value)) for name, value in its_weights.items())
+
+
+def test_a_state_of_another_pretrained_model_is_refused() -> None:
+    optimizer = build()
+    with pytest.raises(ValueError, match="belong to other pretrained values than the model has"):
+        build(tiny_llama(seed=5)).load_state_dict(optimizer.state_dict())

@@ -1,0 +1,144 @@
+"""Gradient norms and clipping: the optimizer's own, torch's, and what a loss scaler does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import SFT, SFTConfig
+from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, twin, weights
+from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+
+LIMIT = 0.05
+
+
+def build(model: nn.Module, *, form: str = "optimizer", selection: str = "accumulated_gradient", **options: Any) -> SFT:
+    config = SFTConfig(
+        density=0.1, selection=selection, reselection_interval=6, estimation_steps=4, form=form, **options
+    )
+    return SFT(model, config=config, lr=1e-2, total_steps=20, eps=1e-3)
+
+
+def masked_gradients(model: nn.Module, optimizer: SFT, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Dense gradients of a twin, zero where nothing is trained."""
+    other = tiny_llama(next(model.parameters()).dtype)
+    other.load_state_dict(model.state_dict())
+    for name, delta in optimizer.deltas().items():
+        # The layer form's weights hold no delta.
+        base = optimizer.base_values()[name]
+        flat = other.get_parameter(name).data.view(-1)
+        flat[delta.indices.long()] = (base.float() + delta.values).to(base.dtype)
+    other(**batch).loss.backward()
+    found = {}
+    for name, delta in optimizer.deltas().items():
+        gradient = other.get_parameter(name).grad
+        mask = torch.zeros(gradient.numel(), dtype=torch.bool)
+        mask[delta.indices.long()] = True
+        found[name] = torch.where(mask.view(gradient.shape), gradient, 0).float()
+    return found
+
+
+@pytest.mark.parametrize("form", ["optimizer", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_the_models_gradients_is_that_of_the_masked_dense_ones(form: str, dtype: torch.dtype) -> None:
+    model = tiny_llama(dtype)
+    optimizer = build(model, form=form)
+    for batch in token_batches(8):
+        dense = masked_gradients(model, optimizer, batch)
+        wanted = torch.nn.utils.get_total_norm(dense.values())
+        model(**batch).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        # The same squares, summed in another order.
+        torch.testing.assert_close(norm, wanted, rtol=1e-5, atol=0)
+        assert norm > LIMIT
+        gathered = dict(zip(optimizer.deltas(), optimizer.param_groups[0]["params"], strict=False))
+        for name, delta in optimizer.deltas().items():
+            expected = dense[name].flatten()[delta.indices.long()] * (LIMIT / (wanted + 1e-6))
+            torch.testing.assert_close(gathered[name].grad, expected, rtol=1e-5, atol=1e-9)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("form", ["optimizer", "layer"])
+@pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
+def test_clipping_outside_and_inside_is_the_same_to_the_bit(form: str, selection: str) -> None:
+    model = tiny_llama()
+    other = twin(model)
+    outside = build(model, form=form, selection=selection)
+    inside = build(other, form=form, selection=selection, max_grad_norm=LIMIT)
+    for batch in token_batches(14):
+        model(**batch).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        outside.step()
+        other(**batch).loss.backward()
+        inside.step()
+        assert inside.grad_norm is not None and outside.grad_norm is not None
+        torch.testing.assert_close(inside.grad_norm, norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(outside.grad_norm, torch.tensor(LIMIT), rtol=1e-3, atol=0)
+        assert_same_tree(inside.state_dict(), outside.state_dict())
+
+
+def test_the_candidates_gradients_are_clipped_as_well() -> None:
+    """Two runs whose gradients differ by a factor per update that clipping takes out again: the same estimates."""
+    runs = []
+    for factors in ([1.0] * 6, [1.0, 8.0, 64.0, 2.0, 32.0, 4.0]):
+        model = Prescribed(SHAPES)
+        optimizer = build(model, targets=NAMES, max_grad_norm=LIMIT)
+        sums = []
+        for factor, gradients in zip(factors, prescribed_gradients(6), strict=True):
+            model({name: factor * value for name, value in gradients.items()}).backward()
+            optimizer.step()
+            state = optimizer.state_dict()["state"]["first.weight"]
+            sums.append({end: each["sum"].clone() for end, each in state.get("estimates", {}).items()})
+        runs.append((sums, optimizer.state_dict()["state"]))
+    for one, other in zip(*(sums for sums, _ in runs), strict=True):
+        assert one.keys() == other.keys()
+        for end, value in one.items():
+            # The clipping factor is rounded differently.
+            torch.testing.assert_close(value, other[end], rtol=1e-4, atol=1e-7)
+            assert value.abs().max() < 4 * LIMIT
+    for name in NAMES:
+        assert torch.equal(runs[0][1][name]["indices"], runs[1][1][name]["indices"])
+
+
+def test_a_loss_scaler_is_undone_before_anything_is_estimated() -> None:
+    """fp16 autocast scales the loss by a power of two; unscaled, nothing may differ by a bit."""
+    model = tiny_llama()
+    other = twin(model)
+    plain, scaled = build(model), build(other)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+    for batch in token_batches(14):
+        model(**batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        plain.step()
+        scaler.scale(other(**batch).loss).backward()
+        scaler.unscale_(scaled)
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1e9)
+        scaler.step(scaled)
+        scaler.update()
+        scaled.zero_grad()
+        assert_same_tree(plain.state_dict(), scaled.state_dict())
+
+
+def test_an_overflow_skips_the_update_and_leaves_no_trace() -> None:
+    model = tiny_llama()
+    other, before = twin(model), weights(model)
+    undisturbed, disturbed = build(model), build(other)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    for update, batch in enumerate(token_batches(14)):
+        if update in (1, 2, 7):
+            (scaler.scale(other(**batch).loss) * float("inf")).backward()
+            scaler.step(disturbed)
+            scaler.update(new_scale=4.0)
+            disturbed.zero_grad()
+            assert disturbed.updates == update
+        model(**batch).loss.backward()
+        undisturbed.step()
+        scaler.scale(other(**batch).loss).backward()
+        scaler.step(disturbed)
+        scaler.update()
+        disturbed.zero_grad()
+        assert_same_tree(undisturbed.state_dict(), disturbed.state_dict())
+    assert any(not torch.equal(bits(model.get_parameter(name)), bits(value)) for name, value in before.items())

@@ -1,0 +1,222 @@
+"""Settings in which SFT must be an optimizer that exists: torch's AdamW, or SM3-II over a dense matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import SFT, SFTConfig
+from tests.helpers.models import (
+    assert_all_moved,
+    bits,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+    token_batches,
+    twin,
+    weights,
+)
+from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+
+ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4}
+STEPS = 30
+
+
+def close_to_rounding(left: nn.Module, right: nn.Module, names: list[str]) -> None:
+    """1e-6: AdamW adds each update to an fp32 weight, SFT to an fp32 delta that is added once."""
+    for name in names:
+        torch.testing.assert_close(left.get_parameter(name), right.get_parameter(name), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["optimizer", "layer"])
+def test_density_1_without_reselection_is_torch_adamw(form: str) -> None:
+    model = tiny_llama()
+    other, before = twin(model), weights(model)
+    classes = [nn.Linear, nn.Embedding] if form == "optimizer" else [nn.Linear]
+    config = SFTConfig(density=1.0, reselection_interval=None, targets=classes, form=form)
+    optimizer = SFT(model, config=config, total_steps=STEPS, **ADAMW)
+    names = list(optimizer.deltas())
+    assert optimizer.num_weights == sum(before[name].numel() for name in names)
+    other.requires_grad_(False)
+    for name in names:
+        other.get_parameter(name).requires_grad_(True)
+    reference = torch.optim.AdamW([other.get_parameter(name) for name in names], weight_decay=0.0, **ADAMW)
+    for batch in token_batches(STEPS):
+        for each, stepped in ((model, optimizer), (other, reference)):
+            each(**batch).loss.backward()
+            stepped.step()
+            stepped.zero_grad()
+    optimizer.detach()
+    close_to_rounding(model, other, names)
+    assert_all_moved(model, {name: before[name] for name in names})
+
+
+def test_weight_decay_is_adamws_on_the_deltas() -> None:
+    model = Prescribed(SHAPES)
+    config = SFTConfig(density=1.0, reselection_interval=None, targets=NAMES)
+    optimizer = SFT(model, config=config, total_steps=STEPS, weight_decay=5.0, **ADAMW)
+    deltas = {name: nn.Parameter(torch.zeros_like(model.get_parameter(name))) for name in NAMES}
+    reference = torch.optim.AdamW(deltas.values(), weight_decay=5.0, **ADAMW)
+    for gradients in prescribed_gradients(STEPS):
+        model(gradients).backward()
+        optimizer.step()
+        for name, delta in deltas.items():
+            delta.grad = gradients[name]
+        reference.step()
+    for name, delta in optimizer.deltas().items():
+        torch.testing.assert_close(delta.values.view(delta.shape), deltas[name].detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_bert])
+def test_fixed_indices_are_adamw_with_a_masked_gradient(build: Any) -> None:
+    model = build()
+    other, before = twin(model), weights(model)
+    config = SFTConfig(density=0.1, reselection_interval=None)
+    optimizer = SFT(model, config=config, total_steps=STEPS, **ADAMW)
+    masks = {}
+    for name, delta in optimizer.deltas().items():
+        mask = torch.zeros(other.get_parameter(name).shape, dtype=torch.bool)
+        mask.view(-1)[delta.indices.long()] = True
+        masks[name] = mask
+    reference = torch.optim.AdamW(other.parameters(), weight_decay=0.0, **ADAMW)
+    label = 3 if build is tiny_bert else None
+    for batch in token_batches(STEPS):
+        if label is not None:
+            batch["labels"] = batch["labels"][:, 0] % label
+        model(**batch).loss.backward()
+        optimizer.step()
+        other(**batch).loss.backward()
+        for name, parameter in other.named_parameters():
+            parameter.grad = parameter.grad * masks[name] if name in masks else None
+        reference.step()
+        reference.zero_grad()
+        for name, value in before.items():
+            idle = ~masks[name] if name in masks else torch.ones_like(value, dtype=torch.bool)
+            assert torch.equal(bits(model.get_parameter(name).detach()[idle]), bits(value[idle]))
+    assert masks
+    close_to_rounding(model, other, list(masks))
+    for name, mask in masks.items():
+        assert not torch.equal(model.get_parameter(name).detach()[mask], before[name][mask])
+
+
+def detach_rows(model: nn.Module, selected: torch.Tensor) -> None:
+    """Let the chosen tokens alone have gradients, as training on a part of the tokens does."""
+
+    def keep(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.where(selected[:, None], output, output.detach())
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".layers." in name:
+            module.register_forward_hook(keep)
+
+
+@pytest.mark.parametrize("form", ["optimizer", "layer"])
+def test_with_some_rows_detached_it_is_masked_adamw_over_the_same_rows(form: str) -> None:
+    model = tiny_llama()
+    other, untouched = twin(model), twin(model)
+    selected = torch.tensor([True, False, False, True] * 3)
+    config = SFTConfig(density=0.1, reselection_interval=None, form=form)
+    optimizer = SFT(model, config=config, total_steps=STEPS, **ADAMW)
+    deltas = optimizer.deltas()
+    reference = torch.optim.AdamW([other.get_parameter(name) for name in deltas], weight_decay=0.0, **ADAMW)
+    whole = SFT(untouched, config=config, total_steps=STEPS, **ADAMW)
+    detach_rows(model, selected)
+    detach_rows(other, selected)
+    for batch in token_batches(12):
+        model(**batch).loss.backward()
+        optimizer.step()
+        untouched(**batch).loss.backward()
+        whole.step()
+        other(**batch).loss.backward()
+        for name, delta in deltas.items():
+            gradient = other.get_parameter(name).grad.flatten()
+            masked = torch.zeros_like(gradient)
+            masked[delta.indices.long()] = gradient[delta.indices.long()]
+            other.get_parameter(name).grad = masked.view(delta.shape)
+        reference.step()
+        other.zero_grad()
+    for each in (optimizer, whole):
+        each.detach()
+    close_to_rounding(model, other, list(deltas))
+    assert any(not torch.allclose(model.get_parameter(name), untouched.get_parameter(name)) for name in deltas)
+
+
+class DenseSM3:
+    """SM3-II over whole matrices, written from the paper: covers are rows and columns."""
+
+    def __init__(self, weight: torch.Tensor, lr: float, momentum: float) -> None:
+        self.weight, self.lr, self.momentum = weight.double().view(weight.shape[0], -1), lr, momentum
+        self.rows = torch.zeros(self.weight.shape[0], dtype=torch.float64)
+        self.columns = torch.zeros(self.weight.shape[1], dtype=torch.float64)
+        self.average = torch.zeros_like(self.weight)
+
+    def step(self, gradient: torch.Tensor) -> None:
+        gradient = gradient.double().view(self.weight.shape)
+        nu = torch.minimum(self.rows[:, None], self.columns[None, :]) + gradient**2
+        self.rows, self.columns = nu.amax(1), nu.amax(0)
+        update = gradient / nu.sqrt()
+        self.average = self.momentum * self.average + (1 - self.momentum) * update
+        self.weight -= self.lr * self.average
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_ma_at_density_1_is_dense_sm3(momentum: float) -> None:
+    model = Prescribed(SHAPES)
+    dense = {name: DenseSM3(model.get_parameter(name).detach().clone(), 1e-2, momentum) for name in NAMES}
+    # Nothing is frozen that could be grown, so reselection changes nothing.
+    config = SFTConfig(density=1.0, selection="momentum", reselection_interval=5, targets=NAMES)
+    optimizer = SFT(model, config=config, total_steps=STEPS, lr=1e-2, momentum=momentum)
+    for gradients in prescribed_gradients(STEPS):
+        model(gradients).backward()
+        optimizer.step()
+        for name, reference in dense.items():
+            reference.step(gradients[name])
+    for name, reference in dense.items():
+        weight = model.get_parameter(name).detach().double().view(reference.weight.shape)
+        # Thirty fp32 updates of up to 1e-2 against fp64.
+        torch.testing.assert_close(weight, reference.weight, rtol=1e-5, atol=1e-6)
+
+
+def test_ages_are_those_of_adams_that_began_on_their_own() -> None:
+    """Each active weight at the end equals a scalar Adam, seeded as the phase says, that ran since it was grown."""
+    gamma, interval, total = 3, 7, 26
+    model = Prescribed(SHAPES)
+    config = SFTConfig(
+        density=0.1, reselection_interval=interval, estimation_steps=gamma, replacement_rate=0.6, targets=NAMES
+    )
+    optimizer = SFT(model, config=config, total_steps=total, lr=1e-2)
+    batches = prescribed_gradients(total)
+    born = {name: dict.fromkeys(delta.indices.tolist(), 0) for name, delta in optimizer.deltas().items()}
+    for update, gradients in enumerate(batches, 1):
+        model(gradients).backward()
+        before = optimizer.state_dict()["state"]
+        ages = {name: dict(zip(s["indices"].tolist(), s["age"].tolist(), strict=True)) for name, s in before.items()}
+        optimizer.step()
+        after = optimizer.state_dict()["state"]
+        for name, state in after.items():
+            for index, age in zip(state["indices"].tolist(), state["age"].tolist(), strict=True):
+                if update == gamma or ages[name].get(index, -1) + 1 != age:
+                    born[name][index] = update
+    births = set()
+    for name, state in optimizer.state_dict()["state"].items():
+        for at, index in enumerate(state["indices"].tolist()):
+            birth = born[name][index]
+            births.add(birth)
+            values = [float(batch[name].flatten()[index]) for batch in batches]
+            m = v = delta = 0.0
+            age = 0
+            if birth:
+                phase = values[birth - gamma : birth]
+                m = sum(phase) / gamma * (1 - 0.9**gamma)
+                v = sum(value**2 for value in phase) / gamma * (1 - 0.999**gamma)
+                age = gamma
+            for value in values[birth:]:
+                age += 1
+                m, v = 0.9 * m + 0.1 * value, 0.999 * v + 0.001 * value**2
+                delta -= 1e-2 * (m / (1 - 0.9**age)) / ((v / (1 - 0.999**age)) ** 0.5 + 1e-8)
+            assert int(state["age"][at]) == age
+            assert float(state["delta"][at]) == pytest.approx(delta, rel=1e-4, abs=1e-7)
+    assert len(births) >= 3 and births <= {gamma, 7, 14, 21}

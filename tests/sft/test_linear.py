@@ -1,0 +1,327 @@
+"""The layer form against the optimizer form, and over 4-bit weights against the dequantised matrix."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slivertune import SFT, SFTConfig
+from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, twin, weights
+
+SELECTIONS = {"AG": ("accumulated_gradient", 1e-2), "MA": ("momentum", 3e-2)}
+
+
+def make(model: nn.Module, selection: str, form: str, **options: Any) -> SFT:
+    kind, lr = SELECTIONS[selection]
+    config = SFTConfig(
+        selection=kind, form=form, reselection_interval=7, estimation_steps=3, **{"density": 0.1, **options}
+    )
+    return SFT(model, config=config, lr=lr, total_steps=40, weight_decay=0.5)
+
+
+def train(model: nn.Module, optimizer: SFT, updates: int, *, micro: int = 2, autocast: bool = False) -> list[float]:
+    losses = []
+    batches = token_batches(5)
+    for update in range(updates):
+        for at in range(micro):
+            with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+                loss = model(**batches[(update * micro + at) % 5]).loss / micro
+            loss.backward()
+            losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return losses
+
+
+class Wide(nn.Module):
+    """Linear layers of more rows than one chunk of the gradient has, with a bias and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 2500)
+        self.down = nn.Linear(2500, 12, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(inputs))).square().mean()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+)
+def test_the_layer_form_equals_the_optimizer_form_to_the_bit(
+    selection: str, dtype: torch.dtype, autocast: bool, packed: bool
+) -> None:
+    model = tiny_llama(dtype)
+    other, before = twin(model), weights(model)
+    in_weights = make(model, selection, "optimizer", packed=packed)
+    in_layers = make(other, selection, "layer", packed=packed)
+    assert train(model, in_weights, 25, autocast=autocast) == train(other, in_layers, 25, autocast=autocast)
+    assert_same_tree(in_weights.state_dict(), in_layers.state_dict())
+    for name, value in before.items():
+        assert torch.equal(bits(other.get_parameter(name)), bits(value)), f"the layer form changed {name}"
+    in_weights.detach()
+    in_layers.detach()
+    for name, value in weights(model).items():
+        assert torch.equal(bits(other.get_parameter(name)), bits(value))
+    assert any(not torch.equal(bits(value), bits(before[name])) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_beyond_one_chunk_give_the_same_bits(dtype: torch.dtype) -> None:
+    model = Wide().to(dtype)
+    other = twin(model)
+    forms = [
+        (model, make(model, "AG", "optimizer", targets=[nn.Linear], density=0.02)),
+        (other, make(other, "AG", "layer", targets=[nn.Linear], density=0.02)),
+    ]
+    for _ in range(15):
+        inputs = [torch.randn(3, 7, 12).to(dtype) for _ in range(2)]
+        for each, optimizer in forms:
+            for part in inputs:
+                each(part).backward()
+            optimizer.step()
+        assert_same_tree(forms[0][1].state_dict(), forms[1][1].state_dict())
+
+
+def test_a_layer_that_is_applied_twice_gets_the_sum_of_both_gradients() -> None:
+    model = nn.Linear(12, 12)
+    other = twin(model)
+    forms = [
+        (model, make(model, "AG", "optimizer", targets=["weight"])),
+        (other, make(other, "AG", "layer", targets=["weight"])),
+    ]
+    inputs = torch.randn(5, 12)
+    gradients = []
+    for each, optimizer in forms:
+        each(torch.tanh(each(inputs))).square().sum().backward()
+        gradients.append(optimizer.param_groups[0]["params"][0].grad)
+    # One dense sum of two products against a sum of the two gathered ones; both in fp32.
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_changes_no_bit(reentrant: bool) -> None:
+    model = tiny_llama()
+    other = twin(model)
+    other.activation_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        other.enable_input_require_grads()
+    plain, checkpointed = make(model, "AG", "layer"), make(other, "AG", "layer")
+    assert train(model, plain, 10) == train(other, checkpointed, 10)
+    assert_same_tree(plain.state_dict(), checkpointed.state_dict())
+
+
+def test_a_checkpoint_of_one_form_continues_in_the_other() -> None:
+    model = tiny_llama(torch.bfloat16)
+    other, third = twin(model), twin(model)
+    first = make(model, "AG", "optimizer")
+    train(model, first, 12)
+    second = make(other, "AG", "layer")
+    second.load_state_dict(first.state_dict())
+    assert train(model, first, 12) == train(other, second, 12)
+    back = make(third, "AG", "optimizer")
+    back.load_state_dict(second.state_dict())
+    assert_same_tree(first.state_dict(), back.state_dict())
+
+
+def test_detach_gives_the_layers_their_own_forward_and_bits_back() -> None:
+    model = tiny_llama(torch.bfloat16)
+    before, batch = weights(model), token_batches(1)[0]
+    loss = model(**batch).loss.item()
+    attributes = {path: sorted(vars(module)) for path, module in model.named_modules()}
+    optimizer = make(model, "AG", "layer")
+    train(model, optimizer, 5)
+    assert model(**batch).loss.item() != loss
+    optimizer.detach(merge=False)
+    assert {path: sorted(vars(module)) for path, module in model.named_modules()} == attributes
+    assert model(**batch).loss.item() == loss
+    assert {name: value.requires_grad for name, value in model.named_parameters()} == dict.fromkeys(before, True)
+
+
+def test_a_wrapper_that_came_later_survives_detach() -> None:
+    model = Wide()
+    optimizer = make(model, "AG", "layer", targets=["up"])
+    ours, calls = model.up.forward, []
+
+    def wrapper(inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return ours(inputs)
+
+    model.up.forward = wrapper
+    expected = F.linear(inputs := torch.randn(2, 12), model.up.weight, model.up.bias)
+    optimizer.detach(merge=False)
+    assert torch.equal(model.up(inputs), expected) and calls
+
+
+def test_an_error_inside_the_product_leaves_the_pretrained_bits() -> None:
+    model = Wide()
+    optimizer = make(model, "AG", "layer", targets=["up"])
+    before = weights(model)
+    model(torch.randn(2, 12)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.up(torch.randn(2, 13))
+    assert torch.equal(bits(model.up.weight), bits(before["up.weight"]))
+
+
+def test_sampled_products_equal_chunked_ones_to_rounding() -> None:
+    model = Wide()
+    other = twin(model)
+    chunked = make(model, "MA", "layer", targets=[nn.Linear], density=0.02)
+    sampled = make(other, "MA", "layer", targets=[nn.Linear], density=0.02, phi_gradient="sampled")
+    inputs = torch.randn(9, 12)
+    for each in (model, other):
+        each(inputs).backward()
+    for a, b in zip(chunked.param_groups[0]["params"], sampled.param_groups[0]["params"], strict=True):
+        # Sums of 9 to 18 fp32 products in another order.
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-8)
+        assert a.grad.any()
+
+
+def quantised(dtype: torch.dtype = torch.bfloat16, *, bias: bool = True, double: bool = True) -> nn.Module:
+    """Two 4-bit layers and a plain one."""
+    model = nn.Sequential(
+        bitsandbytes.nn.Linear4bit(
+            64, 96, bias=bias, compute_dtype=dtype, quant_type="nf4", compress_statistics=double
+        ),
+        nn.Tanh(),
+        bitsandbytes.nn.Linear4bit(96, 32, bias=False, compute_dtype=dtype, quant_type="nf4"),
+        nn.Linear(32, 8, dtype=dtype),
+    )
+    return model.to("cpu").train()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_over_4_bit_weights_output_and_input_gradient_are_those_of_the_dequantised_matrix(
+    dtype: torch.dtype, bias: bool
+) -> None:
+    model = quantised(dtype, bias=bias)
+    codes = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = make(model, "AG", "auto", targets=["0", "2"])
+    for _ in range(8):
+        model(torch.randn(5, 64, dtype=dtype)).square().sum().backward()
+        optimizer.step()
+    delta = optimizer.deltas()["0.weight"]
+    assert delta.shape == (96, 64) and delta.values.any()
+    layer = model[0]
+    matrix = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).clone()
+    entries = matrix.view(-1)[delta.indices.long()]
+    matrix.view(-1)[delta.indices.long()] = (entries.float() + delta.values).to(matrix.dtype)
+    matrix = matrix.to(dtype)
+    inputs, output_gradient = torch.randn(2, 5, 64, dtype=dtype), torch.randn(2, 5, 96, dtype=dtype)
+    ours, theirs = inputs.clone().requires_grad_(True), inputs.clone().requires_grad_(True)
+    output = layer(ours)
+    expected = F.linear(theirs, matrix, None if layer.bias is None else layer.bias.to(dtype))
+    output.backward(output_gradient)
+    expected.backward(output_gradient)
+    assert torch.equal(bits(output), bits(expected))
+    assert torch.equal(bits(ours.grad), bits(theirs.grad))
+    dense = (output_gradient.flatten(0, 1).t() @ inputs.flatten(0, 1)).flatten()[delta.indices.long()].float()
+    assert torch.equal(optimizer.param_groups[0]["params"][0].grad, dense)
+    after = model.state_dict()
+    assert codes.keys() == after.keys()
+    assert all(torch.equal(bits(after[name]), bits(value)) for name, value in codes.items())
+
+
+def test_a_4_bit_layer_computes_in_its_own_dtype_and_answers_in_the_inputs() -> None:
+    model = quantised(torch.bfloat16, bias=False)
+    optimizer = make(model, "AG", "auto", targets=["0"])
+    inputs = torch.randn(5, 64)
+    layer = model[0]
+    matrix = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).bfloat16()
+    wanted = F.linear(inputs.bfloat16(), matrix).float()
+    assert layer(inputs).dtype == torch.float32
+    assert torch.equal(layer(inputs), wanted)
+    optimizer.detach(merge=False)
+    assert layer(inputs).dtype == torch.float32
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_4_bit_training_learns_and_resumes_to_the_bit(selection: str) -> None:
+    torch.manual_seed(3)
+    model = quantised()
+    inputs, goal = torch.randn(64, 64, dtype=torch.bfloat16), torch.randn(64, 8, dtype=torch.bfloat16)
+
+    def steps(each: nn.Module, optimizer: SFT, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            loss = (each(inputs) - goal).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    optimizer = make(model, selection, "auto", targets=["0", "2", "3"], density=0.2)
+    losses = steps(model, optimizer, 19)
+    # The pair to load into: the same pretrained codes, and the plain layer as the checkpoint has it.
+    torch.manual_seed(3)
+    other = quantised()
+    resumed = make(other, selection, "auto", targets=["0", "2", "3"], density=0.2)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert steps(model, optimizer, 19) == steps(other, resumed, 19)
+    assert_same_tree(optimizer.state_dict(), resumed.state_dict())
+    assert steps(model, optimizer, 1)[0] < 0.8 * losses[0]
+
+
+def test_a_quantised_llama_is_trained_in_its_layers_by_default() -> None:
+    model = tiny_llama(torch.bfloat16)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and "layers" in path:
+            quantised_layer = bitsandbytes.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+            )
+            quantised_layer.weight.data.copy_(module.weight.data)
+            model.set_submodule(path, quantised_layer)
+    model = model.to("cpu").train()
+    codes = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = make(model, "AG", "auto", packed=True)
+    assert len(optimizer.deltas()) == 21
+    losses = train(model, optimizer, 20)
+    assert sum(losses[-10:]) < sum(losses[:10])
+    after = model.state_dict()
+    assert codes.keys() == after.keys()
+    assert all(torch.equal(bits(after[name]), bits(value)) for name, value in codes.items())
+
+
+def test_merging_into_4_bit_is_refused() -> None:
+    model = quantised()
+    optimizer = make(model, "AG", "auto", targets=["0"])
+    with pytest.raises(ValueError, match=r"0\.weight is a 4-bit weight.*merge them into the 16-bit model"):
+        optimizer.detach()
+    optimizer.detach(merge=False)
+    assert "forward" not in vars(model[0])
+
+
+def test_the_optimizer_form_over_4_bit_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'0\.weight is a 4-bit weight.*use "auto" or "layer"'):
+        make(quantised(), "AG", "optimizer", targets=["0"])
+
+
+def test_codes_that_were_repacked_for_inference_are_refused() -> None:
+    model = quantised()
+    optimizer = make(model, "AG", "auto", targets=["0"])
+    model[0].weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(RuntimeError, match=r"0\.weight was repacked"):
+        model(torch.randn(2, 64, dtype=torch.bfloat16))
+    optimizer.detach(merge=False)
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "text"),
+    [
+        (["embed_tokens"], {}, r"embed_tokens\.weight belongs to Embedding.*form=\"optimizer\""),
+        (["q_proj"], {"phi_gradient": "sampled"}, r'phi_gradient="sampled" takes fp32 weights on a CPU'),
+    ],
+)
+def test_what_the_layer_form_cannot_do_it_says(targets: list[str], options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make(tiny_llama(torch.bfloat16), "AG", "layer", targets=targets, **options)

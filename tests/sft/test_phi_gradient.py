@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slivertune.sft.phi_gradient import CHUNK_ROWS, chunked_gradient, sampled_gradient
+
+
+def case(rows: int, dtype: torch.dtype, density: float = 0.02) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output_gradient, inputs = torch.randn(24, rows).to(dtype), torch.randn(24, 50).to(dtype)
+    count = max(1, int(density * rows * 50))
+    return output_gradient, inputs, torch.randperm(rows * 50)[:count].sort().values.int()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 100, CHUNK_ROWS, CHUNK_ROWS + 1, 3 * CHUNK_ROWS - 5])
+def test_entries_are_those_of_the_dense_gradient(rows: int, dtype: torch.dtype) -> None:
+    output_gradient, inputs, indices = case(rows, dtype)
+    dense = output_gradient.t() @ inputs
+    seen = []
+    gradient = chunked_gradient(
+        output_gradient, inputs, indices, lambda chunk, start: seen.append((start, chunk.clone()))
+    )
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, dense.flatten()[indices.long()].float())
+    assert len(seen) == -(-rows // CHUNK_ROWS)
+    assert all(chunk.numel() <= CHUNK_ROWS * 50 for _, chunk in seen)
+    ends = [start + chunk.numel() for start, chunk in seen]
+    assert [start for start, _ in seen] == [0, *ends[:-1]]
+    assert torch.equal(torch.cat([chunk for _, chunk in seen]), dense.flatten())
+
+
+def test_rows_without_an_active_weight_cost_nothing_wrong() -> None:
+    output_gradient, inputs, _ = case(3 * CHUNK_ROWS, torch.float32)
+    indices = torch.tensor([3, 2 * CHUNK_ROWS * 50 + 7], dtype=torch.int32)
+    dense = (output_gradient.t() @ inputs).flatten()
+    assert torch.equal(chunked_gradient(output_gradient, inputs, indices), dense[indices.long()])
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_sampled_products_are_the_same_sums_in_another_order(rows: int) -> None:
+    output_gradient, inputs, indices = case(rows, torch.float32)
+    dense = (output_gradient.t() @ inputs).flatten()[indices.long()]
+    # Sums of 24 fp32 products.
+    torch.testing.assert_close(sampled_gradient(output_gradient, inputs, indices), dense, rtol=1e-5, atol=1e-5)

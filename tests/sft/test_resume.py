@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from slivertune import SFT, SFTConfig
+from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama, token_batches, weights
+from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+
+TOTAL = 18
+SELECTIONS = {
+    "AG": {"selection": "accumulated_gradient"},
+    "AG, redistributed": {"selection": "accumulated_gradient", "redistribute": True},
+    "AG, packed": {"selection": "accumulated_gradient", "packed": True},
+    "MA": {"selection": "momentum"},
+    "MA, packed": {"selection": "momentum", "packed": True},
+}
+
+
+def build(model: nn.Module, selection: str) -> tuple[SFT, LambdaLR]:
+    config = SFTConfig(
+        density=0.1, reselection_interval=6, estimation_steps=4, replacement_rate=0.5, **SELECTIONS[selection]
+    )
+    extra: dict[str, Any] = {"momentum": 0.5} if selection.startswith("MA") else {}
+    optimizer = SFT(model, config=config, lr=1e-2, total_steps=TOTAL, weight_decay=0.1, **extra)
+    return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def train(model: nn.Module, optimizer: SFT, schedule: LambdaLR, first: int, last: int) -> None:
+    batches = token_batches(2 * TOTAL)
+    for update in range(first, last):
+        for batch in batches[2 * update : 2 * update + 2]:
+            (model(**batch).loss / 2).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def through_a_file(state: Any) -> Any:
+    """Save and load as a checkpoint is: `weights_only` admits plain containers and tensors alone."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_resume_is_exact_at_every_update(selection: str, dtype: torch.dtype) -> None:
+    model = tiny_llama(dtype)
+    optimizer, schedule = build(model, selection)
+    saved = []
+    for update in range(TOTAL):
+        saved.append(through_a_file([optimizer.state_dict(), schedule.state_dict(), model.state_dict()]))
+        train(model, optimizer, schedule, update, update + 1)
+    open_phases = [bool(s[0]["state"]) and any("estimates" in w for w in s[0]["state"].values()) for s in saved]
+    assert any(open_phases) == selection.startswith("AG")
+    for update in range(TOTAL):
+        other = tiny_llama(dtype)
+        resumed, its_schedule = build(other, selection)
+        # Into the pretrained model, or into the checkpoint's: both must do.
+        if update % 2:
+            other.load_state_dict(saved[update][2])
+        resumed.load_state_dict(saved[update][0])
+        its_schedule.load_state_dict(saved[update][1])
+        assert_same_tree(resumed.state_dict(), saved[update][0])
+        train(other, resumed, its_schedule, update, TOTAL)
+        assert_same_tree(resumed.state_dict(), optimizer.state_dict())
+        resumed.detach(merge=True)
+        for name, value in weights(other).items():
+            assert torch.equal(value, model.get_parameter(name)), f"{name} after resuming at {update}"
+
+
+def test_a_new_optimizer_over_the_checkpoints_weights_resumes_too() -> None:
+    """The order of the HF Trainer: the model's weights are loaded before the optimizer is built."""
+    model = tiny_llama(torch.bfloat16)
+    optimizer, schedule = build(model, "AG")
+    train(model, optimizer, schedule, 0, 8)
+    state, model_state = through_a_file([optimizer.state_dict(), model.state_dict()])
+    other = tiny_llama(torch.bfloat16)
+    other.load_state_dict(model_state)
+    resumed, its_schedule = build(other, "AG")
+    resumed.load_state_dict(state)
+    its_schedule.load_state_dict(schedule.state_dict())
+    train(model, optimizer, schedule, 8, TOTAL)
+    train(other, resumed, its_schedule, 8, TOTAL)
+    assert_same_bits(model, other)
+    optimizer.detach(merge=False)
+    resumed.detach(merge=False)
+    assert_same_bits(model, other)
+    assert_same_bits(model, tiny_llama(torch.bfloat16))
+
+
+def test_loading_over_a_run_in_progress_leaves_nothing_of_it() -> None:
+    model = tiny_llama(torch.bfloat16)
+    optimizer, schedule = build(model, "AG")
+    start = through_a_file(optimizer.state_dict())
+    train(model, optimizer, schedule, 0, 11)
+    optimizer.load_state_dict(start)
+    assert_same_tree(optimizer.state_dict(), start)
+    fresh = tiny_llama(torch.bfloat16)
+    build(fresh, "AG")
+    assert_same_bits(model, fresh)
+
+
+def test_the_state_does_not_share_memory_with_what_was_loaded() -> None:
+    model = Prescribed(SHAPES)
+    config = SFTConfig(density=0.2, targets=NAMES, reselection_interval=6, estimation_steps=4)
+    optimizer = SFT(model, config=config, lr=1e-2, total_steps=20)
+    batches = prescribed_gradients(8)
+    for gradients in batches[:3]:
+        model(gradients).backward()
+        optimizer.step()
+    state = through_a_file(optimizer.state_dict())
+    copy = through_a_file(state)
+    optimizer.load_state_dict(state)
+    for gradients in batches[3:]:
+        model(gradients).backward()
+        optimizer.step()
+    assert_same_tree(state, copy)
+
+
+def test_tied_weights_are_trained_and_resumed_as_one(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, SFT]:
+        model = tiny_llama(torch.bfloat16, tied=True)
+        config = SFTConfig(
+            density=0.2, targets=["embed_tokens"], embeddings=True, reselection_interval=6, estimation_steps=2
+        )
+        return model, SFT(model, config=config, lr=1e-2, total_steps=TOTAL)
+
+    model, optimizer = make()
+    reference = tiny_llama(torch.bfloat16, tied=True)
+    assert list(optimizer.deltas()) == ["model.embed_tokens.weight"]
+    batches = token_batches(TOTAL)
+    for update, batch in enumerate(batches):
+        model(**batch).loss.backward()
+        if update == 0:
+            # Both uses, embedding and head, have sent their gradient: the sum, gathered.
+            reference(**batch).loss.backward()
+            whole = reference.get_parameter("model.embed_tokens.weight").grad.flatten().float()
+            delta = optimizer.deltas()["model.embed_tokens.weight"]
+            assert torch.equal(optimizer.param_groups[0]["params"][0].grad, whole[delta.indices.long()])
+        optimizer.step()
+        if update == 6:
+            torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    other, resumed = make()
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for batch in batches[7:]:
+        other(**batch).loss.backward()
+        resumed.step()
+    assert_same_bits(model, other)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from slivertune.sft.selection import (
+    PIECE,
+    contains,
+    largest_entries,
+    largest_of,
+    random_indices,
+    smallest_positions,
+    spread_weights,
+)
+
+
+def naive_largest(values: torch.Tensor, count: int) -> list[int]:
+    """Positions of the largest magnitudes by a full sort, ties to the lower position; sorted."""
+    magnitudes = values.abs().double().numpy()
+    return sorted(np.lexsort((np.arange(magnitudes.size), -magnitudes))[:count].tolist())
+
+
+FLAT = {
+    "normal": lambda n: torch.randn(n),
+    "heavy tails": lambda n: torch.randn(n) * torch.exp(2 * torch.randn(n)),
+    "bf16, many ties": lambda n: torch.randn(n).bfloat16(),
+    "five values": lambda n: torch.randint(-2, 3, (n,)).float(),
+    "nearly all zero": lambda n: torch.where(torch.rand(n) < 0.002, torch.randn(n), 0.0),
+    "all zero": lambda n: torch.zeros(n),
+    "all equal": lambda n: torch.full((n,), -3.0),
+    "one column large": lambda n: torch.randn(n) * torch.tensor([1.0] * 63 + [1e4]).repeat(n // 64 + 1)[:n],
+}
+
+
+@pytest.mark.parametrize("kind", FLAT)
+@pytest.mark.parametrize("size", [1, 50, 30_000])
+def test_largest_entries_are_those_of_a_full_sort(kind: str, size: int) -> None:
+    flat = FLAT[kind](size)
+    for count in {0, 1, size // 100, size // 7, size // 2, size - 1, size, size + 5}:
+        found = largest_entries(flat, count)
+        assert found.dtype == torch.int64
+        assert found.tolist() == naive_largest(flat, min(count, size))
+
+
+def test_largest_entries_search_tensors_of_several_pieces() -> None:
+    flat = torch.randn(2 * PIECE + 77)
+    assert largest_entries(flat, 5000).tolist() == naive_largest(flat, 5000)
+
+
+@pytest.mark.parametrize("kind", list(FLAT))
+@pytest.mark.parametrize("size", [50, PIECE + 77])
+def test_barred_positions_do_not_take_part(kind: str, size: int) -> None:
+    flat = FLAT[kind](size)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(1))
+    barred = [order[: size // 5].sort().values, order[size // 5 : size // 4].sort().values]
+    free = order[size // 4 :].sort().values
+    for count in (0, 1, size // 100, size // 3, free.numel() - 1, free.numel(), size):
+        expected = free[naive_largest(flat[free], min(count, free.numel()))].tolist()
+        assert largest_entries(flat, count, barred).tolist() == expected
+
+
+def test_an_infinite_or_undefined_gradient_is_found_and_not_searched_for_for_ever() -> None:
+    flat = torch.randn(20_000)
+    flat[[7, 70, 700]] = torch.tensor([float("nan"), float("inf"), float("-inf")])
+    assert {7, 70, 700} <= set(largest_entries(flat, 100).tolist())
+    assert largest_entries(torch.full((9000,), float("nan")), 10).tolist() == list(range(10))
+
+
+def test_the_search_makes_no_dense_temporary() -> None:
+    from slivertune import Ledger
+
+    flat = torch.randn(8 * PIECE)
+    with Ledger() as ledger:
+        largest_entries(flat, flat.numel() // 100)
+    # A piece's magnitudes and masks, and what survived; a dense copy would be 33.6 MB.
+    assert ledger.peak.device - flat.nbytes < 12e6
+
+
+def test_smallest_positions_and_largest_of_break_ties_by_position() -> None:
+    values = torch.tensor([2.0, 1.0, 1.0, 3.0, 1.0, 3.0])
+    assert smallest_positions(values, 2).tolist() == [False, True, True, False, False, False]
+    assert largest_of(values, 1).tolist() == [False, False, False, True, False, False]
+    for count in range(7):
+        assert int(largest_of(values, count).sum()) == int(smallest_positions(values, count).sum()) == count
+
+
+def test_contains_finds_members_alone() -> None:
+    members = torch.tensor([2, 5, 9], dtype=torch.int32)
+    values = torch.tensor([0, 2, 3, 9, 11], dtype=torch.int32)
+    assert contains(members, values).tolist() == [False, True, False, True, False]
+    assert contains(members[:0], values).tolist() == [False] * 5
+
+
+@pytest.mark.parametrize("count", [1, 30, 499, 500, 900, 1000])
+def test_random_indices_are_sorted_unique_and_the_same_again(count: int) -> None:
+    drawn = random_indices("a.weight", 1000, count, seed=3)
+    assert drawn.dtype == torch.int32
+    assert drawn.tolist() == sorted(set(drawn.tolist())) and len(drawn) == count
+    assert drawn[0] >= 0 and drawn[-1] < 1000
+    assert torch.equal(drawn, random_indices("a.weight", 1000, count, seed=3))
+    if count < 1000:
+        assert not torch.equal(drawn, random_indices("b.weight", 1000, count, seed=3))
+        assert not torch.equal(drawn, random_indices("a.weight", 1000, count, seed=4))
+
+
+def test_random_indices_are_uniform() -> None:
+    hits = torch.zeros(200)
+    for seed in range(400):
+        hits[random_indices("x", 200, 20, seed).long()] += 1
+    # Binomial(400, 0.1): mean 40, standard deviation 6; five of them.
+    assert hits.min() > 10 and hits.max() < 70
+
+
+def test_spread_weights_adds_up_and_keeps_the_share() -> None:
+    for sizes, total in itertools.product([[7], [100, 300, 600], [3, 1000, 5, 40]], [4, 7]):
+        shares = spread_weights(sizes, total)
+        assert sum(shares) == total
+        assert all(1 <= share <= size for share, size in zip(shares, sizes, strict=True))
+    assert spread_weights([100, 300, 600], 100) == [10, 30, 60]
+    assert spread_weights([5, 5], 10) == [5, 5]
+
+
+@pytest.mark.parametrize("total", [1, 1001])
+def test_spread_weights_says_what_does_not_fit(total: int) -> None:
+    with pytest.raises(ValueError, match=rf"{total} weights do not fit: the 2 target tensors .* hold 1000"):
+        spread_weights([400, 600], total)

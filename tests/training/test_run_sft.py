@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from slivertune.cli import main
+from slivertune.sft.delta_file import DELTA_FILE, load
+from tests.training.tiny_runs import (
+    TINY_RECIPE,
+    assert_same_bits,
+    saved_weights,
+    train,
+    train_arguments,
+    write_classes,
+    write_texts,
+)
+
+# Four projections of attention and three of the feed-forward part in each block.
+ATTENTION = TINY_RECIPE.hidden_size**2
+FEED_FORWARD = TINY_RECIPE.hidden_size * TINY_RECIPE.intermediate_size
+NUM_TENSORS = 7 * TINY_RECIPE.num_layers
+NUM_TRAINED = TINY_RECIPE.num_layers * (4 * round(0.1 * ATTENTION) + 3 * round(0.1 * FEED_FORWARD))
+SFT = ("--method", "sft", "--density", "0.1", "--reselection_interval", "6")
+MOMENTUM = ("--selection", "momentum", "--learning_rate", "0.1")
+
+
+@pytest.mark.parametrize("more", [(), MOMENTUM, ("--bf16",), ("--packed", "--redistribute")])
+def test_the_final_model_is_the_base_plus_its_deltas_and_nothing_else_has_moved_by_a_bit(
+    more: tuple[str, ...], tiny_base: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    results = train(tiny_base, write_texts(tmp_path), output, *SFT, "--max_steps", "14", *more)
+    assert (results["model_folder"], results["delta_folder"]) == (str(output / "model"), str(output / "delta"))
+    assert results["merge_command"] is None
+    AutoTokenizer.from_pretrained(output / "model")
+    dtype = torch.bfloat16 if "--bf16" in more else torch.float32
+    base = {name: tensor.to(dtype) for name, tensor in saved_weights(tiny_base).items()}
+    trained, file = saved_weights(output / "model"), load(output / "delta", base=base)
+    assert trained.keys() == base.keys()
+    assert sum(delta.num_weights for delta in file.deltas.values()) == NUM_TRAINED
+    assert {name.split(".")[-2] for name in file.deltas} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+    for name, pretrained in base.items():
+        expected = pretrained.clone().flatten()
+        if name in file.deltas:
+            delta = file.deltas[name]
+            assert delta.values.abs().max() > 0
+            where = delta.indices.long()
+            expected[where] = (expected[where].float() + delta.values).to(dtype)
+            assert not torch.equal(expected, pretrained.flatten())
+        assert torch.equal(trained[name].flatten(), expected), name
+
+
+def test_slivertune_merge_makes_the_same_model_of_the_deltas(tiny_base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    train(tiny_base, write_texts(tmp_path), output, *SFT)
+    file = load(output / "delta")
+    assert file.base_model_name == str(tiny_base)
+    assert (file.config["density"], file.config["selection"]) == (0.1, "accumulated_gradient")
+    assert main(["merge", str(output / "delta"), "--output_dir", str(tmp_path / "merged")]) == 0
+    merged, model = saved_weights(tmp_path / "merged"), saved_weights(output / "model")
+    assert merged.keys() == model.keys()
+    assert all(torch.equal(merged[name], model[name]) for name in model)
+
+
+def test_over_4_bits_deltas_are_all_that_is_saved_and_the_command_for_a_model_works(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    results = train(tiny_base, write_texts(tmp_path), output, *SFT, "--load_in_4bit", "--max_steps", "14")
+    assert results["model_folder"] is None
+    assert not (output / "model").exists()
+    printed = "".join(capsys.readouterr().out.split())
+    assert "".join(results["merge_command"]) in printed
+    assert main(results["merge_command"][1:]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(output / "merged").state_dict()
+    base, file = AutoModelForCausalLM.from_pretrained(tiny_base).state_dict(), load(output / "delta")
+    assert len(file.deltas) == NUM_TENSORS
+    for name, pretrained in base.items():
+        expected = pretrained.clone().flatten()
+        if name in file.deltas:
+            expected[file.deltas[name].indices.long()] += file.deltas[name].values
+        assert torch.equal(merged[name].flatten(), expected), name
+
+
+def test_codes_of_4_bits_never_change(tiny_base: Path, tmp_path: Path) -> None:
+    more = (*SFT, "--load_in_4bit", "--max_steps", "8", "--save_steps", "4")
+    train(tiny_base, write_texts(tmp_path), tmp_path / "out", *more)
+    first, second = (saved_weights(tmp_path / "out" / f"checkpoint-{step}") for step in (4, 8))
+    assert sum(tensor.dtype == torch.uint8 for tensor in first.values()) > NUM_TENSORS
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("more", [(), ("--bf16", "--packed", "--redistribute"), ("--load_in_4bit",)])
+def test_a_run_that_is_resumed_inside_an_open_estimation_phase_ends_with_the_same_bits(
+    more: tuple[str, ...], tiny_base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = write_texts(tmp_path)
+    # Phases are updates 1 to 5, then 8 to 12: after 3 and 9 one is open, after 6 none is.
+    schedule = ("--reselection_interval", "12", "--lr_scheduler_type", "cosine", "--gradient_accumulation_steps", "2")
+    more = (*SFT, *schedule, *more, "--max_steps", "14", "--save_steps", "3", "--sample_tokens", "0")
+    train(tiny_base, data, tmp_path / "whole", *more)
+    for step, is_open in ((3, True), (6, False), (9, True)):
+        checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+        state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"]
+        assert {"estimates" in values for values in state.values()} == {is_open}
+        again = tmp_path / f"from-{step}"
+        train(tiny_base, data, again, *more, "--resume_from_checkpoint", str(checkpoint))
+        assert_same_bits(tmp_path / "whole", again)
+        first, second = (load_file(folder / "delta" / DELTA_FILE) for folder in (tmp_path / "whole", again))
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert "unexpected keys" not in caplog.text
+
+
+def test_a_checkpoint_of_weights_alone_is_refused(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write_texts(tmp_path), tmp_path / "out"
+    train(tiny_base, data, output, *SFT, "--max_steps", "2", "--save_steps", "1", "--save_only_model")
+    resume = ("--max_steps", "4", "--resume_from_checkpoint", "true")
+    assert main(train_arguments(tiny_base, data, output, *SFT, *resume)) == 2
+    assert "checkpoint-2 has no optimizer.pt, so its deltas can't be told from pretrained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--density", "0.2"), "'density': 0.2"),
+        (("--density", "0.1", "--replacement_rate", "0.3"), "'replacement_rate': 0.2"),
+        (("--density", "0.1", "--selection", "momentum"), "'selection': 'momentum'"),
+        (("--density", "0.1", "--load_in_4bit"), "load_in_4bit=None, and this run asks for load_in_4bit=True"),
+    ],
+)
+def test_other_settings_cannot_resume_a_run(
+    more: tuple[str, ...], message: str, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, output = write_texts(tmp_path), tmp_path / "out"
+    train(tiny_base, data, output, "--method", "sft", "--density", "0.1", "--max_steps", "1")
+    arguments = ("--method", "sft", *more, "--resume_from_checkpoint", "true")
+    assert main(train_arguments(tiny_base, data, output, *arguments)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_says_what_it_trains(tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *SFT, "--bf16")
+    out, num_all = capsys.readouterr().out, sum(tensor.numel() for tensor in saved_weights(tiny_base).values())
+    assert (results["num_trained"], results["num_parameters"]) == (NUM_TRAINED, num_all)
+    share = f"{NUM_TRAINED / num_all:.2%}"
+    assert f"  model   {num_all:,} weights in bfloat16 on cpu, {NUM_TRAINED:,} of them trained ({share})" in out
+    assert (
+        f"  sft     {NUM_TRAINED:,} weights of {NUM_TENSORS} tensors (10.00% of theirs), deltas in the weights" in out
+    )
+    assert "  chosen  by gradients accumulated over 5 updates, at update 5 and then every 6 updates" in out
+    assert "  rate    0.01, sft_adamw, linear schedule" in out
+    settings = results["settings"]
+    assert (settings["optim"], settings["density"], settings["selection"]) == ("sft_adamw", 0.1, "accumulated_gradient")
+    assert settings["num_tensors"] == NUM_TENSORS
+
+
+@pytest.mark.parametrize(
+    ("more", "state_bytes"),
+    [
+        # Index, delta, two moments, pretrained value (4 in fp32), age; in a phase 16 more for candidates.
+        ((), 38),
+        (("--reselection_interval", "0"), 22),
+        (("--bf16",), 36),
+        (("--load_in_4bit",), 34),
+    ],
+)
+def test_the_ledger_counts_deltas_as_state_from_the_first_update_on(
+    more: tuple[str, ...], state_bytes: int, tiny_base: Path, tmp_path: Path
+) -> None:
+    steps = ("--reselection_interval", "20", *more, "--max_steps", "7")
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *SFT, *steps)
+    most = results["highest_bytes"]
+    assert most["state"] == state_bytes * NUM_TRAINED
+    assert most["gradients"] == 4 * NUM_TRAINED
+    weights = sum(tensor.nbytes for tensor in saved_weights(tiny_base).values())
+    weights //= 2 if "--bf16" in more else 1
+    if "--load_in_4bit" in more:
+        # An eighth of the blocks' bytes, and scales.
+        weights -= sum(tensor.nbytes for name, tensor in saved_weights(tiny_base).items() if "_proj" in name) * 7 // 8
+    assert weights <= most["parameters"] < weights + 1000
+
+
+def test_an_update_that_is_skipped_is_none_for_sft(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison_loss(monkeypatch, call=3)
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *SFT, "--max_steps", "9", "--save_steps", "9")
+    assert results["num_skipped"] == 1
+    assert "step 3: the loss is nan; this update is skipped (1 so far)" in capsys.readouterr().out
+    state = torch.load(tmp_path / "out" / "checkpoint-9" / "optimizer.pt", weights_only=True)
+    assert state["sft"]["updates"] == 8
+    assert all(torch.isfinite(tensor).all() for tensor in saved_weights(tmp_path / "out" / "model").values())
+    assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
+
+
+@pytest.mark.parametrize("four_bit", [(), ("--load_in_4bit",)])
+@pytest.mark.parametrize("reentrant", ["true", "false"])
+def test_activation_checkpointing_of_either_kind_changes_no_bit(
+    four_bit: tuple[str, ...], reentrant: str, tiny_base: Path, tmp_path: Path
+) -> None:
+    data, more = write_texts(tmp_path), (*SFT, *four_bit, "--max_steps", "8")
+    plain = train(tiny_base, data, tmp_path / "plain", *more)
+    kwargs = f'{{"use_reentrant": {reentrant}}}'
+    checkpointing = ("--activation_checkpointing", "--activation_checkpointing_kwargs", kwargs)
+    less = train(tiny_base, data, tmp_path / "less", *more, *checkpointing)
+    assert less["highest_bytes"]["residual"] < plain["highest_bytes"]["residual"]
+    assert_same_bits(tmp_path / "plain", tmp_path / "less")
+
+
+def test_modules_are_chosen_by_name_and_embeddings_on_request(tiny_base: Path, tmp_path: Path) -> None:
+    more = (*SFT, "--sft_target_modules", "q_proj", "v_proj", "--train_embeddings", "--max_steps", "2")
+    train(tiny_base, write_texts(tmp_path), tmp_path / "out", *more)
+    assert {name.split(".")[-2] for name in load(tmp_path / "out" / "delta").deltas} == {
+        *("q_proj", "v_proj", "embed_tokens"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--sft_target_modules", "query"), "--sft_target_modules query: targets has 'query', which matches no module"),
+        ((), "LoRA of rank 64 would train"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_named(
+    more: tuple[str, ...], message: str, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out", *more, method="sft")
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("four_bit", [(), ("--load_in_4bit",)])
+def test_a_classifiers_new_head_is_refused_with_what_to_do_instead(
+    four_bit: tuple[str, ...], tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = train_arguments(tiny_base, write_classes(tmp_path), tmp_path / "out", *SFT, *four_bit)
+    assert main([*arguments, "--task", "classification"]) == 2
+    error = capsys.readouterr().err
+    assert "score of LlamaForSequenceClassification is new, and --method sft trains a few of each tensor's" in error
+    assert "take --task prompt_classification" in error
+
+
+def test_a_classifier_that_has_its_head_is_trained(tiny_base: Path, tmp_path: Path) -> None:
+    data, task = write_classes(tmp_path), ("--task", "classification")
+    # As it begins: its head has been saved and has learned nothing.
+    train(tiny_base, data, tmp_path / "head", *task, "--max_steps", "1", "--learning_rate", "0", method="dense")
+    more = (*SFT, *task, "--max_steps", "40", "--learning_rate", "3e-2", "--token_ratio", "0.5")
+    results = train(tmp_path / "head" / "model", data, tmp_path / "out", *more)
+    assert results["before"]["eval_accuracy"] < 1.0
+    assert results["after"]["eval_accuracy"] == 1.0
+    head, trained = (saved_weights(tmp_path / name / "model")["score.weight"] for name in ("head", "out"))
+    assert torch.equal(head, trained)
+
+
+def test_classes_can_be_told_by_a_word_without_a_new_head(tiny_base: Path, tmp_path: Path) -> None:
+    prompts = ("--task", "prompt_classification", "--template", "{text} is {mask}", "--label_words", "even:e,odd:o")
+    more = (*SFT, *prompts, "--max_steps", "40", "--learning_rate", "3e-2")
+    results = train(tiny_base, write_classes(tmp_path), tmp_path / "out", *more)
+    assert results["after"]["eval_accuracy"] == 1.0
+
+
+def poison_loss(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Make a Llama's loss NaN in one call of its training mode, counted from 1."""
+    original = LlamaForCausalLM.forward
+    count = 0
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        output = original(self, *args, **kwargs)
+        count += self.training
+        if self.training and count == call:
+            output.loss = output.loss * float("nan")
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+
+
+def test_the_results_are_plain_json(tiny_base: Path, tmp_path: Path) -> None:
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *SFT, "--max_steps", "1")
+    assert json.loads(json.dumps(results)) == results
