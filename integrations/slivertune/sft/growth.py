@@ -115,7 +115,7 @@ class GrowthEstimator:
             parts = [(self._indices, self._step), *parts]
         self._entrants = []
         self._indices, self._step = _largest_of_all(parts, self._pool_size)
-        self._claim()
+        self.claim()
 
     @torch.no_grad()
     def end_step(self, serial: int, scale: torch.Tensor) -> None:
@@ -133,7 +133,7 @@ class GrowthEstimator:
             self._indices, first = self._indices.masked_select(best), self._step.masked_select(best)
             self._sum, self._sum_of_squares = first.to(self._dtype), first.square().to(self._dtype)
             self._step = torch.zeros_like(first)
-            self._claim()
+            self.claim()
         else:
             self._sum.copy_(self._sum.float() + self._step)
             self._sum_of_squares.copy_(self._sum_of_squares.float().addcmul_(self._step, self._step))
@@ -158,7 +158,7 @@ class GrowthEstimator:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != device:
                 setattr(self, name, tensor.to(device))
-        self._claim()
+        self.claim()
 
     def state_dict(self) -> dict[str, Any] | None:
         """What continues the phase between two updates; None while no update of it has finished."""
@@ -178,9 +178,10 @@ class GrowthEstimator:
         self._sum_of_squares = state["sum_of_squares"].to(device, self._dtype, copy=True)
         self._step = torch.zeros(self._sum.shape, device=device)
         self.num_steps = state["num_steps"]
-        self._claim()
+        self.claim()
 
-    def _claim(self) -> None:
+    def claim(self) -> None:
+        """Tell the ledger what is state."""
         for tensor in (self._indices, self._step, self._sum, self._sum_of_squares):
             if tensor is not None:
                 claim(tensor, "state")

@@ -113,6 +113,8 @@ class SparseWeight:
         for tensor in (self.phi, *self._positions.tensors(), self._base, *self.moments.tensors().values()):
             if tensor is not None:
                 claim(tensor, "state")
+        for estimator in self.estimators.values():
+            estimator.claim()
 
     def take(self, gradient: torch.Tensor, serial: int) -> None:
         """Add the active entries of a dense gradient to phi's, in fp32, and show it to the growth estimators."""
