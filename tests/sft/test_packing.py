@@ -85,7 +85,7 @@ def test_cohorts_beyond_256_lose_the_oldest_alone() -> None:
     seeds = Estimate(
         indices=torch.tensor([7], dtype=torch.int32), mean=torch.ones(1), mean_square=torch.ones(1), num_steps=3
     )
-    moments.replace(kept, 1, seeds, torch.arange(300), {"betas": (0.9, 0.999)})
+    moments.replace(torch.nonzero(kept).view(-1), 1, seeds, torch.arange(300), {"betas": (0.9, 0.999)})
     after = moments.cohort_ages[moments.cohort.long()]
     assert moments.cohort_ages.numel() == 256 and after[299] == 3
     young = ages[:299] < ages.max()

@@ -12,6 +12,7 @@ from torch import nn
 from slivertune.sft.additions import Addition, Place, Source, add_rounded, add_up, read_sources
 from slivertune.sft.base_hash import hash_tensor
 from slivertune.sft.delta import read_flat, write_flat
+from slivertune.sft.delta_file import memory_of
 from slivertune.sft.overlap import Overlap, total_overlap
 
 
@@ -168,7 +169,5 @@ def _weights_of(model: nn.Module) -> dict[str, _Weight]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"{name!r} is sharded; apply deltas before the model is sharded (fully_shard)")
-        # Tied weights are one Parameter, or two of the same memory.
-        memory = (parameter.device, parameter.data_ptr() or id(parameter), parameter.shape)
-        weights[name] = of_memory.setdefault(memory, _Weight(name, parameter))
+        weights[name] = of_memory.setdefault(memory_of(parameter), _Weight(name, parameter))
     return weights

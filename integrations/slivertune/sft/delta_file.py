@@ -191,11 +191,11 @@ def _describe(
 ) -> dict[str, dict[str, Any]]:
     names_of_memory: dict[Any, list[str]] = {}
     for name, tensor in base.items():
-        names_of_memory.setdefault(_memory(tensor), []).append(name)
+        names_of_memory.setdefault(memory_of(tensor), []).append(name)
     table = {}
     for name, delta in deltas.items():
         entries = (delta.indices, base_values[name]) if name in base_values else None
-        tied = tuple(other for other in names_of_memory[_memory(base[name])] if other != name)
+        tied = tuple(other for other in names_of_memory[memory_of(base[name])] if other != name)
         identity = BaseTensor(name_of(base[name].dtype), hash_tensor(base[name], entries), tied)
         table[name] = {"shape": list(delta.shape), **asdict(identity)}
     return table
@@ -230,5 +230,6 @@ def _check_values(name: str, delta: SparseDelta, base: torch.Tensor, values: tor
         )
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What two names of one tensor share: tied weights are one parameter, or two of the same memory."""
     return tensor.device, tensor.data_ptr() or id(tensor), tuple(tensor.shape)

@@ -17,6 +17,21 @@ _MOST_COHORTS = 256
 """What one byte can tell apart."""
 
 
+def regrown(vector: torch.Tensor, stay: torch.Tensor, grown: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """A vector along the trained weights, after a reselection.
+
+    Args:
+        vector: One value for each old weight, shape (n,).
+        stay: int64, sorted: which of them stay.
+        grown: Values of the new ones, of the same dtype.
+        order: int64: sorts the kept and the new ones by position.
+
+    Returns:
+        One value for each weight, in the order of positions.
+    """
+    return torch.cat([vector.index_select(0, stay), grown]).index_select(0, order)
+
+
 class Moments(ABC):
     """State of an update rule for one tensor; vectors run along its sorted indices."""
 
@@ -42,7 +57,7 @@ class Moments(ABC):
     @abstractmethod
     def replace(
         self,
-        kept: torch.Tensor,
+        stay: torch.Tensor,
         num_grown: int,
         seeds: Estimate | None,
         order: torch.Tensor,
@@ -51,7 +66,7 @@ class Moments(ABC):
         """Follow a reselection.
 
         Args:
-            kept: bool, shape (n,): which of the old entries stay.
+            stay: int64, sorted: which of the old entries stay.
             num_grown: Entries that are new, after the kept ones.
             seeds: What AG estimated for the new ones.
             order: int64: sorts the kept and the new ones by position.
@@ -109,7 +124,7 @@ class AdamMoments(Moments):
 
     def replace(
         self,
-        kept: torch.Tensor,
+        stay: torch.Tensor,
         num_grown: int,
         seeds: Estimate | None,
         order: torch.Tensor,
@@ -119,11 +134,9 @@ class AdamMoments(Moments):
         if seeds is None:
             raise ValueError("AdamW's grown weights need the moments of an estimation phase")
         mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
-        stay = torch.nonzero(kept).view(-1)
-        self.exp_avg = torch.cat([self.exp_avg.index_select(0, stay), mean]).index_select(0, order)
-        self.exp_avg_sq = torch.cat([self.exp_avg_sq.index_select(0, stay), square]).index_select(0, order)
-        grown_ages = torch.full((num_grown,), seeds.num_steps, dtype=self.age.dtype, device=self.age.device)
-        self.age = torch.cat([self.age.index_select(0, stay), grown_ages]).index_select(0, order)
+        self.exp_avg = regrown(self.exp_avg, stay, mean, order)
+        self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square, order)
+        self.age = regrown(self.age, stay, self.age.new_full((num_grown,), seeds.num_steps), order)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Moments and ages."""
@@ -181,7 +194,7 @@ class SM3Accumulators(Moments):
 
     def replace(
         self,
-        kept: torch.Tensor,
+        stay: torch.Tensor,
         num_grown: int,
         seeds: Estimate | None,
         order: torch.Tensor,
@@ -190,7 +203,7 @@ class SM3Accumulators(Moments):
         """Grown weights begin without momentum; rows and columns go on."""
         if self.momentum_buffer is not None:
             grown = self.momentum_buffer.new_zeros(num_grown)
-            self.momentum_buffer = torch.cat([self.momentum_buffer[kept], grown])[order]
+            self.momentum_buffer = regrown(self.momentum_buffer, stay, grown, order)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Accumulators, and the momentum if there is one."""
@@ -243,7 +256,7 @@ class PackedAdamMoments(Moments):
 
     def replace(
         self,
-        kept: torch.Tensor,
+        stay: torch.Tensor,
         num_grown: int,
         seeds: Estimate | None,
         order: torch.Tensor,
@@ -253,12 +266,10 @@ class PackedAdamMoments(Moments):
         if seeds is None:
             raise ValueError("AdamW's grown weights need the moments of an estimation phase")
         mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
-        self.exp_avg = torch.cat([self.exp_avg[kept], mean.to(torch.bfloat16)])[order]
-        self.exp_avg_sq = torch.cat([self.exp_avg_sq[kept], square.to(torch.bfloat16)])[order]
-        ages = self.cohort_ages.index_select(0, self.cohort.int())[kept]
-        ages = torch.cat([ages, torch.full((num_grown,), seeds.num_steps, dtype=torch.int32, device=ages.device)])[
-            order
-        ]
+        self.exp_avg = regrown(self.exp_avg, stay, mean.to(torch.bfloat16), order)
+        self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square.to(torch.bfloat16), order)
+        ages = self.cohort_ages.index_select(0, self.cohort.int())
+        ages = regrown(ages, stay, ages.new_full((num_grown,), seeds.num_steps), order)
         cohort_ages, cohort = ages.unique(return_inverse=True)
         if cohort_ages.numel() > _MOST_COHORTS:
             cohort_ages = cohort_ages[:_MOST_COHORTS]

@@ -13,7 +13,7 @@ from slivertune.ledger import claim
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta import SparseDelta, read_flat, write_flat
 from slivertune.sft.growth import Estimate, GrowthEstimator
-from slivertune.sft.moments import AdamMoments, Moments, PackedAdamMoments, SM3Accumulators
+from slivertune.sft.moments import AdamMoments, Moments, PackedAdamMoments, SM3Accumulators, regrown
 from slivertune.sft.outer_product import largest_products
 from slivertune.sft.packing import PackedPositions, Positions, rounded_at_random, rounding_generator
 from slivertune.sft.selection import contains, smallest_positions
@@ -228,18 +228,16 @@ class SparseWeight:
             options: Those of the param group.
         """
         self.write_base()
-        kept = ~dropped
-        stay = torch.nonzero(kept).view(-1)
+        stay = torch.nonzero(~dropped).view(-1)
         new = proposal.indices[grown]
         indices, order = torch.cat([self.indices.index_select(0, stay), new]).sort()
         self._positions.set(indices)
         self.phi.grad = None
-        deltas = self.phi.data.index_select(0, stay)
-        self.phi.data = torch.cat([deltas, deltas.new_zeros(new.numel())]).index_select(0, order)
+        self.phi.data = regrown(self.phi.data, stay, self.phi.data.new_zeros(new.numel()), order)
         if self._base is not None:
             self._base = read_flat(self.target.parameter, indices)
         seeds = None if proposal.estimate is None else _selected(proposal.estimate, grown)
-        self.moments.replace(kept, new.numel(), seeds, order, options)
+        self.moments.replace(stay, new.numel(), seeds, order, options)
         self.write()
         self.claim()
 

@@ -13,14 +13,15 @@ from slivertune.tokentune.head import HeadKind, Targets
 class Call:
     """One training forward."""
 
-    def __init__(self, *, arguments: dict[str, Any], targets: Targets | None = None) -> None:
+    def __init__(self, *, arguments: dict[str, Any], is_checkpointed: bool, targets: Targets | None = None) -> None:
         """Note it.
 
         Args:
             arguments: By name.
+            is_checkpointed: Whether layers are computed again in its backward.
             targets: What its positions are scored on, if they are.
         """
-        self.arguments, self.targets = arguments, targets
+        self.arguments, self.is_checkpointed, self.targets = arguments, is_checkpointed, targets
         tokens = _tokens(arguments)
         self.device = torch.device("cpu") if tokens is None else tokens.device
 

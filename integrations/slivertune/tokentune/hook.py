@@ -186,18 +186,19 @@ class TokenTuneHandle:
         except TypeError:
             return None  # the model's own error says what is wrong with the call
         arguments = by_name(bound)
-        check_call(model, self._head, arguments, is_checkpointed=self._is_checkpointed())
+        call = Call(arguments=arguments, is_checkpointed=self._is_checkpointed())
+        check_call(model, self._head, arguments, is_checkpointed=call.is_checkpointed)
+        self._call = call
         shape = tokens_shape(arguments)
         if shape is None:  # as with pixels: the first layer tells
-            self._call = Call(arguments=arguments)
             return None
-        self._call = Call(arguments=arguments, targets=find_targets(self._head, arguments, shape))
-        rows = self._draw(*shape, self._call)
-        if self._call.targets is None:
+        call.targets = find_targets(self._head, arguments, shape)
+        rows = self._draw(*shape, call)
+        if call.targets is None:
             return None
         rows.is_shrunk = True
         # Both kinds of heads see k logits; a causal one is scored through its loss function.
-        labels = self._call.targets.select(rows)
+        labels = call.targets.select(rows)
         if "labels" in kwargs:
             return args, {**kwargs, "labels": labels}
         place = list(self._signature.parameters).index("labels") - 1  # the signature begins with self
@@ -221,7 +222,7 @@ class TokenTuneHandle:
         self.num_draws += 1
         self.last_selection = positions
         rows = Rows(positions, length)
-        rows.is_checkpointed = self._is_checkpointed()
+        rows.is_checkpointed = call.is_checkpointed
         self._selection.of_forward = rows
         return rows
 
