@@ -27,7 +27,7 @@ test: $(STAMP)  ## Lint, type-check and run the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
 lint: $(STAMP)  ## Lint and type-check
 	$(BIN)/ruff check .

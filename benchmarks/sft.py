@@ -6,6 +6,9 @@ fp32 as it makes them, AdamW), SFT-AG and SFT-MA with as many trained weights; e
 checkpointing. Targets: SFT at most 1.15 of LoRA's step and no more than LoRA's bytes at the peak; estimation phases and
 reselections at most 5 % of the time over an interval of S updates.
 
+Bytes are counted twice: in the timed steps, whose peak is the logits of the loss; and in steps on 32 sequences with
+the loss in chunks (`slivertune.attach_chunked_cross_entropy`, for every variant alike), as `slivertune train` has it.
+
     OMP_NUM_THREADS=1 python benchmarks/sft.py                        # 25 minutes on one core
     OMP_NUM_THREADS=1 python benchmarks/sft.py --quick --output trial.json
 
@@ -47,7 +50,9 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 NAMES = ("dense", "lora", "sft_ag", "sft_ma")
 COUNTED = (*NAMES, "sft_ag_packed")
 """What bytes are counted of; `packed=True` is not timed."""
-PARTS = ("times", "peaks")
+PARTS = ("times", "peaks", "chunked_peaks")
+CHUNKED_FACTOR = 8
+"""Sequences of `chunked_peaks` to one of the timed batch."""
 
 
 class Trainee:
@@ -59,13 +64,18 @@ class Trainee:
         rank: LoRA's, and what decides how many weights SFT trains.
         num_steps: Updates of the whole run.
         checkpointing: Whether layers are computed again in the backward.
+        chunked: Whether the loss is computed in chunks.
     """
 
-    def __init__(self, name: str, sizes: LlamaSizes, rank: int, num_steps: int, *, checkpointing: bool) -> None:
+    def __init__(
+        self, name: str, sizes: LlamaSizes, rank: int, num_steps: int, *, checkpointing: bool, chunked: bool = False
+    ) -> None:
         self.model: Any = build_llama(sizes, dtype=torch.bfloat16, device=CPU, seed=0)
         if checkpointing:
             self.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         self.optimizer = self._make_optimizer(name, rank, num_steps)
+        if chunked:
+            st.attach_chunked_cross_entropy(self.model)
 
     def _make_optimizer(self, name: str, rank: int, num_steps: int) -> torch.optim.Optimizer:
         if name == "lora":
@@ -109,24 +119,26 @@ class Trainee:
         return {"peak_bytes": peak.device, **kinds}
 
 
-def count_peaks(sizes: LlamaSizes, rank: int, *, checkpointing: bool) -> dict[str, Any]:
+def count_peaks(sizes: LlamaSizes, rank: int, *, checkpointing: bool, chunked: bool) -> dict[str, Any]:
     """Count bytes at the peak of two steps of each variant, one in the first estimation phase and one after it.
 
     Args:
         sizes: The model and its batch.
         rank: LoRA's.
         checkpointing: Whether layers are computed again in the backward.
+        chunked: Whether the loss is computed in chunks, and the steps that are counted are on more sequences.
 
     Returns:
         Bytes by kind, for each variant and each of the two steps.
     """
+    large = dataclasses.replace(sizes, batch_size=CHUNKED_FACTOR * sizes.batch_size) if chunked else sizes
     moments = {ESTIMATION - 2: "estimating", ESTIMATION + 1: "plain"}
     peaks: dict[str, Any] = {}
     for name in COUNTED:
-        trainee = Trainee(name, sizes, rank, 10 * INTERVAL, checkpointing=checkpointing)
+        trainee = Trainee(name, sizes, rank, 10 * INTERVAL, checkpointing=checkpointing, chunked=chunked)
         peaks[name] = {}
         for index in range(ESTIMATION + 2):
-            batch = random_batch(sizes, device=CPU, seed=index)
+            batch = random_batch(large if index in moments else sizes, device=CPU, seed=index)
             if index in moments:
                 peaks[name][moments[index]] = trainee.count(batch)
             else:
@@ -208,11 +220,12 @@ def check(result: dict[str, Any]) -> dict[str, bool]:
         if name.startswith("sft"):
             met[f"{name}_time"] = one["plain_ratio_to_lora"] <= TIME_LIMIT
             met[f"{name}_reselection"] = one["reselection_share"] <= RESELECTION_LIMIT
-    for name, one in result.get("peaks", {}).items():
-        if name.startswith("sft"):
-            lora = result["peaks"]["lora"]["plain"]["peak_bytes"]
-            met[f"{name}_peak"] = one["plain"]["peak_bytes"] <= lora
-            met[f"{name}_peak_while_estimating"] = one["estimating"]["peak_bytes"] <= lora
+    for part, title in (("peaks", "peak"), ("chunked_peaks", "chunked_peak")):
+        for name, one in result.get(part, {}).items():
+            if name.startswith("sft"):
+                lora = result[part]["lora"]["plain"]["peak_bytes"]
+                met[f"{name}_{title}"] = one["plain"]["peak_bytes"] <= lora
+                met[f"{name}_{title}_while_estimating"] = one["estimating"]["peak_bytes"] <= lora
     return met
 
 
@@ -223,9 +236,10 @@ def print_tables(title: str, result: dict[str, Any]) -> None:
         for name, one in result["times"]["variants"].items():
             share = f"{one['reselection_share']:+.1%}" if name.startswith("sft") else ""
             print(f"{name:24}{one['plain_ratio_to_lora']:12.3f}{share:>13}")
-    if "peaks" in result:
-        print(f"{title:24}{'peak, MiB':>12}{'estimating':>13}{'of it state':>13}")
-        for name, one in result["peaks"].items():
+    for part, heading in (("peaks", "peak, MiB"), ("chunked_peaks", "chunked, MiB")):
+        if part in result:
+            print(f"{title:24}{heading:>12}{'estimating':>13}{'of it state':>13}")
+        for name, one in result.get(part, {}).items():
             peaks = [f"{one[kind]['peak_bytes'] / 2**20:.0f}" for kind in ("plain", "estimating")]
             print(f"{name:24}{peaks[0]:>12}{peaks[1]:>13}{one['plain']['state'] / 2**20:>13.0f}")
     print(result["targets_met"])
@@ -253,8 +267,10 @@ def main() -> None:
     result |= {"environment": record_environment(), "sizes": dataclasses.asdict(sizes), "rank": rank}
     for title, checkpointing in (("plain", False), ("checkpointing", True)):
         part = result.setdefault(title, {})
-        if "peaks" in arguments.parts:
-            part["peaks"] = count_peaks(sizes, rank, checkpointing=checkpointing)
+        for name in ("peaks", "chunked_peaks"):
+            if name in arguments.parts:
+                chunked = name == "chunked_peaks"
+                part[name] = count_peaks(sizes, rank, checkpointing=checkpointing, chunked=chunked)
         if "times" in arguments.parts:
             part["times"] = measure_times(sizes, rank, arguments.intervals, checkpointing=checkpointing)
         part["targets_met"] = check(part)

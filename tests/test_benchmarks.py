@@ -134,6 +134,11 @@ def test_sft_writes_times_and_bytes_beside_loras(tmp_path: Path) -> None:
         met = result[part]["targets_met"]
         assert met["sft_ag_time"] == (ag["plain_ratio_to_lora"] <= 1.15)
         assert met["sft_ag_peak"] == (peaks["sft_ag"]["plain"]["peak_bytes"] <= peaks["lora"]["plain"]["peak_bytes"])
+        chunked = result[part]["chunked_peaks"]
+        assert chunked["sft_ag"]["plain"]["state"] == peaks["sft_ag"]["plain"]["state"]
+        assert met["sft_ag_chunked_peak_while_estimating"] == (
+            chunked["sft_ag"]["estimating"]["peak_bytes"] <= chunked["lora"]["plain"]["peak_bytes"]
+        )
 
 
 def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path) -> None:
@@ -148,6 +153,24 @@ def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path)
     assert len(result["rows"]) == 12 and result["num_draws"] == 1
     assert all(-1 <= row["cosine"] <= 1 and row["norm_ratio"] > 0 for row in result["rows"])
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ranks_writes_bytes_beside_the_dense_ones(tmp_path: Path) -> None:
+    output = tmp_path / "ranks.json"
+    run("ranks.py", "--quick", "--layouts", "ddp", "--output", str(output))
+    result = read(output)
+    assert_names_the_machine(result["environment"])
+    methods = result["layouts"]["ddp"]
+    num_parameters = methods["dense"]["num_parameters"]
+    # In a ring of two, an all-reduce sends as many bytes as it reduces: each fp32 gradient once.
+    assert methods["dense"]["bytes_per_step"] == pytest.approx(4 * num_parameters, rel=0.01)
+    groups = 4
+    assert methods["hift"]["bytes_per_step"] == pytest.approx(4 * num_parameters / groups, rel=0.05)
+    for name in ("sft_ag", "sft_ma"):
+        assert 4 * methods[name]["num_trained"] < methods[name]["bytes_per_step"] < methods["hift"]["bytes_per_step"]
+    assert result["switches_within_limit"] == (
+        methods["hift"]["switch"]["beyond_copies"] <= result["switch_limit_seconds"]
+    )
 
 
 @pytest.mark.parametrize("script", ["gpu.py", "tokentune.py"])

@@ -94,6 +94,28 @@ def test_three_lines_of_the_tokentune_loop_are_marked() -> None:
     assert re.findall(r"# TokenTune, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize(
+    ("launcher", "num_ranks"), [([], 1), (["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"], 2)]
+)
+def test_the_trainer_learns_with_hift_and_tokentune(launcher: list[str], num_ranks: int, tmp_path: Path) -> None:
+    script = [str(EXAMPLES / "trainer_hift.py"), "--steps=12", "--hidden=32", "--blocks=2", "--length=32"]
+    done = subprocess.run(
+        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(
+        r"12 updates of 4 groups in turn on (\d) rank\(s\)  loss ([\d.]+) before, ([\d.]+) after", done.stdout
+    )
+    assert [int(ranks) for ranks, _, _ in lines] == [num_ranks], done.stdout
+    assert float(lines[0][2]) < float(lines[0][1])
+    assert (tmp_path / "trainer_hift_run" / "checkpoint-12" / "slivertune_tokens.json").is_file()
+
+
+def test_three_lines_of_the_trainer_script_are_marked() -> None:
+    text = (EXAMPLES / "trainer_hift.py").read_text(encoding="utf-8")
+    assert re.findall(r"# HiFT, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+
+
 def test_the_readme_names_every_example() -> None:
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     scripts = sorted(path.name for path in EXAMPLES.glob("*.py"))

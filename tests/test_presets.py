@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from slivertune import presets
 
@@ -80,6 +82,7 @@ def test_a_launch_preset_opens_with_what_it_trains_on_what_and_the_command(name:
     stem = Path(name).stem
     command = f"# Run: accelerate launch --config_file $(slivertune path {stem}) train.py\n"
     assert command in comment[0]
+    assert re.search(r"^# Planned peak: \S", comment[0], re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", LAUNCH_PRESETS)
@@ -94,6 +97,127 @@ def test_a_launch_preset_has_a_twin_for_deepspeed_and_a_row_in_the_table(name: s
 
 def test_every_deepspeed_config_has_a_launch_preset() -> None:
     assert {Path(name).stem for name in DEEPSPEED_CONFIGS} == {Path(name).stem for name in LAUNCH_PRESETS}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    path = presets.preset_path(name)
+    text = path.read_text(encoding="utf-8")
+    settings: dict[str, Any] = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    return settings
+
+
+@pytest.mark.parametrize("name", LAUNCH_PRESETS)
+def test_a_launch_preset_is_one_that_accelerate_reads_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+
+    monkeypatch.chdir(tmp_path)
+    config = load_config_from_file(str(presets.preset_path(name)))
+    assert isinstance(config, ClusterConfig)
+    assert config.num_processes % config.num_machines == 0
+    # Accelerate would look for it in the folder in which the launch is typed.
+    assert "deepspeed_config_file" not in (config.deepspeed_config or {})
+    assert config.use_cpu is False
+
+
+ENGINES = {
+    "single_gpu_24g": ("NO", 1, 1),
+    "single_gpu_24g_13b": ("DEEPSPEED", 1, 1),
+    "ddp": ("MULTI_GPU", 1, 4),
+    "fsdp2": ("FSDP", 1, 4),
+    "zero1": ("DEEPSPEED", 1, 4),
+    "zero2": ("DEEPSPEED", 1, 4),
+    "zero3": ("DEEPSPEED", 1, 4),
+    "zero3_offload": ("DEEPSPEED", 1, 4),
+    "multi_node_zero3": ("DEEPSPEED", 2, 16),
+}
+"""Engine, machines, processes on all of them together."""
+
+
+def test_the_presets_are_those_of_the_design_on_the_machines_that_they_say() -> None:
+    found = {name: settings_of(name) for name in LAUNCH_PRESETS}
+    assert {
+        Path(name).stem: (each["distributed_type"], each["num_machines"], each["num_processes"])
+        for name, each in found.items()
+    } == ENGINES
+
+
+TWIN_STAGES = {"NO": 2, "MULTI_GPU": 1, "FSDP": 3}
+"""What DeepSpeed does most alike: weights and gradients whole on each GPU, or all cut."""
+
+
+@pytest.mark.parametrize("stem", ENGINES)
+def test_a_launch_preset_asks_for_what_its_twin_asks_for(stem: str) -> None:
+    launch, twin = settings_of(f"{stem}.yaml"), settings_of(f"{stem}.json")
+    zero = twin["zero_optimization"]
+    # Under FSDP2, accelerate's bf16 means fp32 weights; bf16 weights come with the script, as everywhere.
+    assert launch["mixed_precision"] == ("no" if launch["distributed_type"] == "FSDP" else "bf16")
+    assert twin["bf16"] == {"enabled": "auto"}
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        assert twin[key] == "auto"
+    if launch["distributed_type"] != "DEEPSPEED":
+        assert "deepspeed_config" not in launch
+        assert zero["stage"] == TWIN_STAGES[launch["distributed_type"]]
+        assert "offload_param" not in zero
+        return
+    assert launch["deepspeed_config"].pop("deepspeed_multinode_launcher", None) in (None, "standard")
+    assert launch["deepspeed_config"] == {
+        "zero_stage": zero["stage"],
+        "offload_param_device": zero.get("offload_param", {"device": "none"})["device"],
+        "offload_optimizer_device": zero.get("offload_optimizer", {"device": "none"})["device"],
+        "zero3_init_flag": zero["stage"] == 3,
+        "zero3_save_16bit_model": zero.get("stage3_gather_16bit_weights_on_model_save", False),
+        "gradient_clipping": twin["gradient_clipping"],
+    }
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_CONFIGS)
+def test_a_deepspeed_config_is_one_that_deepspeed_and_hift_take(name: str) -> None:
+    zero_config = pytest.importorskip("deepspeed.runtime.zero.config")
+    from slivertune.parallel.zero_checks import check_engine_config
+
+    settings = settings_of(name)
+    # DeepSpeed passes over keys that it does not know.
+    fields = zero_config.DeepSpeedZeroConfig.model_fields
+    known = {name for key, field in fields.items() for name in (key, field.alias)}
+    assert set(settings["zero_optimization"]) <= known
+    read = zero_config.get_zero_config(settings)
+    assert int(read.stage) == check_engine_config(settings) == settings["zero_optimization"]["stage"]
+    # Without the key, DeepSpeed would clip at 1.0 whatever the script says.
+    assert "gradient_clipping" in settings
+    # The bare launcher refuses optimizers that DeepSpeed has no test for, HiFT's bases among them.
+    assert settings["zero_allow_untested_optimizer"] is True
+    # With offload, accelerate would put DeepSpeedCPUAdam in the optimizer's place.
+    assert settings.get("zero_force_ds_cpu_optimizer") is (
+        False if "offload_param" in settings["zero_optimization"] else None
+    )
+
+
+def test_the_examples_for_several_machines_are_found_by_file_name_and_are_no_presets(checkout: Path) -> None:
+    for name in ("multi_node_zero3.slurm", "multi_node_zero3.hostfile"):
+        assert presets.preset_path(name) == checkout / "launch" / name
+        assert name not in presets.preset_names()
+    assert presets.preset_path("multi_node_zero3") == checkout / "launch" / "multi_node_zero3.yaml"
+
+
+def test_the_slurm_script_is_bash_and_asks_for_the_machines_of_its_preset(tmp_path: Path) -> None:
+    path = presets.preset_path("multi_node_zero3.slurm")
+    run(["bash", "-n", str(path)], tmp_path)
+    text = path.read_text(encoding="utf-8")
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)$", text, re.MULTILINE))
+    _, num_machines, num_processes = ENGINES["multi_node_zero3"]
+    assert asked["nodes"] == str(num_machines)
+    assert asked["gpus-per-node"] == str(num_processes // num_machines)
+    assert asked["ntasks-per-node"] == "1"
+    assert "sbatch $(slivertune path multi_node_zero3.slurm) train.py" in text
+
+
+def test_the_hostfile_names_the_machines_of_its_preset() -> None:
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    machines = runner.fetch_hostfile(str(presets.preset_path("multi_node_zero3.hostfile")))
+    _, num_machines, num_processes = ENGINES["multi_node_zero3"]
+    assert list(machines.values()) == [num_processes // num_machines] * num_machines
 
 
 def test_single_gpu_24g_is_one_gpu_process_in_bf16() -> None:
@@ -212,7 +336,7 @@ def test_single_gpu_24g_under_deepspeed_takes_every_auto_value_from_the_trainers
     assert json.loads(printed.splitlines()[-1]) == {
         "engine": "DeepSpeedEngine",
         "bf16": True,
-        "stage": 0,
+        "stage": 2,
         "micro_batch": 3,
         "accumulation": 2,
         "batch": 6,

@@ -12,9 +12,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slivertune.chunked_loss import (
+        ChunkedCrossEntropyHandle,
+        attach_chunked_cross_entropy,
+        chunked_cross_entropy,
+        why_not_chunked,
+    )
     from slivertune.hift import HiFT, HiFTConfig
+    from slivertune.interop import attach
     from slivertune.layers import Layer, find_layers
     from slivertune.ledger import Census, Ledger
+    from slivertune.parallel import initialize, prepare
     from slivertune.sft import SFT, SFTConfig, SparseDelta
     from slivertune.tokentune import TokenTune, TokenTuneHandle
 
@@ -23,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SFT",
     "Census",
+    "ChunkedCrossEntropyHandle",
     "HiFT",
     "HiFTConfig",
     "Layer",
@@ -32,11 +41,18 @@ __all__ = [
     "TokenTune",
     "TokenTuneHandle",
     "__version__",
+    "attach",
+    "attach_chunked_cross_entropy",
+    "chunked_cross_entropy",
     "find_layers",
+    "initialize",
+    "prepare",
+    "why_not_chunked",
 ]
 
 _MODULE_OF_NAME = {
     "Census": "slivertune.ledger",
+    "ChunkedCrossEntropyHandle": "slivertune.chunked_loss",
     "HiFT": "slivertune.hift",
     "HiFTConfig": "slivertune.hift",
     "Layer": "slivertune.layers",
@@ -46,7 +62,13 @@ _MODULE_OF_NAME = {
     "SparseDelta": "slivertune.sft",
     "TokenTune": "slivertune.tokentune",
     "TokenTuneHandle": "slivertune.tokentune",
+    "attach": "slivertune.interop",
+    "attach_chunked_cross_entropy": "slivertune.chunked_loss",
+    "chunked_cross_entropy": "slivertune.chunked_loss",
     "find_layers": "slivertune.layers",
+    "initialize": "slivertune.parallel",
+    "prepare": "slivertune.parallel",
+    "why_not_chunked": "slivertune.chunked_loss",
 }
 
 

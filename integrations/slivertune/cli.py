@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,13 +27,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 for a failure; 2 for arguments that don't hold together; 130 after Ctrl-C.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
     debug = arguments[:1] == ["--debug"]
     if debug:
         del arguments[0]
     # `train` has a parser of its own, of two hundred arguments, for which torch and transformers are imported.
     if arguments[:1] == ["train"]:
         return _train(arguments[1:], debug=debug)
+    # So has `plan`, and what it plans with is torch.
+    if arguments[:1] == ["plan"]:
+        return _plan(arguments[1:], debug=debug)
     options = _make_parser().parse_args(arguments)
     if options.verb in ("merge", "unmerge"):
         return _merge(options, debug=debug)
@@ -54,6 +58,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--debug", action="store_true", help="before the verb: show the whole traceback of an error")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
     verbs.add_parser("train", add_help=False, help="fine-tune a causal language model or a classifier")
+    verbs.add_parser("plan", add_help=False, help="what a run will need before it runs; settings that fit a GPU")
     path = verbs.add_parser(
         "path",
         help="print where a preset lies",
@@ -118,42 +123,76 @@ def _merge(options: argparse.Namespace, *, debug: bool) -> int:
     return 0
 
 
+def _without_local_rank(argv: Sequence[str]) -> list[str]:
+    """The arguments without the one that the `deepspeed` launcher puts before them; it is in the environment too."""
+    return [each for each in argv if not each.startswith(("--local_rank=", "--local-rank="))]
+
+
 def _train(argv: list[str], *, debug: bool) -> int:
     # Transformers pulls bitsandbytes in through peft, which then warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    from slivertune.training.peers import Peers, SilentError, join_peers
+
+    peers = Peers()
     arguments = None
     is_ready = False
     try:
+        peers = join_peers()
         from slivertune.training.arguments import parse_train_arguments
         from slivertune.training.assemble import assemble
         from slivertune.training.run import execute
         from slivertune.training.terminal import make_console, one_voice
 
-        console = make_console()
+        console = make_console(quiet=not peers.is_first)
         with one_voice(console):
-            arguments = parse_train_arguments(argv)
-            run = assemble(arguments, console)
+            peers.agree_on("arguments", argv)
+            arguments = parse_train_arguments(argv, peers)
+            peers.reach(1)
+            run = assemble(arguments, console, peers)
             is_ready = True
+            peers.reach(2)
             execute(run, console)
     except KeyboardInterrupt:
+        # Launchers pass the signal on once more.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         line = "interrupted before anything was trained"
         if arguments is not None:
             from slivertune.training.run import describe_interruption
 
             line = describe_interruption(arguments)
-        print(f"\nslivertune train: {line}", file=sys.stderr)
+        if peers.is_first:
+            print(f"\nslivertune train: {line}", file=sys.stderr)
         return _INTERRUPTED
+    except SilentError:
+        peers.await_word()
+        return _FAILED if is_ready else _BAD_ARGUMENTS
     except Exception as error:
         # Until a run stands, what doesn't hold together was asked for; later on, something broke.
         code = _BAD_ARGUMENTS if isinstance(error, (ValueError, FileExistsError)) and not is_ready else _FAILED
-        return _complain("train", error, code, debug=debug)
+        if peers.speaks(str(error)):
+            _complain("train", error, code, debug=debug, where=peers.name if is_ready or not peers.is_first else "")
+            peers.has_spoken(str(error))
+        return code
     return 0
 
 
-def _complain(verb: str, error: Exception, code: int, *, debug: bool) -> int:
+def _plan(argv: list[str], *, debug: bool) -> int:
+    try:
+        from slivertune.planning.verb import run_plan
+
+        run_plan(argv)
+    except KeyboardInterrupt:
+        print("\nslivertune plan: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception as error:
+        return _complain("plan", error, _BAD_ARGUMENTS if isinstance(error, ValueError) else _FAILED, debug=debug)
+    return 0
+
+
+def _complain(verb: str, error: Exception, code: int, *, debug: bool, where: str = "") -> int:
     if debug:
         traceback.print_exception(error)
     text = " ".join(str(error).split())
     kind = "" if isinstance(error, (ValueError, RuntimeError, OSError)) and text else f"{type(error).__name__}: "
-    print(f"slivertune {verb}: error: {kind}{text}", file=sys.stderr)
+    print(f"slivertune {verb}: error{where}: {kind}{text}", file=sys.stderr, flush=True)
     return code

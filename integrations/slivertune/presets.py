@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 _SUFFIX_OF_FOLDER = {"launch": ".yaml", "ds_configs": ".json"}
+_EXAMPLE_SUFFIXES = (".slurm", ".hostfile")
 
 
 def preset_names() -> tuple[str, ...]:
@@ -27,7 +28,7 @@ def preset_path(name: str) -> Path:
 
     Args:
         name: A file name (`single_gpu_24g.yaml`, `single_gpu_24g.json`) or its stem; a stem that both folders have
-            means the launch preset.
+            means the launch preset. Examples beside the presets (`multi_node_zero3.slurm`) go by their file name alone.
 
     Returns:
         The absolute path of the file.
@@ -39,6 +40,9 @@ def preset_path(name: str) -> Path:
     presets = _find_presets()
     for path in presets:
         if name in (path.name, path.stem):
+            return path
+    for path in sorted(_find_folder("launch").iterdir()):
+        if name == path.name and path.suffix in _EXAMPLE_SUFFIXES:
             return path
     raise ValueError(f"no preset is called {name!r}; there are {', '.join(path.name for path in presets)}")
 

@@ -83,6 +83,37 @@ def test_turns_of_several_steps_and_several_layers_are_in_order(monkeypatch: pyt
     assert streams.violations == []
 
 
+@pytest.mark.parametrize("layers_per_group", [1, 2])
+@pytest.mark.parametrize("stream_bytes", [4096, 20_000, 0])
+@pytest.mark.parametrize(("name", "master"), [("AdamW", "fp32"), ("AdamW", "split"), ("AdamW8bit", "fp32")])
+def test_steps_in_the_backward_are_in_order(
+    monkeypatch: pytest.MonkeyPatch, name: str, master: str, stream_bytes: int, layers_per_group: int
+) -> None:
+    config = {"master": master, "stream_bytes": stream_bytes, "layers_per_group": layers_per_group}
+    with pretended(monkeypatch) as streams:
+        hift = run(name, torch.bfloat16, step_in_backward=True, **config)
+    assert hift.updates == 15
+    assert streams.violations == []
+    assert min(streams.num_by_stream[lane] for lane in ("inbound", "outbound", "computing")) > 0
+
+
+def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batches = tiny_llama(torch.bfloat16), token_batches(5)
+    config = HiFTConfig(step_in_backward=True, stream_bytes=8192)
+    hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+    train(model, hift, batches, 5)
+    loads: list[int] = []
+    original = streamed.StreamedGroup._load
+    monkeypatch.setattr(
+        streamed.StreamedGroup, "_load", lambda self, index: (loads.append(index), original(self, index))
+    )
+    for group in hift._residencies:
+        loads.clear()
+        train(model, hift, batches, 1)
+        # Each once and in turn: nothing that was loaded had to give way.
+        assert loads == list(range(len(group._pieces)))  # type: ignore[attr-defined]
+
+
 def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = tiny_llama(torch.bfloat16), token_batches(5)
     hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192), lr=1e-2)

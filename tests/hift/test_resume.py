@@ -256,6 +256,17 @@ def test_saving_does_not_change_the_run() -> None:
     assert_same_bits(run.model, other.model)
 
 
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_what_a_resumed_run_saves_later_is_what_the_run_that_went_on_saves(master: str) -> None:
+    run = Run("AdamW", torch.bfloat16, 30, master=master, stream_bytes=16_384)
+    run.train(0, 7)
+    again = Run("AdamW", torch.bfloat16, 30, weights_seed=3, master=master, stream_bytes=16_384)
+    again.load(run.save())
+    for each in (run, again):
+        each.train(7, 16)
+    assert_same_tree(again.hift.state_dict(), run.hift.state_dict())
+
+
 @pytest.mark.parametrize("state", ["host", "device"])
 def test_loading_does_not_keep_the_callers_tensors(state: str) -> None:
     run = Run("AdamW", BF16, 12, state=state)

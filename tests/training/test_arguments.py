@@ -139,6 +139,16 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--token_ratio", "0.3", "--token_pattern", "every_other"], "invalid choice: 'every_other'"),
         (["--token_pattern", "block"], "--token_pattern block is read with --token_ratio alone; give a ratio, or"),
         (
+            ["--step_in_backward"],
+            "--step_in_backward does not go with --max_grad_norm 1: the norm of all gradients is known only when",
+        ),
+        (
+            ["--step_in_backward", "--max_grad_norm", "0", "--gradient_accumulation_steps", "2"],
+            "--step_in_backward does not go with --gradient_accumulation_steps 2",
+        ),
+        (["--step_in_backward", "--max_grad_norm", "0", "--fp16"], "--step_in_backward does not go with --fp16"),
+        (["--method", "dense", "--step_in_backward"], "--step_in_backward: only --method hift reads this"),
+        (
             ["--token_ratio", "0.3", "--label_smoothing_factor", "0.1"],
             "--label_smoothing_factor 0.1 does not go with --token_ratio: the smoothed loss would score positions that",
         ),
@@ -160,7 +170,8 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--eval_fraction", "2"], "eval_fraction=2.0 must lie between 0 and 1"),
         (["--logging_steps", "0"], "logging"),
         (["--save_total_limit", "0"], "save_total_limit=0 must be at least 1"),
-        (["--deepspeed", "ds.json"], "runs on one device"),
+        (["--deepspeed", "ds.json"], "DeepSpeed is asked for, and one process without a GPU has nothing to share"),
+        (["--fsdp", "full_shard"], "FSDP is asked for, and one process without a GPU has nothing to share"),
         (
             ["--dataset", "d.csv", "--task", "classification", "--label_smoothing_factor", "0.1"],
             "--label_smoothing_factor 0.1 has no effect on --task classification",

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import ModelOutput
 
-from slivertune.hift import HiFTConfig
-from slivertune.training.attach import attach_hift
+from slivertune.hift import HiFT, HiFTConfig
+from slivertune.interop import attach
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.checkpoints import MARKER_NAME, checkpoint_folders, find_damage, read_facts
 from tests.helpers.models import tiny_llama
@@ -89,13 +89,14 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_said_once(
     poison(model, {3}, gradient=gradient, value=value)
     guard = NonFiniteGuard(10, said.append)
     trainer = make_trainer(tmp_path, guard, watch, model=model)
-    hift = attach_hift(trainer, HiFTConfig()) if method == "hift" else None
+    hift = attach(trainer, HiFTConfig()).optimizer if method == "hift" else None
     trainer.train()
     assert [watch.moved(step) for step in (2, 3, 4)] == [True, False, True]
     assert all(tensor.isfinite().all() for tensor in watch.weights[-1])
     assert guard.num_skipped == len(said) == 1
     assert said[0].startswith(f"step 3: the {'gradient norm' if gradient else 'loss'} is ")
     if hift is not None:
+        assert isinstance(hift, HiFT)
         assert hift.updates == 5
         assert hift.active_group == 0, "five groups had one turn each, so it is the first one's again"
 
@@ -148,6 +149,36 @@ def test_a_finite_run_is_left_alone_and_the_hook_taken_off(tmp_path: Path) -> No
     make_trainer(tmp_path, guard, model=guarded).train()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
     assert not guarded._forward_hooks
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_update_that_is_made_in_the_backward_is_stopped_before_it(value: float, tmp_path: Path) -> None:
+    model, watch = tiny_llama(), Watch()
+    poison(model, {3}, value=value)
+    guard = NonFiniteGuard(10, lambda line: pytest.fail(line), stops=True)
+    trainer = make_trainer(tmp_path, guard, watch, model=model, max_grad_norm=0.0)
+    attach(trainer, HiFTConfig(step_in_backward=True))
+    with pytest.raises(RuntimeError, match=rf"the loss is {value}, and --step_in_backward can't skip an update"):
+        trainer.train()
+    assert len(watch.weights) == 2
+    assert all(torch.equal(a, b) for a, b in zip(watch.weights[-1], model.parameters(), strict=True))
+
+
+def test_a_norm_of_gradients_that_are_gone_is_not_logged(tmp_path: Path) -> None:
+    class Logs(TrainerCallback):
+        def __init__(self) -> None:
+            self.names: set[str] = set()
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.names |= set(kwargs["logs"])
+
+    for in_backward in (False, True):
+        logs = Logs()
+        guard = NonFiniteGuard(10, lambda line: pytest.fail(line), stops=in_backward)
+        trainer = make_trainer(tmp_path, guard, logs, max_grad_norm=0.0)
+        attach(trainer, HiFTConfig(step_in_backward=in_backward))
+        trainer.train()
+        assert "loss" in logs.names and ("grad_norm" in logs.names) is not in_backward
 
 
 class Look(TrainerCallback):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from slivertune.hift import HiFTConfig
+from slivertune.hift import HiFT, HiFTConfig
+from slivertune.interop import attach
 from slivertune.ledger import claim
-from slivertune.training.attach import attach_hift
 from slivertune.training.ledger_lines import DenseCycle, HiFTCycle, LedgerLines
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import ROWS, make_trainer
@@ -84,7 +84,8 @@ def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(tmp_path: Pa
     said: list[tuple[int, str]] = []
     model = tiny_llama()
     trainer = make_trainer(tmp_path, Skip(), model=model, max_steps=2 * LAYERS + 1)
-    hift = attach_hift(trainer, HiFTConfig())
+    hift = attach(trainer, HiFTConfig()).optimizer
+    assert isinstance(hift, HiFT)
     trainer.add_callback(
         LedgerLines(model, HiFTCycle(hift, 1), lambda line: said.append((trainer.state.global_step, line)))
     )

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slivertune.cli import main
+from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.training.checkpoints import find_damage
-from slivertune.training.tokens import STATE_NAME
 from tests.training.tiny_runs import (
     COMBINATIONS,
     TINY_CYCLE,
@@ -64,11 +64,11 @@ def test_the_selection_is_part_of_a_whole_checkpoint_and_decides_what_comes_next
     more = ("--method", "dense", "--token_ratio", "0.4", "--max_steps", "4", "--save_steps", "2")
     train(tiny_base, data, tmp_path / "whole", *more, "--gradient_accumulation_steps", "2")
     checkpoint = tmp_path / "whole" / "checkpoint-2"
-    state = checkpoint / STATE_NAME
+    state = checkpoint / TOKENS_NAME
     assert json.loads(state.read_text())["num_draws"] == 4, "two updates of two batches"
     marker = checkpoint / "slivertune_checkpoint.json"
     values = json.loads(marker.read_text())
-    assert values["files"].pop(STATE_NAME)["bytes"] == state.stat().st_size
+    assert values["files"].pop(TOKENS_NAME)["bytes"] == state.stat().st_size
     # As if the selection had not been saved: the same run goes on with other tokens.
     marker.write_text(json.dumps(values))
     state.write_text(json.dumps({**json.loads(state.read_text()), "num_draws": 0}))
@@ -83,8 +83,8 @@ def test_a_checkpoint_without_its_selection_is_not_whole(tiny_base: Path, tmp_pa
     train(tiny_base, write_texts(tmp_path), tmp_path / "out", *more)
     checkpoint = tmp_path / "out" / "checkpoint-1"
     assert find_damage(checkpoint) is None
-    (checkpoint / STATE_NAME).unlink()
-    assert find_damage(checkpoint) == f"{STATE_NAME} is missing"
+    (checkpoint / TOKENS_NAME).unlink()
+    assert find_damage(checkpoint) == f"{TOKENS_NAME} is missing"
 
 
 def test_other_settings_cannot_resume_a_run(

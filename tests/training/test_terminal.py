@@ -25,6 +25,28 @@ def test_our_log_and_all_warnings_speak_in_the_console() -> None:
     ]
 
 
+def test_what_an_engine_calls_by_a_retired_name_is_not_said() -> None:
+    out = io.StringIO()
+    with one_voice(Console(file=out, width=120)):
+        for text in (
+            "`torch.distributed.all_gather_into_tensor` is deprecated. Please ...",
+            "`torch.distributed` is odd",
+        ):
+            warnings.warn_explicit(text, UserWarning, "torch.py", 1, module="deepspeed.comm.torch")
+    assert out.getvalue().splitlines() == ["warning: `torch.distributed` is odd"]
+
+
+def test_another_process_than_the_first_is_quiet_and_its_libraries_too() -> None:
+    verbosity = transformers.utils.logging.get_verbosity()
+    console = make_console(quiet=True)
+    with console.capture() as captured, one_voice(console):
+        assert transformers.utils.logging.get_verbosity() == logging.ERROR == datasets.logging.get_verbosity()
+        console.print("a line")
+        logging.getLogger("slivertune").info("a note")
+    assert captured.get() == ""
+    assert transformers.utils.logging.get_verbosity() == verbosity
+
+
 def test_everything_is_as_before_afterwards() -> None:
     log, show = logging.getLogger("slivertune"), warnings.showwarning
     before = (log.level, list(log.handlers))

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.tokentune.config import TokenTune
 from slivertune.training.callbacks import CheckpointMarker
 from slivertune.training.checkpoints import find_damage
 from slivertune.training.token_arguments import TokenArguments
-from slivertune.training.tokens import STATE_NAME, attach_tokens
+from slivertune.training.tokens import attach_tokens
 from tests.helpers.models import tiny_bert, tiny_llama
 from tests.training.test_callbacks import make_trainer
 
@@ -19,8 +20,7 @@ HALF = TokenArguments(token_ratio=0.5)
 
 
 def attach(trainer: Any, arguments: TokenArguments = HALF, **options: Any) -> Any:
-    options = {"marker": CheckpointMarker({}), "checkpoint": None} | options
-    return attach_tokens(trainer, arguments, **options)
+    return attach_tokens(trainer, arguments, **{"checkpoint": None, **options})
 
 
 def test_a_training_forward_selects_the_share_asked_for(tmp_path: Path) -> None:
@@ -54,35 +54,25 @@ def test_the_pattern_suits_the_model_unless_it_is_given(
 ) -> None:
     trainer = make_trainer(tmp_path)
     trainer.model = build()
-    tokens = attach_tokens(trainer, arguments, marker=CheckpointMarker({}), checkpoint=None)
+    tokens = attach_tokens(trainer, arguments, checkpoint=None)
     assert tokens is not None
     assert tokens.settings()["token_pattern"] == pattern
     assert tokens.line() == f"  tokens  {line}"
 
 
 def test_a_checkpoint_holds_the_selections_state_and_gives_it_back(tmp_path: Path) -> None:
-    marker = CheckpointMarker({})
-    trainer = make_trainer(tmp_path, marker, max_steps=4, save_strategy="steps", save_steps=2, seed=9)
-    attach(trainer, marker=marker)
+    trainer = make_trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2, seed=9)
+    attach(trainer)
+    trainer.add_callback(CheckpointMarker({}))
     trainer.train()
     checkpoint = tmp_path / "checkpoint-2"
     assert find_damage(checkpoint) is None
-    assert json.loads((checkpoint / STATE_NAME).read_text())["num_draws"] == 2
+    assert json.loads((checkpoint / TOKENS_NAME).read_text())["num_draws"] == 2
     again = make_trainer(tmp_path, seed=9)
     assert attach(again, checkpoint=checkpoint).handle.num_draws == 2
     other = make_trainer(tmp_path, seed=8)
     with pytest.raises(ValueError, match="was saved with seed=9, and this run has seed=8"):
         attach(other, checkpoint=checkpoint)
-
-
-def test_the_file_is_written_before_the_marker_declares_the_checkpoint_whole(tmp_path: Path) -> None:
-    seen: list[str | None] = []
-    marker = CheckpointMarker({})
-    marker.add_part("one.json", lambda: seen.append(find_damage(tmp_path / "checkpoint-1")) or {})
-    make_trainer(tmp_path, marker, max_steps=1, save_strategy="steps", save_steps=1).train()
-    assert seen == ["it has no slivertune_checkpoint.json, so its writing was cut short"]
-    (tmp_path / "checkpoint-1" / "one.json").write_text("[]")
-    assert "one.json" in str(find_damage(tmp_path / "checkpoint-1"))
 
 
 def test_what_is_not_selected_carries_no_gradient(tmp_path: Path) -> None:

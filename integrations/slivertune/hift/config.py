@@ -40,10 +40,15 @@ class HiFTConfig:
     stored (`split`), or the 16-bit weights themselves (`none`). fp32 weights need none."""
     stream_bytes: int = 128 * 2**20
     """Bytes on the device of one piece of a group (master, state and temporaries together) while it is stepped; two
-    pieces exist at a time. 0 takes the whole group at once. `state="device"` does not stream."""
+    pieces exist at a time. 0 takes the whole group at once (with `step_in_backward` a whole tensor). `state="device"`
+    does not stream."""
     elementwise: bool | None = None
     """Whether the base optimizer treats every element alone, so that tensors may be cut into pieces. None decides by
     the class; unknown classes get whole groups of whole tensors."""
+    step_in_backward: bool = False
+    """Step each tensor of the active group inside the backward, as soon as its gradient is complete, and drop the
+    gradient, so that about one is alive at a time. The same bits, but nothing may come between gradients and step: no
+    accumulation, no clipping, no GradScaler, no closure. Not for base optimizers that need the whole group at once."""
 
     def __post_init__(self) -> None:
         _at_least("layers_per_group", self.layers_per_group, 1)
@@ -52,6 +57,8 @@ class HiFTConfig:
         _one_of("order", self.order, get_args(Order))
         _one_of("state", self.state, get_args(StatePlace))
         _one_of("master", self.master, get_args(MasterKind))
+        if not isinstance(self.step_in_backward, bool):
+            raise ValueError(f"step_in_backward={self.step_in_backward!r} must be True or False")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed={self.seed!r} must be an integer")
         if self.state == "disk" and self.state_dir is None:

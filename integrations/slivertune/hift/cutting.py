@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slivertune.hift.base import CUT_MULTIPLE, Slicing
 
@@ -33,7 +33,9 @@ class Cut:
 _SLICE_OVERHEAD_BYTES = 256
 
 
-def cut_pieces(weights: Sequence[WeightSize], stream_bytes: int, slicing: Slicing) -> list[list[Cut]]:
+def cut_pieces(
+    weights: Sequence[WeightSize], stream_bytes: int, slicing: Slicing, *, by_weight: bool = False
+) -> list[list[Cut]]:
     """Fill pieces of at most `stream_bytes` with slices of the weights, in order.
 
     A piece is larger where it has to be: a whole tensor that must not be cut, or the smallest slice allowed.
@@ -42,10 +44,18 @@ def cut_pieces(weights: Sequence[WeightSize], stream_bytes: int, slicing: Slicin
         weights: The group's weights.
         stream_bytes: Bytes of one piece; 0 makes one piece of the whole group.
         slicing: Where the base optimizer allows a cut.
+        by_weight: Whether no piece may hold slices of two weights; 0 bytes then make one piece of a weight.
 
     Returns:
         The pieces; together they hold every element once.
     """
+    if by_weight:
+        return [
+            [replace(cut, weight=index) for cut in piece]
+            for index, weight in enumerate(weights)
+            for piece in cut_pieces([weight], stream_bytes, slicing)
+            if piece
+        ]
     whole = [Cut(weight=index, start=0, stop=weight.num_elements) for index, weight in enumerate(weights)]
     if stream_bytes == 0 or slicing.unit == "group":
         return [whole]

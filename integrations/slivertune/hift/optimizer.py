@@ -14,8 +14,10 @@ from torch import nn
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
 from slivertune.hift.config import HiFTConfig
+from slivertune.hift.door import Door, card, updates_on_card
 from slivertune.hift.freezing import Thaw
 from slivertune.hift.groups import Group, cut_groups, turn_order
+from slivertune.hift.in_backward import BackwardSteps
 from slivertune.hift.piece import Weight
 from slivertune.hift.pool import disk_pool, host_pool
 from slivertune.hift.probe import StepMeter
@@ -94,6 +96,11 @@ class HiFT(torch.optim.Optimizer):
     def _build(
         self, model: nn.Module, base: BaseOptimizer, param_groups: list[dict[str, Any]], config: HiFTConfig
     ) -> None:
+        if config.step_in_backward and base.slicing.unit == "group":
+            raise ValueError(
+                f"step_in_backward=True steps each tensor alone, and {base.name} may look at the whole group; declare "
+                "elementwise=True if it does not, or leave step_in_backward off"
+            )
         self._config = config
         self._base = base
         weights = _trainable_weights(model, param_groups)
@@ -109,14 +116,28 @@ class HiFT(torch.optim.Optimizer):
         )
         self._weights = [tuple(weights[name] for name in group.parameter_names) for group in groups]
         self._meter = StepMeter(base, self.param_groups)
-        self._residencies = [self._make_residency(index) for index in range(len(groups))]
-        self._thaw = Thaw(model, [weight.parameter for weight in weights.values()])
+        self._in_backward: BackwardSteps | None = None
+        if config.step_in_backward:
+            self._in_backward = BackwardSteps(model, weights, self._begin_update, self._step_weight)
+        self._applying: list[LearningRate] = []
+        self._door = Door()
+        self._bind(model)
+
+    def _bind(self, model: nn.Module) -> None:
+        self._residencies = [self._make_residency(index) for index in range(len(self._groups))]
+        self._thaw = Thaw(model, [weight.trained for weights in self._weights for weight in weights])
         self._activate()
 
     def _make_residency(self, index: int) -> Residency:
         config, weights = self._config, self._weights[index]
         if config.state == "device":
-            return ResidentGroup(weights, self._base, self._meter, with_masters=config.master != "none")
+            return ResidentGroup(
+                weights,
+                self._base,
+                self._meter,
+                with_masters=config.master != "none",
+                by_weight=config.step_in_backward,
+            )
         on_disk = config.state == "disk"
         return StreamedGroup(
             weights,
@@ -126,6 +147,7 @@ class HiFT(torch.optim.Optimizer):
             stream_bytes=config.stream_bytes,
             make_pool=partial(_disk_pool, Path(config.state_dir or ".")) if on_disk else host_pool,
             reserve_always=on_disk,
+            by_weight=config.step_in_backward,
         )
 
     @property
@@ -142,6 +164,24 @@ class HiFT(torch.optim.Optimizer):
     def num_groups(self) -> int:
         """k, the number of groups."""
         return len(self._groups)
+
+    @property
+    def base(self) -> BaseOptimizer:
+        """Makes instances of the base optimizer."""
+        return self._base
+
+    @property
+    def rotation(self) -> Rotation:
+        """Whose turn it is; a layout that steps in HiFT's place advances it."""
+        return self._rotation
+
+    def weights_of(self, group: int) -> tuple[Weight, ...]:
+        """What a group trains.
+
+        Args:
+            group: Its index, bottom of the model first.
+        """
+        return self._weights[group]
 
     @property
     def active_group(self) -> int:
@@ -177,7 +217,8 @@ class HiFT(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the active group from its gradients, drop them, and hand the turn on.
 
-        A step in which no parameter of the active group has a gradient is none: nothing changes, the turn stays.
+        A step in which no parameter of the active group has a gradient is none: nothing changes, the turn stays. With
+        `config.step_in_backward` the weights are updated already, and this hands the turn on.
 
         Args:
             closure: Evaluates the model again and returns the loss; called once, before the update.
@@ -187,33 +228,148 @@ class HiFT(torch.optim.Optimizer):
 
         Raises:
             OSError: If `state="disk"` has no room for the group's state; nothing was updated then.
+            RuntimeError: If there are several ranks and HiFT was not prepared for them, an engine steps in its place,
+                or only the card of its state was loaded (see `stand_beside`).
+            RuntimeError: With `config.step_in_backward`, if there is a closure, or the update is only half done.
         """
+        self._door.check_step(self.updates)
+        if self._in_backward is not None:
+            return self._close_update(self._in_backward, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         group = self.active_group
-        if all(weight.parameter.grad is None for weight in self._weights[group]):
+        arrived = [weight.take_gradient() for weight in self._weights[group]]
+        if not any(arrived):
             return loss
         learning_rates = self._rotation.to_apply([param_group.get("lr") for param_group in self.param_groups])
         self._residencies[group].step(self.param_groups, learning_rates)
+        self._advance(learning_rates)
+        return loss
+
+    def _advance(self, learning_rates: list[LearningRate]) -> None:
+        """Count an update that was applied, and hand the turn on."""
+        group = self.active_group
         if self._config.state == "discard" and self._rotation.ends_turn:
             self._residencies[group].discard()
         self._rotation.advance(learning_rates)
         if self.active_group != group:
             self._activate()
-        return loss
+
+    def _close_update(self, steps: BackwardSteps, closure: Callable[[], Any] | None) -> None:
+        if closure is not None:
+            raise RuntimeError(
+                "step(closure) would run the backward inside the step, and step_in_backward=True steps inside the "
+                "backward; run the backward, then call step()"
+            )
+        if steps.close():
+            self._residencies[self.active_group].end_weights()
+            self._advance(self._applying)
+
+    def _begin_update(self) -> None:
+        self._door.check_step(self.updates)  # here already: the weights move in the backward
+        self._residencies[self.active_group].begin_weights()
+        self._applying = self._rotation.to_apply([param_group.get("lr") for param_group in self.param_groups])
+
+    @torch.no_grad()
+    def _step_weight(self, weight: Weight) -> None:
+        self._residencies[self.active_group].step_weight(weight, self.param_groups, self._applying)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `GradScaler.step` asks first: it must find gradients to unscale, which are gone by then.
+
+        Raises:
+            RuntimeError: With `config.step_in_backward`.
+        """
+        if self._config.step_in_backward:
+            raise RuntimeError(
+                "a GradScaler unscales gradients after the backward, where step_in_backward=True has stepped on them: "
+                "the weights were updated by scaled gradients, so start anew, in bf16 or without step_in_backward"
+            )
+        return False
 
     def detach(self) -> None:
         """End the rotation: every parameter that HiFT trains may have gradients again, and its hooks are gone."""
         self._thaw.release()
+        if self._in_backward is not None:
+            self._in_backward.release()
+
+    @property
+    def keeps_beside(self) -> bool:
+        """Whether `state_dict` is a card, and the state is saved in a folder of its own (see `stand_beside`)."""
+        return self._door.keeps_beside
+
+    def hand_over(self, door: str) -> None:
+        """Let an engine step the groups in HiFT's place.
+
+        Nothing is frozen or hooked any more; `step`, `state_dict` and `load_state_dict` raise from now on.
+
+        Args:
+            door: What took it over, for the messages.
+        """
+        self.detach()
+        self._door.hand_over(door)
+
+    def stand_beside(self, door: str) -> None:
+        """Step on several ranks, with the state kept in a folder of its own beside other checkpoints.
+
+        From now on `state_dict` returns a card: hyperparameters and the number of updates in torch's own form, which
+        other programs may save, cut up and load as they like. After a card was loaded, `step` raises until
+        `load_whole_state` has brought what belongs to it.
+
+        Args:
+            door: The layout that exchanges the gradients.
+        """
+        self._door.admit(door)
+        self._lay_card()
+
+    def let_go(self) -> None:
+        """Forget the model and its parameters, so that they can be replaced; `rebind` gives new ones.
+
+        Raises:
+            RuntimeError: After the first update.
+        """
+        if self.updates:
+            raise RuntimeError(
+                f"HiFT has made {self.updates} updates; parameters can only be replaced before the first"
+            )
+        self.detach()
+        self._weights, self._residencies = [], []
+        self._thaw = Thaw(nn.Module(), ())
+        self._lay_card()
+
+    def rebind(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
+        """Train these in place of what `let_go` forgot.
+
+        Args:
+            model: The model that holds them.
+            weights: By the names of `groups`; their `trained` parameters stand in `param_groups` already.
+        """
+        self._weights = [tuple(weights[name] for name in group.parameter_names) for group in self._groups]
+        self._bind(model)
+        self._lay_card()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that continues the run at this step: plain containers, and tensors by parameter name.
 
         Tensors are the living ones where that is possible, as in torch; save or copy them before the next step.
-        Masters are whole fp32 tensors whatever `master` is.
+        Masters are whole fp32 tensors whatever `master` is. On several ranks it is a card (see `stand_beside`).
+
+        Raises:
+            RuntimeError: With `config.step_in_backward`, between a backward and its `step`.
         """
+        if not self._door.keeps_beside:
+            return self.whole_state()
+        self._lay_card()
+        return super().state_dict()
+
+    def whole_state(self) -> dict[str, Any]:
+        """What `state_dict` returns on one process; where weights are sharded, the tensors are this rank's shards."""
+        self._door.check_state()
+        if self._in_backward is not None and self._in_backward.is_open:
+            raise RuntimeError("an update is open: a backward has stepped weights; call step() before state_dict()")
         own: dict[int, Any] = {}
         state: dict[str, Any] = {}
         for index, residency in enumerate(self._residencies):
@@ -228,15 +384,30 @@ class HiFT(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned; all tensors are copied to where `config.state` keeps them.
 
+        On several ranks a card is taken too (see `stand_beside`).
+
         Weights that have an fp32 master in the state are set to it, rounded. Place (`state`), piece size and the form
         of the master may differ from the saving run; model, groups, turns and base optimizer may not.
 
         Raises:
             ValueError: If the state is of another model, grouping or optimizer, or is damaged; nothing is changed.
         """
+        updates = updates_on_card(state_dict)
+        if updates is None:
+            self.load_whole_state(state_dict)
+            return
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: own_copy(value) for key, value in saved.items() if key != "params"})
+        self._door.await_state(updates)
+
+    def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `whole_state` returned; see `load_state_dict`."""
+        self._door.check_state()
         check_header(state_dict, self._header())
         state = state_dict["state"]
         self._check_weights(state)
+        if self._in_backward is not None:
+            self._in_backward.forget()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: own_copy(value) for key, value in saved.items() if key != "params"})
         header = state_dict["hift"]
@@ -250,9 +421,19 @@ class HiFT(torch.optim.Optimizer):
                 if "master" in state.get(weight.name, {}):
                     weight.parameter.copy_(state[weight.name]["master"])
         self._activate()
+        if self._door.keeps_beside:
+            self._lay_card()
+
+    def _lay_card(self) -> None:
+        """Let `state` tell the number of updates: programs that find it empty step with zero gradients to fill it."""
+        self.state.clear()
+        # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient.
+        places: list[Any] = [weight.trained for weights in self._weights for weight in weights] or ["let go"]
+        device = places[0].device if self._weights else torch.device("cpu")
+        self.state.update(dict.fromkeys(places, card(self.updates, device)))
 
     def _header(self) -> dict[str, Any]:
-        names = {id(weight.parameter): weight.name for weights in self._weights for weight in weights}
+        names = {id(weight.trained): weight.name for weights in self._weights for weight in weights}
         return {
             "state": {},
             "param_groups": [
@@ -289,8 +470,9 @@ class HiFT(torch.optim.Optimizer):
 
     def _activate(self) -> None:
         residency = self._residencies[self.active_group]
-        parameters = [weight.parameter for weight in self._weights[self.active_group]]
-        self._thaw.only(parameters, lambda _: residency.prefetch())
+        parameters = [weight.trained for weight in self._weights[self.active_group]]
+        steps = self._in_backward
+        self._thaw.only(parameters, steps.on_gradient if steps is not None else lambda _: residency.prefetch())
 
 
 def _trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> dict[str, Weight]:

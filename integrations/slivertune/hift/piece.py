@@ -26,6 +26,15 @@ class Weight:
         """Whether it is stored in 16 bits, so that an fp32 master can stand behind it."""
         return self.parameter.dtype == torch.bfloat16
 
+    @property
+    def trained(self) -> torch.nn.Parameter:
+        """The model's own parameter, which is frozen and thawed; `parameter` where that is not sharded."""
+        return self.parameter
+
+    def take_gradient(self) -> bool:
+        """Let `parameter` hold what `trained` does, its gradient included; whether there is one."""
+        return self.parameter.grad is not None
+
 
 class Slice:
     """Elements [start, stop) of a weight, and the leaf tensor that the base optimizer steps in their place.

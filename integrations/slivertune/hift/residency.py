@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from slivertune.hift.piece import Piece, Weight, differs
 from slivertune.hift.rotation import LearningRate
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -32,6 +33,19 @@ class Residency(Protocol):
             OSError: If the state has no room; nothing was stepped then.
         """
 
+    def begin_weights(self) -> None:
+        """Make ready for `step_weight`, whose first call in a turn this precedes.
+
+        Raises:
+            OSError: If the state has no room.
+        """
+
+    def step_weight(self, weight: Weight, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        """Step one of the group's weights from its gradient, and drop the gradient; for groups that step by weight."""
+
+    def end_weights(self) -> None:
+        """Let go of what `step_weight` keeps on the device from one weight to the next."""
+
     def export(self) -> dict[str, WeightState]:
         """The state of every weight that has some, by name. Tensors are the living ones where they can be."""
 
@@ -47,3 +61,21 @@ class Residency(Protocol):
 
     def discard(self) -> None:
         """Forget all state."""
+
+
+def common_hyperparameters(pieces: Sequence[Piece], optimizer_name: str) -> OwnHyperparameters:
+    """What the instances of a group's pieces adapted, which must be the same in all that have stepped.
+
+    Raises:
+        RuntimeError: If it is not.
+    """
+    own: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        for index, values in piece.own_hyperparameters().items():
+            known = own.setdefault(index, values)
+            if known.keys() != values.keys() or any(differs(known[key], values[key]) for key in known):
+                raise RuntimeError(
+                    f"the pieces of one group adapted {sorted(known | values)} differently, so "
+                    f"{optimizer_name} is not element-wise; set elementwise=False"
+                )
+    return own

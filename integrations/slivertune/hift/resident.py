@@ -10,7 +10,14 @@ from typing_extensions import override
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.piece import Piece, Slice, Weight
 from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
+from slivertune.hift.residency import (
+    MASTER,
+    OwnHyperparameters,
+    ParamGroups,
+    Residency,
+    WeightState,
+    common_hyperparameters,
+)
 from slivertune.hift.rotation import LearningRate
 from slivertune.ledger import claim
 
@@ -20,18 +27,29 @@ class ResidentGroup(Residency):
 
     Args:
         weights: What the group trains.
-        base: The base optimizer; one instance steps the whole group.
+        base: The base optimizer; one instance steps the whole group, or one each weight.
         meter: Measures its steps.
         with_masters: Whether 16-bit weights get an fp32 master.
+        by_weight: Whether `step_weight` is used, and not `step`.
     """
 
-    def __init__(self, weights: Sequence[Weight], base: BaseOptimizer, meter: StepMeter, *, with_masters: bool) -> None:
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        base: BaseOptimizer,
+        meter: StepMeter,
+        *,
+        with_masters: bool,
+        by_weight: bool = False,
+    ) -> None:
         self._weights = tuple(weights)
         self._base = base
         self._meter = meter
         self._with_masters = with_masters
-        self._piece: Piece | None = None
-        self._arriving: Mapping[str, WeightState] = {}
+        self._num_pieces = len(self._weights) if by_weight else 1
+        self._pieces: dict[str, Piece] = {}
+        """By the name of its first weight."""
+        self._arriving: dict[str, WeightState] = {}
         self._arriving_own: OwnHyperparameters = {}
 
     @override
@@ -40,7 +58,22 @@ class ResidentGroup(Residency):
 
     @override
     def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        piece = self._piece or self._make_piece(param_groups)
+        self._step(self._weights, param_groups, held_lr)
+
+    @override
+    def begin_weights(self) -> None:
+        """Nothing has to be found room for."""
+
+    @override
+    def step_weight(self, weight: Weight, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        self._step((weight,), param_groups, held_lr)
+
+    @override
+    def end_weights(self) -> None:
+        """Nothing is kept."""
+
+    def _step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        piece = self._pieces.get(weights[0].name) or self._make_piece(weights, param_groups)
         for one in piece.slices:
             one.attach_gradient()
         piece.step(param_groups, held_lr)
@@ -54,17 +87,17 @@ class ResidentGroup(Residency):
 
     @override
     def export(self) -> dict[str, WeightState]:
-        if self._piece is None:
-            return {name: dict(state) for name, state in self._arriving.items()}
-        exported = {}
-        for one in self._piece.slices:
-            master = {} if one.is_weight else {MASTER: one.leaf.data}
-            exported[one.weight.name] = {**master, **self._piece.state_of(one)}
-        return {name: state for name, state in exported.items() if state}
+        exported = {name: dict(state) for name, state in self._arriving.items()}
+        for piece in self._pieces.values():
+            for one in piece.slices:
+                master = {} if one.is_weight else {MASTER: one.leaf.data}
+                exported[one.weight.name] = {**master, **piece.state_of(one)}
+        order = [weight.name for weight in self._weights]
+        return {name: exported[name] for name in order if exported.get(name)}
 
     @override
     def own_hyperparameters(self) -> OwnHyperparameters:
-        return self._piece.own_hyperparameters() if self._piece is not None else self._arriving_own
+        return common_hyperparameters(list(self._pieces.values()), self._base.name) or self._arriving_own
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
@@ -73,12 +106,12 @@ class ResidentGroup(Residency):
 
     @override
     def discard(self) -> None:
-        self._piece = None
+        self._pieces = {}
         self._arriving, self._arriving_own = {}, {}
 
-    def _make_piece(self, param_groups: ParamGroups) -> Piece:
+    def _make_piece(self, weights: Sequence[Weight], param_groups: ParamGroups) -> Piece:
         slices = []
-        for weight in self._weights:
+        for weight in weights:
             on_master = self._with_masters and weight.has_master
             one = Slice(weight, 0, weight.parameter.numel(), on_master=on_master)
             if on_master:
@@ -87,12 +120,15 @@ class ResidentGroup(Residency):
                 claim(master, "state")
                 one.place_leaf(master)
             slices.append(one)
-        self._piece = piece = Piece(slices, self._base)
+        piece = Piece(slices, self._base)
         for one in slices:
             piece.put_state(param_groups, one, self._on_device(one))
+            self._arriving.pop(one.weight.name, None)
         if self._arriving_own:
             piece.restore_hyperparameters(param_groups, self._arriving_own)
-        self._arriving, self._arriving_own = {}, {}
+        self._pieces[weights[0].name] = piece
+        if len(self._pieces) == self._num_pieces:
+            self._arriving_own = {}
         return piece
 
     def _on_device(self, one: Slice) -> WeightState:

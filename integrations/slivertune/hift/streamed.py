@@ -23,10 +23,17 @@ from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind
 from slivertune.hift.cutting import WeightSize, cut_pieces
 from slivertune.hift.lanes import Lanes, Mark
-from slivertune.hift.piece import Piece, Slice, Weight, differs
+from slivertune.hift.piece import Piece, Slice, Weight
 from slivertune.hift.pool import Carver, Pool, aligned
 from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import MASTER, OwnHyperparameters, ParamGroups, Residency, WeightState
+from slivertune.hift.residency import (
+    MASTER,
+    OwnHyperparameters,
+    ParamGroups,
+    Residency,
+    WeightState,
+    common_hyperparameters,
+)
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.split import join_master
 from slivertune.hift.waiting import LOW, TIES, WaitingState
@@ -50,6 +57,7 @@ class StreamedGroup(Residency):
         make_pool: Makes the place to wait, for state that computes on a device.
         reserve_always: Whether all bytes must be allocated before the group's first update (files), even where that
             takes an extra step on a dummy weight.
+        by_weight: Whether `step_weight` is used, and not `step`; no piece holds slices of two weights then.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class StreamedGroup(Residency):
         stream_bytes: int,
         make_pool: Callable[[torch.device], Pool],
         reserve_always: bool,
+        by_weight: bool = False,
     ) -> None:
         self._weights = tuple(weights)
         self._base = base
@@ -70,15 +79,23 @@ class StreamedGroup(Residency):
         self._stream_bytes = stream_bytes
         self._make_pool = make_pool
         self._reserve_always = reserve_always
+        self._by_weight = by_weight
         self._pieces: list[Piece] = []
+        self._turn: list[str] = []
+        """Weights stepped by `step_weight` since `end_weights`, in the order in which their gradients came."""
+        self._is_first_turn = False
         self._waiting: WaitingState | None = None
         self._waiting_for: torch.device | None = None
         self._arriving_own: OwnHyperparameters = {}
+        self._awaiting_own: set[int] = set()
+        """Pieces, by identity, whose instance has not got `_arriving_own` yet."""
         self._lanes: Lanes | None = None
         self._slots: list[torch.Tensor] = []
         self._loaded: dict[int, Loaded] = {}
         self._ready: dict[int, Mark] = {}
         self._stored: dict[int, Mark] = {}
+        self._left: dict[int, Mark] = {}
+        """By slot: when what was in it last has left."""
 
     @override
     def prefetch(self) -> None:
@@ -90,24 +107,66 @@ class StreamedGroup(Residency):
 
     @override
     def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        pieces = self._begin()
+        if not self._is_first_turn:
+            self.prefetch()
+        try:
+            self._run(range(len(pieces)), param_groups, held_lr)
+        finally:
+            self._end()
+
+    @override
+    def begin_weights(self) -> None:
+        self._begin()
+
+    @override
+    def step_weight(self, weight: Weight, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        pieces = self._pieces
+        own = [index for index, piece in enumerate(pieces) if piece.slices[0].weight is weight]
+        if own and own[0] not in self._loaded and not self._is_first_turn:
+            # Not the weight that was expected: what was loaded for that one gives way.
+            self._loaded.clear()
+            for index in range(own[0], min(own[0] + 2, len(pieces))):
+                self._load(index)
+        self._turn.append(weight.name)
+        try:
+            self._run(own, param_groups, held_lr)
+        except BaseException:
+            self._end()
+            raise
+        weight.parameter.grad = None
+
+    @override
+    def end_weights(self) -> None:
+        self._end()
+        # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
+        expected = {name: place for place, name in enumerate(self._turn)}
+        self._pieces.sort(key=lambda piece: expected.get(piece.slices[0].weight.name, len(expected)))
+        self._turn = []
+
+    def _begin(self) -> list[Piece]:
+        """Make ready to step pieces; the first time in a turn, find room for what will wait."""
         self._follow_the_model()
         pieces = self._cut()
         if self._waiting is None:
             self._waiting, self._waiting_for = self._reserved(), self._device()
-        else:
-            self.prefetch()
-        try:
-            for index, piece in enumerate(pieces):
-                self._place(index, param_groups)
-                piece.step(param_groups, held_lr)
-                self._store(index)
-                if self._loaded and index + 2 < len(pieces):
-                    self._load(index + 2)
-        finally:
-            # Before the slots' memory is used again, also where an error leaves loads that no one waited for.
-            for mark in (*self._ready.values(), *self._stored.values()):
-                self._lanes_of_device().compute_after(mark)
-            self._empty_slots()
+            self._is_first_turn = True
+        return pieces
+
+    def _run(self, indices: Sequence[int], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        for index in indices:
+            self._place(index, param_groups)
+            self._pieces[index].step(param_groups, held_lr)
+            self._store(index)
+            if self._loaded and index + 2 < len(self._pieces):
+                self._load(index + 2)
+
+    def _end(self) -> None:
+        # Before the slots' memory is used again, also where an error leaves loads that no one waited for.
+        for mark in (*self._ready.values(), *self._stored.values()):
+            self._lanes_of_device().compute_after(mark)
+        self._empty_slots()
+        self._is_first_turn = False
 
     @override
     def export(self) -> dict[str, WeightState]:
@@ -118,16 +177,7 @@ class StreamedGroup(Residency):
 
     @override
     def own_hyperparameters(self) -> OwnHyperparameters:
-        own: dict[int, dict[str, Any]] = {}
-        for piece in self._pieces:
-            for index, values in piece.own_hyperparameters().items():
-                known = own.setdefault(index, values)
-                if known.keys() != values.keys() or any(differs(known[key], values[key]) for key in known):
-                    raise RuntimeError(
-                        f"the pieces of one group adapted {sorted(known | values)} differently, so "
-                        f"{self._base.name} is not element-wise; set elementwise=False"
-                    )
-        return self._arriving_own or own
+        return common_hyperparameters(self._pieces, self._base.name) or self._arriving_own
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
@@ -144,6 +194,7 @@ class StreamedGroup(Residency):
             self._lanes.synchronize()
         self._empty_slots()
         self._pieces = []
+        self._turn = []
         self._waiting = None
         self._arriving_own = {}
 
@@ -180,12 +231,14 @@ class StreamedGroup(Residency):
     def _cut(self) -> list[Piece]:
         if not self._pieces:
             sizes = [self._size(weight) for weight in self._weights]
-            for cuts in cut_pieces(sizes, self._stream_bytes, self._base.slicing):
+            for cuts in cut_pieces(sizes, self._stream_bytes, self._base.slicing, by_weight=self._by_weight):
                 slices = []
                 for cut in cuts:
                     weight = self._weights[cut.weight]
                     slices.append(Slice(weight, cut.start, cut.stop, on_master=self._on_master(weight)))
-                self._pieces.append(Piece(slices, self._base))
+                if slices:  # a rank may hold nothing of the whole group
+                    self._pieces.append(Piece(slices, self._base))
+            self._awaiting_own = {id(piece) for piece in self._pieces}
         return self._pieces
 
     def _size(self, weight: Weight) -> WeightSize:
@@ -230,7 +283,7 @@ class StreamedGroup(Residency):
         lanes = self._lanes_of_device()
         slot = Carver(self._slots[index % 2])
         loaded: Loaded = []
-        with lanes.on("inbound", lanes.mark(), self._stored.get(index - 2)):
+        with lanes.on("inbound", lanes.mark(), self._left.get(index % 2)):
             for tensors in waiting:
                 on_device = {}
                 for key, source in tensors.items():
@@ -267,9 +320,10 @@ class StreamedGroup(Residency):
             states.append({**tensors, **scalars})
         for one, state in zip(piece.slices, states, strict=True):
             piece.put_state(param_groups, one, state)
-        if self._arriving_own:
+        if self._arriving_own and id(piece) in self._awaiting_own:
             piece.restore_hyperparameters(param_groups, self._arriving_own)
-            if index == len(self._pieces) - 1:
+            self._awaiting_own.discard(id(piece))
+            if not self._awaiting_own:
                 self._arriving_own = {}
 
     def _store(self, index: int) -> None:
@@ -290,7 +344,7 @@ class StreamedGroup(Residency):
         with lanes.on("outbound", lanes.mark()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
-            self._stored[index] = lanes.mark("outbound")
+            self._stored[index] = self._left[index % 2] = lanes.mark("outbound")
         if any(source.untyped_storage().data_ptr() not in slots for source, _ in leaving):
             lanes.compute_after(self._stored[index])  # before the memory of new tensors is used again
 
@@ -299,6 +353,7 @@ class StreamedGroup(Residency):
         self._loaded = {}
         self._ready = {}
         self._stored = {}
+        self._left = {}
 
 
 _GAPS_BYTES = 512

@@ -36,10 +36,14 @@ class WaitingState:
         self._split = split
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
+        self._received: dict[tuple[str, int], frozenset[str]] = {}
+        """Keys of the tensors that each slice has left here; a weight's other slices may have none yet."""
 
     def tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
         """A slice's parts of the waiting tensors, by key."""
-        return {key: _part(whole, one, key) for key, whole in self._tensors.get(one.weight.name, {}).items()}
+        name = one.weight.name
+        keys = self._received.get((name, one.start), self._received.get((name, _WHOLE), frozenset()))
+        return {key: _part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
 
     def scalars_of(self, one: Slice, on_device: frozenset[str]) -> dict[str, Any]:
         """Copies of a slice's state without dimensions; those named in `on_device` beside the weight."""
@@ -74,6 +78,9 @@ class WaitingState:
         self._scalars[one.weight.name, one.start] = {
             key: self._at_rest(value) for key, value in state.items() if not _has_extent(key, value)
         }
+        self._received[one.weight.name, one.start] = frozenset(
+            key for key, value in state.items() if _has_extent(key, value)
+        )
         moves = []
         for key, value in state.items():
             if _is_table(key) and key in self._tensors.get(one.weight.name, {}):
@@ -88,7 +95,9 @@ class WaitingState:
         exported: dict[str, WeightState] = {}
         for weight in weights:
             tensors: WeightState = dict(self._tensors.get(weight.name, {}))
-            slices = sorted(start for name, start in self._scalars if name == weight.name)
+            starts = sorted(start for name, start in self._scalars if name == weight.name)
+            # What was restored for the whole weight is out of date once its slices were stepped.
+            slices = [start for start in starts if start != _WHOLE] or starts
             scalars = dict(self._scalars[weight.name, slices[0]]) if slices else {}
             scalars.pop(TIES, None)
             if LOW in tensors:
@@ -117,6 +126,9 @@ class WaitingState:
             self._scalars[weight.name, _WHOLE] = {
                 key: self._at_rest(value) for key, value in values.items() if not _has_extent(key, value)
             }
+            self._received[weight.name, _WHOLE] = frozenset(
+                key for key, value in values.items() if _has_extent(key, value)
+            )
             for key, value in values.items():
                 if _has_extent(key, value):
                     self._whole(weight, key, value).copy_(value)

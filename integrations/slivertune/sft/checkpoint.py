@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slivertune.sft.delta import check_positions, read_flat
+from slivertune.sft.delta import check_positions
 from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight
 
@@ -126,9 +126,8 @@ def _check_tensors(
 
 def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:
     """The model must hold the pretrained values that the deltas belong to, or already their sum with the deltas."""
-    device = weight.target.parameter.device
-    indices, base, delta = (state[key].to(device) for key in ("indices", "base", "delta"))
-    present = read_flat(weight.target.parameter, indices)
+    indices, base, delta = (state[key].to(weight.access.device) for key in ("indices", "base", "delta"))
+    present = weight.access.read(indices)
     own_base = weight.base_values()
     if weight.merged and own_base is not None:
         own = contains(weight.indices, indices)

@@ -69,6 +69,7 @@ def save_pretrained(
     config: Mapping[str, Any],
     base: Mapping[str, torch.Tensor],
     base_values: Mapping[str, torch.Tensor] | None = None,
+    base_hashes: Mapping[str, str] | None = None,
     base_model_name: str | None = None,
 ) -> None:
     """Write deltas; the folder appears whole, and in a folder that exists the file does.
@@ -80,6 +81,7 @@ def save_pretrained(
         base: The tensors that the deltas were trained on, by name. Names beyond those of `deltas` may be there, and
             must be for tied weights to be known as tied: `dict(model.named_parameters(remove_duplicate=False))`.
         base_values: Pretrained values at the positions of a delta, for tensors in `base` that hold the sums by now.
+        base_hashes: What `hash_tensor` says of the pretrained tensors that `base` has on the meta device.
         base_model_name: Folder or hub id of the base model.
 
     Raises:
@@ -100,7 +102,7 @@ def save_pretrained(
             kind=_KIND,
             version=VERSION,
             entries={name: (delta.indices, delta.values) for name, delta in deltas.items()},
-            table=_describe(deltas, base, base_values),
+            table=_describe(deltas, base, base_values, base_hashes or {}),
             fields={"config": dict(config), "base_model_name": base_model_name},
         )
 
@@ -187,7 +189,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def _describe(
-    deltas: Mapping[str, SparseDelta], base: Mapping[str, torch.Tensor], base_values: Mapping[str, torch.Tensor]
+    deltas: Mapping[str, SparseDelta],
+    base: Mapping[str, torch.Tensor],
+    base_values: Mapping[str, torch.Tensor],
+    base_hashes: Mapping[str, str],
 ) -> dict[str, dict[str, Any]]:
     names_of_memory: dict[Any, list[str]] = {}
     for name, tensor in base.items():
@@ -196,7 +201,8 @@ def _describe(
     for name, delta in deltas.items():
         entries = (delta.indices, base_values[name]) if name in base_values else None
         tied = tuple(other for other in names_of_memory[memory_of(base[name])] if other != name)
-        identity = BaseTensor(name_of(base[name].dtype), hash_tensor(base[name], entries), tied)
+        sha256 = base_hashes.get(name) or hash_tensor(base[name], entries)
+        identity = BaseTensor(name_of(base[name].dtype), sha256, tied)
         table[name] = {"shape": list(delta.shape), **asdict(identity)}
     return table
 

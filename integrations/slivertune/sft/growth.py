@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slivertune.ledger import claim
+from slivertune.sft.exchange import ALONE, Exchange
 from slivertune.sft.selection import largest_entries, largest_of
 
 POOL_FACTOR = 2
@@ -85,25 +86,81 @@ class GrowthEstimator:
             self._indices = self._step = None
 
     @torch.no_grad()
-    def feed(self, gradient: torch.Tensor, start: int, active: torch.Tensor) -> None:
+    def feed(self, gradient: torch.Tensor, start: int, active: torch.Tensor, exchange: Exchange = ALONE) -> None:
         """Add a part of one micro-batch's dense gradient; it is only read.
 
         Args:
             gradient: Any floating dtype, shape (n,), contiguous.
             start: Position of its first element in the flattened tensor.
             active: int32, sorted: the tensor's trained positions, which can't be grown.
+            exchange: Reaches the ranks that feed their gradients of the same part; used while there are no candidates.
         """
+        known = self._known(start, gradient.numel())
+        if self.has_candidates and self._indices is not None and self._step is not None:
+            self._step[known] += gradient.index_select(0, self._indices[known] - start).float()
+            return
         barred = [active[_within(active, start, gradient.numel())]]
-        if self._indices is not None and self._step is not None:
-            part = _within(self._indices, start, gradient.numel())
-            known = self._indices[part]
-            self._step[part] += gradient.index_select(0, known - start).float()
-            barred.append(known)
-        if not self.has_candidates:
-            found = largest_entries(gradient, self._pool_size, [positions.long() - start for positions in barred])
-            self._entrants.append(((found + start).int(), gradient.index_select(0, found).float()))
-            # Merged with those of the parts before, so that no more than a pool's size waits.
-            self._entrants = [_largest_of_all(self._entrants, self._pool_size)]
+        if self._indices is not None:
+            barred.append(self._indices[known])
+        found = largest_entries(gradient, self._pool_size, [positions.long() - start for positions in barred])
+        self._admit(gradient, start, gradient.numel(), (found + start).int(), exchange)
+
+    @torch.no_grad()
+    def join(self, start: int, length: int, device: torch.device, exchange: Exchange) -> None:
+        """Take part in what other ranks feed, where this one has no gradient.
+
+        Args:
+            start: Position of the part's first element.
+            length: Its elements.
+            device: Where gradients arrive.
+            exchange: Reaches the other ranks.
+        """
+        self._admit(None, start, length, torch.empty(0, dtype=torch.int32, device=device), exchange)
+
+    def _admit(
+        self, gradient: torch.Tensor | None, start: int, length: int, found: torch.Tensor, exchange: Exchange
+    ) -> None:
+        """Average a part's values at the pool's positions and at every rank's largest others, which may enter it."""
+        newcomers = exchange.union(found, min(self._pool_size, length))
+        part = self._known(start, length)
+        known = newcomers[:0] if self._indices is None else self._indices[part]
+        if gradient is None:
+            values = torch.zeros(known.numel() + newcomers.numel(), device=found.device)
+        else:
+            values = gradient.index_select(0, torch.cat([known, newcomers]) - start).float()
+        exchange.mean_([values])
+        if self._step is not None:
+            self._step[part] += values[: known.numel()]
+        self._entrants.append((newcomers, values[known.numel() :]))
+        # Merged with those of the parts before, so that no more than a pool's size waits.
+        self._entrants = [_largest_of_all(self._entrants, self._pool_size)]
+
+    def _known(self, start: int, length: int) -> slice:
+        """The pool's positions in a part."""
+        return slice(0, 0) if self._indices is None else _within(self._indices, start, length)
+
+    def running(self, serial: int) -> torch.Tensor | None:
+        """The candidates' gradients of the running update, fp32; zeros if there were none yet.
+
+        None while there are no candidates.
+
+        Args:
+            serial: The running update.
+        """
+        if self._step is None or not self.has_candidates:
+            return None
+        return self._step if serial == self._serial else torch.zeros_like(self._step)
+
+    def set_running(self, gradients: torch.Tensor, serial: int) -> None:
+        """Put other gradients in their place.
+
+        Args:
+            gradients: fp32, one for each candidate.
+            serial: The running update.
+        """
+        self.begin(serial)
+        if self._step is not None:
+            self._step.copy_(gradients)
 
     @torch.no_grad()
     def end_backward(self) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slivertune.sft.averaging import Averaging
 from slivertune.sft.config import PhiGradient
 from slivertune.sft.delta import read_flat
 from slivertune.sft.phi_gradient import chunked_gradient, sampled_gradient
@@ -44,13 +45,15 @@ class DeltaLayer:
 
     Args:
         weight: The layer's weight; its phi gets a gradient from autograd.
-        begin: Called in each backward; returns the number of the running update.
+        at: The weight's number among the trained ones.
+        averaging: Is told of each gradient.
         phi_gradient: How phi's gradient is computed.
     """
 
-    def __init__(self, weight: SparseWeight, begin: Callable[[], int], phi_gradient: PhiGradient) -> None:
+    def __init__(self, weight: SparseWeight, at: int, averaging: Averaging, phi_gradient: PhiGradient) -> None:
         self.weight = weight
-        self._begin = begin
+        self._at = at
+        self._averaging = averaging
         self._phi_gradient = phi_gradient
         self._is_active = True
         module = weight.target.module
@@ -75,7 +78,7 @@ class DeltaLayer:
         if not self._is_active:
             output: torch.Tensor = self._original(inputs)
             return output
-        self.weight.follow(self.weight.target.parameter.device)
+        self.weight.follow(inputs.device)
         bias: Any = self.weight.target.module.bias
         dtype = self._compute_dtype(inputs)
         compute_bias = None if bias is None else bias.to(dtype)
@@ -100,35 +103,31 @@ class DeltaLayer:
         """W + delta, shape (out, in), while inside."""
         phi, indices = self.weight.phi.data, self.weight.indices.long()
         if self.weight.target.is_4bit:
-            yield _add(dequantised(self.weight.target), indices, phi).to(dtype)
+            dense = dequantised(self.weight.target)
+            yield _with_sums(dense, indices, dense.take(indices), phi).to(dtype)
             return
         # `.data` leaves W's version alone: others may have saved it for their backward, and its bits come back.
         dense = self.weight.target.parameter.data
-        base = read_flat(dense, self.weight.indices)
+        present = read_flat(dense, self.weight.indices)
+        # Where a layout gathers shards in a lower precision, those in W are rounded already.
+        base = present if self.weight.kept_base is None else self.weight.kept_base
         try:
-            yield _add(dense, indices, phi).to(dtype)
+            yield _with_sums(dense, indices, base, phi).to(dtype)
         finally:
-            dense.put_(indices, base)
+            dense.put_(indices, present)
 
     def phi_gradient(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """The gradient of phi, fp32; shows the dense one to the growth estimators, chunk by chunk."""
-        estimators = self.weight.estimators.values()
-        serial = self._begin()
-        if not estimators:
+        serial = self._averaging.begin()
+        if not self.weight.estimators:
             compute = sampled_gradient if self._phi_gradient == "sampled" else chunked_gradient
             return compute(output_gradient, inputs, self.weight.indices)
-        for estimator in estimators:
-            estimator.begin(serial)
         active = self.weight.indices
 
-        def feed(chunk: torch.Tensor, start: int) -> None:
-            for estimator in estimators:
-                estimator.feed(chunk, start, active)
+        def show(chunk: torch.Tensor, start: int) -> None:
+            self._averaging.show(self._at, chunk, start, active, serial)
 
-        gradient = chunked_gradient(output_gradient, inputs, active, feed)
-        for estimator in estimators:
-            estimator.end_backward()
-        return gradient
+        return chunked_gradient(output_gradient, inputs, active, show)
 
 
 def dequantised(target: Target) -> torch.Tensor:
@@ -150,8 +149,8 @@ def dequantised(target: Target) -> torch.Tensor:
     return dense.view(target.shape)
 
 
-def _add(dense: torch.Tensor, indices: torch.Tensor, phi: torch.Tensor) -> torch.Tensor:
-    sums = dense.take(indices).float() + phi
+def _with_sums(dense: torch.Tensor, indices: torch.Tensor, base: torch.Tensor, phi: torch.Tensor) -> torch.Tensor:
+    sums = base.float() + phi
     return dense.put_(indices, sums.to(dense.dtype))
 
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 # What torch.compile, checkpointing, FSDP and PEFT put into the names of a model's parameters.
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"}
+
+
+def name_before(name: str, known: Container[str]) -> str:
+    """What a parameter was called before checkpointing or torch.compile wrapped a module that holds it.
+
+    Args:
+        name: As it is called now.
+        known: Names from before; one of them stays as it is.
+    """
+    if name in known:
+        return name
+    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 class NameIndex:

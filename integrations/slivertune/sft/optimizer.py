@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from slivertune.sft.allotment import Contender, share_out
+from slivertune.sft.attachment import Attachment
+from slivertune.sft.averaging import Averaging
+from slivertune.sft.base_access import BaseAccess
+from slivertune.sft.base_hash import hash_tensor
+from slivertune.sft.card import Card, card_of, updates_on
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta import SparseDelta
 from slivertune.sft.delta_file import save_pretrained
-from slivertune.sft.growth import POOL_FACTOR, GrowthEstimator
-from slivertune.sft.holder import HOLDER_NAME, DeltaHolder
-from slivertune.sft.linear import DeltaLayer, check_layer_form
+from slivertune.sft.exchange import Exchange
+from slivertune.sft.holder import DeltaHolder
+from slivertune.sft.linear import check_layer_form
+from slivertune.sft.names import name_before
 from slivertune.sft.options import checked_options
+from slivertune.sft.reselection import Reselection
 from slivertune.sft.schedule import Schedule
-from slivertune.sft.selection import largest_of, random_indices
+from slivertune.sft.selection import random_indices
 from slivertune.sft.targets import Target, count_weights, find_targets
-from slivertune.sft.weight import Proposal, SparseWeight, new_moments
+from slivertune.sft.weight import SparseWeight, new_moments
 
 
 class SFT(torch.optim.Optimizer):
@@ -61,6 +68,9 @@ class SFT(torch.optim.Optimizer):
         >>> optimizer.step()
     """
 
+    reselection_class = Reselection
+    attachment_class = Attachment
+
     def __init__(
         self,
         model: nn.Module,
@@ -81,27 +91,31 @@ class SFT(torch.optim.Optimizer):
         targets = find_targets(model, config)
         counts = count_weights(targets, config)
         self._model = model
-        self._shares = dict(zip((target.name for target in targets), counts, strict=True))
         self._weights = [
             self._new_weight(target, count, options) for target, count in zip(targets, counts, strict=True)
         ]
+        self._reselection = self.reselection_class(self._weights, counts, self._schedule, config)
         self._holder = DeltaHolder(((each.name, each.phi) for each in self._weights), targets[0].parameter.device)
         self._sealed = False
         parameters = [*(weight.phi for weight in self._weights), self._holder.witness]
         super().__init__([{"params": parameters, **options}], options)
         self._sealed = True
+        self._card = Card()
         self._updates = 0
         self._grad_norm: torch.Tensor | None = None
-        self._handles: list[RemovableHandle] = []
-        self._layers: list[DeltaLayer] = []
-        self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
-        self._attach()
+        self._averaging = Averaging(self._weights, self._holder)
+        self._attachment = self.attachment_class(
+            model, self._weights, self._holder, self._averaging, config.phi_gradient
+        )
+        self._attachment.put_on()
         self._open_phases()
 
     def _new_weight(self, target: Target, count: int, options: Mapping[str, Any]) -> SparseWeight:
         indices = random_indices(target.name, target.num_elements, count, self._config.seed)
         moments = new_moments(target, count, self._config, options)
-        in_layer = self._config.form == "layer" or (self._config.form == "auto" and target.is_4bit)
+        # A tensor that ZeRO-3 has shared out already can't be written.
+        is_elsewhere = hasattr(target.parameter, "ds_id")
+        in_layer = is_elsewhere or self._config.form == "layer" or (self._config.form == "auto" and target.is_4bit)
         if in_layer:
             check_layer_form(target, self._config.phi_gradient)
         elif target.is_4bit:
@@ -110,25 +124,6 @@ class SFT(torch.optim.Optimizer):
             )
         config = self._config
         return SparseWeight(target, indices, moments, merged=not in_layer, packed=config.packed, seed=config.seed)
-
-    def _attach(self) -> None:
-        self._model.requires_grad_(False)
-        for weight in self._weights:
-            if weight.merged:
-                self._take_gradients_of(weight)
-            else:
-                self._layers.append(DeltaLayer(weight, self._holder.begin, self._config.phi_gradient))
-        # On a layer, as a model that is a container would count it among its layers and call it.
-        self._weights[0].target.module.add_module(HOLDER_NAME, self._holder)
-
-    def _take_gradients_of(self, weight: SparseWeight) -> None:
-        def take(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                weight.take(parameter.grad, self._holder.begin())
-                parameter.grad = None
-
-        weight.target.parameter.requires_grad_(True)
-        self._handles.append(weight.target.parameter.register_post_accumulate_grad_hook(take))
 
     @property
     def config(self) -> SFTConfig:
@@ -139,6 +134,21 @@ class SFT(torch.optim.Optimizer):
     def updates(self) -> int:
         """Updates applied so far (t); steps without a gradient do not count."""
         return self._updates
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that it was built over."""
+        return self._model
+
+    @property
+    def total_steps(self) -> int:
+        """Updates in the whole run (T)."""
+        return self._schedule.total_steps
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The tensors that have trained weights."""
+        return tuple(weight.target for weight in self._weights)
 
     @property
     def num_weights(self) -> int:
@@ -169,6 +179,10 @@ class SFT(torch.optim.Optimizer):
         """A copy of every tensor's positions and deltas, by parameter name."""
         return {weight.name: weight.delta() for weight in self._weights}
 
+    def positions(self) -> dict[str, torch.Tensor]:
+        """Positions of every tensor's trained weights by parameter name, int32, sorted; the living ones or copies."""
+        return {weight.name: weight.indices for weight in self._weights}
+
     def base_values(self) -> dict[str, torch.Tensor]:
         """Pretrained values at the positions of `deltas`, by parameter name; 4-bit weights are left out."""
         found = {weight.name: weight.base_values() for weight in self._weights}
@@ -176,6 +190,8 @@ class SFT(torch.optim.Optimizer):
 
     def save_pretrained(self, folder: str | Path, *, base_model_name: str | None = None) -> None:
         """Write the deltas, the settings and a hash of each base tensor; weights are only read.
+
+        With several ranks all of them call it, with the same folder, and rank 0 writes.
 
         Args:
             folder: Where to write; `slivertune.sft.load` and `slivertune.sft.apply` read it.
@@ -187,14 +203,28 @@ class SFT(torch.optim.Optimizer):
         config = asdict(self._config)
         if self._config.targets is not None:
             config["targets"] = [each if isinstance(each, str) else each.__name__ for each in self._config.targets]
+        tensors, hashes = self._bases()
+        if not self._averaging.exchange.is_first:
+            return
         save_pretrained(
             folder,
             self.deltas(),
             config=config,
-            base=dict(self._model.named_parameters(remove_duplicate=False)),
+            base=tensors,
             base_values=self.base_values(),
+            base_hashes=hashes,
             base_model_name=base_model_name,
         )
+
+    def _bases(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """All tensors of the model by name; where they lie in shards, only what they are like, and their hashes."""
+        now = dict(self._model.named_parameters(remove_duplicate=False))
+        tensors: dict[str, torch.Tensor] = {name_before(name, self.num_elements): each for name, each in now.items()}
+        apart = [weight for weight in self._weights if not weight.access.is_whole]
+        for weight in apart:
+            like = torch.empty(weight.target.shape, dtype=weight.target.parameter.dtype, device="meta")
+            tensors |= {name: like for name, each in tensors.items() if each is weight.target.parameter}
+        return tensors, {weight.name: hash_tensor(weight.access.whole()) for weight in apart}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: the targets of a run are fixed.
@@ -209,6 +239,7 @@ class SFT(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step; `set_to_none=False` drops them as well."""
         super().zero_grad(set_to_none=True)
+        self._averaging.forget()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -221,24 +252,44 @@ class SFT(torch.optim.Optimizer):
 
         Returns:
             What the closure returned, or None.
+
+        Raises:
+            RuntimeError: If other ranks train too, and the gradients were not averaged over them; or if only the card
+                of a state was loaded (see `show_card`).
         """
+        self._averaging.exchange.check()
+        self._card.check(self._updates)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if all(weight.phi.grad is None for weight in self._weights):
             return loss
-        self._clip()
-        self._end_estimates()
+        if self._averaging.has_own:
+            raise RuntimeError(
+                "the gradients are those of this rank alone, as no backward came to its end while the Accelerator was "
+                "to synchronise gradients; step when accelerator.sync_gradients is true, and drop the gradients of a "
+                "backward that raised with zero_grad()"
+            )
+        self._grad_norm = self.clip_(self._config.max_grad_norm or math.inf)
+        self._reselection.end_estimates(self._updates, self._holder)
         for weight in self._weights:
-            weight.follow(weight.target.parameter.device)
+            weight.follow(weight.access.device)
             weight.update(self.param_groups[0], self._updates)
         self._updates += 1
+        self._averaging.exchange.enter(self._updates)
         self.zero_grad()
         if self._updates == self._schedule.next_reselection(self._updates - 1):
             self._reselect()
         self._open_phases()
         return loss
+
+    def _open_phases(self) -> None:
+        self._reselection.open_phases(self._updates)
+
+    def _reselect(self) -> None:
+        self._reselection.reselect(self._updates, self.param_groups[0])
+        self._averaging.exchange.compare(self._updates, self.positions())
 
     def detach(self, *, merge: bool = True) -> None:
         """Take everything off the model that SFT put there, and let `requires_grad` be as before.
@@ -252,8 +303,7 @@ class SFT(torch.optim.Optimizer):
         Raises:
             ValueError: If 4-bit weights were to be merged.
         """
-        owner = self._weights[0].target.module
-        if not hasattr(owner, HOLDER_NAME):
+        if not self._attachment.is_on:
             return
         quantised = [weight.name for weight in self._weights if weight.target.is_4bit]
         if merge and quantised:
@@ -261,44 +311,96 @@ class SFT(torch.optim.Optimizer):
                 f"{quantised[0]} is a 4-bit weight: most deltas would vanish and inactive weights change if it were "
                 "quantised again; save deltas() and detach(merge=False), then merge them into the 16-bit model"
             )
-        for handle in self._handles:
-            handle.remove()
-        for layer in self._layers:
-            layer.remove()
-        self._handles, self._layers = [], []
+        self._attachment.take_off()
         for weight in self._weights:
             weight.merge() if merge else weight.write_base()
-        delattr(owner, HOLDER_NAME)
-        for name, parameter in self._model.named_parameters():
-            parameter.requires_grad_(self._was_trainable.get(name, parameter.requires_grad))
+        self._attachment.thaw()
+
+    @contextmanager
+    def moving(
+        self,
+        exchange: Exchange,
+        *,
+        in_layers: bool = False,
+        access: Callable[[Target], BaseAccess] = BaseAccess,
+        is_shown: bool = True,
+    ) -> Iterator[None]:
+        """Follow the model while a layout rearranges it: inside, it is a frozen model with its pretrained weights.
+
+        Args:
+            exchange: Reaches the other ranks from then on.
+            in_layers: Whether the weights can't be written from then on, so that the layers have to add the deltas.
+            access: Makes what reads and writes a tensor's pretrained values from then on.
+            is_shown: Whether the deltas are parameters of the model again afterwards; not where an engine that holds
+                the model would take them for its own.
+        """
+        self._attachment.take_off()
+        for weight in self._weights:
+            weight.write_base()
+        yield
+        self._averaging.exchange = exchange
+        for weight in self._weights:
+            weight.place(weight.merged and not in_layers, access(weight.target))
+        self._attachment.put_on(with_holder=is_shown)
+
+    def show_card(self) -> None:
+        """Let `state_dict` return a card from now on: options and the number of updates, in torch's own form.
+
+        For programs that save an optimizer of sharded parameters: they know states by parameter alone, and reshape
+        them. After a card was loaded, `step` raises until `load_state_dict` has brought the `whole_state`.
+        """
+        self._card.is_shown = True
+        self._lay_card()
+
+    def _lay_card(self) -> None:
+        # Programs that find `state` empty step with zero gradients to fill it, and want one for each parameter.
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = card_of(self._updates, parameter.device)
+
+    @property
+    def shows_card(self) -> bool:
+        """Whether `state_dict` is a card, so that the state has to be saved beside it."""
+        return self._card.is_shown
 
     def state_dict(self) -> dict[str, Any]:
+        """Everything that continues the run at this step (`whole_state`); a card where `show_card` was called."""
+        if not self._card.is_shown:
+            return self.whole_state()
+        self._lay_card()
+        return super().state_dict()
+
+    def whole_state(self) -> dict[str, Any]:
         """Everything that continues the run at this step: plain containers, and tensors by parameter name.
 
         An open estimation phase is part of it. Tensors are the living ones where that is possible, as in torch; save or
-        copy them before the next step.
+        copy them before the next step. The same on every rank.
         """
-        group = {key: value for key, value in self.param_groups[0].items() if key != "params"}
         return {
             "state": {weight.name: weight.state_dict() for weight in self._weights},
-            "param_groups": [{**group, "params": [weight.name for weight in self._weights]}],
+            "param_groups": [
+                {**_without_params(self.param_groups[0]), "params": [weight.name for weight in self._weights]}
+            ],
             "sft": {"version": VERSION, "selection": self._config.selection, "updates": self._updates},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, in either form; tensors are copied.
+        """Continue from what `state_dict` or `whole_state` returned, in either form; tensors are copied.
 
         The model may hold its pretrained weights or those of the checkpoint; it gets the checkpoint's bits.
 
         Raises:
             ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
         """
+        updates = updates_on(state_dict)
+        if updates is not None:
+            self.param_groups[0].update(_without_params(state_dict["param_groups"][0]))
+            self._card.awaits(updates)
+            return
         names = [weight.name for weight in self._weights]
         check_header(state_dict, self._config.selection, names, len(self.param_groups))
         for weight in self._weights:
             check_weight(weight, state_dict["state"][weight.name])
-        saved = state_dict["param_groups"][0]
-        self.param_groups[0].update({key: value for key, value in saved.items() if key != "params"})
+        self.param_groups[0].update(_without_params(state_dict["param_groups"][0]))
         self._updates = state_dict["sft"]["updates"]
         self.zero_grad()
         with torch.no_grad():
@@ -308,73 +410,22 @@ class SFT(torch.optim.Optimizer):
         for weight in self._weights:
             weight.load_estimates(state_dict["state"][weight.name])
 
-    def _clip(self) -> None:
-        gradients = [weight.phi.grad for weight in self._weights if weight.phi.grad is not None]
-        self._grad_norm = torch.nn.utils.get_total_norm(gradients)
-        if self._config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(
-                [*(weight.phi for weight in self._weights), self._holder.witness],
-                self._config.max_grad_norm,
-                self._grad_norm,
-            )
+    @torch.no_grad()
+    def clip_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down where their norm is larger, as `clip_grad_norm_(model.parameters())` would.
 
-    def _open_phases(self) -> None:
-        """Give estimators to the tensors that will grow at the end of a phase that the next update belongs to."""
-        upcoming = self._schedule.next_reselection(self._updates)
-        for end in self._schedule.open_phases(self._updates):
-            for weight in self._weights:
-                num_active, num_elements = weight.num_active, weight.target.num_elements
-                grows = num_active < num_elements and self._schedule.num_replaced(end, num_active) > 0
-                if not grows or end in weight.estimators:
-                    continue
-                num_spare = 0 if end == upcoming else self._schedule.most_replaced_later(num_active)
-                weight.estimators[end] = GrowthEstimator(
-                    num_elements, num_active, num_spare=num_spare, packed=self._config.packed
-                )
+        Args:
+            max_norm: The largest norm; infinity only measures.
 
-    def _end_estimates(self) -> None:
-        scale = self._holder.scale()
-        for end in self._schedule.open_phases(self._updates):
-            found = {each.name: each.estimators[end] for each in self._weights if end in each.estimators}
-            if self._config.redistribute:
-                self._share_candidates(found)
-            for estimator in found.values():
-                estimator.end_step(self._holder.serial, scale)
+        Returns:
+            The norm before, fp32, without dimensions.
+        """
+        norm = torch.nn.utils.get_total_norm([w.phi.grad for w in self._weights if w.phi.grad is not None])
+        if math.isfinite(max_norm):
+            parameters = [*(weight.phi for weight in self._weights), self._holder.witness]
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
-    def _share_candidates(self, estimators: Mapping[str, GrowthEstimator]) -> None:
-        """After a phase's first update: as many candidates as ever, but from the tensors with the largest gradients."""
-        pools = {name: each.pool_magnitudes() for name, each in estimators.items()}
-        filled = {name: pool for name, pool in pools.items() if pool is not None}
-        if not filled:
-            return
-        contenders = [Contender(scores=pool, num_kept=0, share=self._shares[name]) for name, pool in filled.items()]
-        total = sum(estimators[name].num_candidates for name in filled)
-        for name, count in zip(filled, share_out(contenders, total), strict=True):
-            estimators[name].num_candidates = count
 
-    def _reselect(self) -> None:
-        proposals: list[tuple[SparseWeight, Proposal]] = []
-        for weight in self._weights:
-            num_replaced = self._schedule.num_replaced(self._updates, weight.num_active)
-            breadth = POOL_FACTOR if self._config.redistribute else 1
-            proposal = weight.propose(self._updates, num_replaced, breadth) if num_replaced else None
-            weight.estimators.pop(self._updates, None)
-            if proposal is not None:
-                proposals.append((weight, proposal))
-        for (weight, proposal), count in zip(proposals, self._num_grown(proposals), strict=True):
-            grown = largest_of(proposal.scores, count)
-            weight.replace(proposal.dropped, grown, proposal, self.param_groups[0])
-
-    def _num_grown(self, proposals: list[tuple[SparseWeight, Proposal]]) -> list[int]:
-        dropped = [int(proposal.dropped.sum()) for _, proposal in proposals]
-        if not self._config.redistribute or not proposals:
-            return dropped
-        contenders = [
-            Contender(
-                scores=proposal.scores,
-                num_kept=weight.num_active - int(proposal.dropped.sum()),
-                share=self._shares[weight.name],
-            )
-            for weight, proposal in proposals
-        ]
-        return share_out(contenders, sum(dropped))
+def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}

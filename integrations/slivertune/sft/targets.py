@@ -28,10 +28,14 @@ class Target:
     """The module that owns it."""
     attribute: str
     """Its name there."""
-    parameter: nn.Parameter
-    """The tensor, or the codes of a 4-bit one."""
     shape: tuple[int, ...]
     """Extents of the dense tensor."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The tensor as the module has it now, or the codes of a 4-bit one; some layouts exchange it in every step."""
+        found: nn.Parameter = getattr(self.module, self.attribute)
+        return found
 
     @property
     def is_4bit(self) -> bool:
@@ -165,13 +169,14 @@ def _ends_with(path: str, end: str) -> bool:
 def _target(model: nn.Module, name: str) -> Target:
     path, _, attribute = name.rpartition(".")
     module, parameter = model.get_submodule(path), model.get_parameter(name)
-    shape = tuple(parameter.shape)
+    # ZeRO-3 leaves a parameter without elements where its part lies elsewhere.
+    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
     if is_4bit(parameter):
         state: Any = getattr(parameter, "quant_state", None)
         if state is None:
             raise ValueError(f"{name} is a 4-bit weight that is not quantised yet; move the model to its device first")
         shape = tuple(state.shape)
-    return Target(name=name, module=module, attribute=attribute, parameter=parameter, shape=shape)
+    return Target(name=name, module=module, attribute=attribute, shape=shape)
 
 
 def _check(target: Target) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from slivertune.ledger import claim
+from slivertune.sft.base_access import BaseAccess
 from slivertune.sft.config import SFTConfig
-from slivertune.sft.delta import SparseDelta, read_flat, write_flat
+from slivertune.sft.delta import SparseDelta
 from slivertune.sft.growth import Estimate, GrowthEstimator
 from slivertune.sft.moments import AdamMoments, Moments, PackedAdamMoments, SM3Accumulators, regrown
 from slivertune.sft.outer_product import largest_products
@@ -61,8 +62,9 @@ class SparseWeight:
         self.target = target
         self.merged = merged
         self.packed = packed
+        self.access = BaseAccess(target)
         self._seed = seed
-        device = target.parameter.device
+        device = self.access.device
         indices = indices.to(device)
         self._positions = PackedPositions(indices, target.num_elements) if packed else Positions(indices)
         dtype = torch.bfloat16 if packed else torch.float32
@@ -73,7 +75,7 @@ class SparseWeight:
         self.moments = moments
         self.estimators: dict[int, GrowthEstimator] = {}
         """Open estimation phases by the update count at which they end."""
-        self._base = read_flat(target.parameter, self.indices) if merged else None
+        self._base = self.access.read(self.indices) if merged else None
         self.claim()
 
     @property
@@ -100,7 +102,29 @@ class SparseWeight:
         """Pretrained values of the active weights, shape (n,), in the weight's dtype; None for a 4-bit weight."""
         if self._base is not None:
             return self._base
-        return None if self.target.is_4bit else read_flat(self.target.parameter, self.indices)
+        return None if self.target.is_4bit else self.access.read(self.indices)
+
+    @property
+    def kept_base(self) -> torch.Tensor | None:
+        """The same where a copy is kept: if the weight holds the sum, or lies in shards; else None."""
+        return self._base
+
+    def place(self, merged: bool, access: BaseAccess) -> None:
+        """Follow a model whose weights went elsewhere; they hold the pretrained values, and get the deltas if merged.
+
+        Args:
+            merged: Whether the weight itself is to hold the sum.
+            access: Reads and writes pretrained values.
+        """
+        self.merged, self.access = merged, access
+        self.follow(access.device)
+        self._keep_base()
+        self.write()
+        self.claim()
+
+    def _keep_base(self) -> None:
+        keeps = self.merged or not self.access.is_whole
+        self._base = self.access.read(self.indices) if keeps else None
 
     def delta(self) -> SparseDelta:
         """A copy of positions and deltas."""
@@ -116,21 +140,41 @@ class SparseWeight:
         for estimator in self.estimators.values():
             estimator.claim()
 
-    def take(self, gradient: torch.Tensor, serial: int) -> None:
-        """Add the active entries of a dense gradient to phi's, in fp32, and show it to the growth estimators."""
+    def take(self, gradient: torch.Tensor) -> None:
+        """Add the active entries of a dense gradient to phi's, in fp32."""
         self.follow(gradient.device)
-        flat = gradient.reshape(-1)
-        indices = self.indices
-        values = flat.index_select(0, indices).float()
+        values = gradient.reshape(-1).index_select(0, self.indices).float()
         if self.phi.grad is None:
             self.phi.grad = values
             claim(values, "gradients")
         else:
             self.phi.grad += values
+
+    def gathered_sizes(self) -> list[int]:
+        """Elements of each tensor of `gathered`."""
+        running = [estimator.num_candidates for estimator in self.estimators.values() if estimator.has_candidates]
+        return [self.num_active, *running]
+
+    def gathered(self, serial: int) -> list[torch.Tensor]:
+        """What the running update's gradients added up to: phi's, and those of each phase's candidates; fp32.
+
+        Zeros where nothing arrived. The tensors are the living ones where that is possible.
+
+        Args:
+            serial: The running update.
+        """
+        own = torch.zeros(self.num_active, device=self.device) if self.phi.grad is None else self.phi.grad
+        running = [estimator.running(serial) for estimator in self.estimators.values()]
+        return [own, *(each for each in running if each is not None)]
+
+    def accept(self, gathered: Sequence[torch.Tensor], serial: int) -> None:
+        """Put others in place of what `gathered` returned."""
+        self.phi.grad = gathered[0]
+        claim(gathered[0], "gradients")
+        following = iter(gathered[1:])
         for estimator in self.estimators.values():
-            estimator.begin(serial)
-            estimator.feed(flat, 0, indices)
-            estimator.end_backward()
+            if estimator.has_candidates:
+                estimator.set_running(next(following), serial)
 
     def follow(self, device: torch.device) -> None:
         """Move the state to where the weight is now; the model may be moved after the optimizer was built."""
@@ -164,9 +208,9 @@ class SparseWeight:
 
     def write(self) -> None:
         """Set the active entries of a merged weight to W0 + delta, added in fp32 and rounded once."""
-        if self._base is not None:
+        if self.merged and self._base is not None:
             sums = self._base.float() + self.phi.data
-            write_flat(self.target.parameter, self.indices, sums.to(self._base.dtype))
+            self.access.write(self.indices, sums.to(self._base.dtype))
 
     def merge(self) -> None:
         """Give a weight that stayed W0 its deltas for good."""
@@ -174,12 +218,12 @@ class SparseWeight:
         if self.merged or base is None:
             return
         sums = base.float() + self.phi.data
-        write_flat(self.target.parameter, self.indices, sums.to(base.dtype))
+        self.access.write(self.indices, sums.to(base.dtype))
 
     def write_base(self) -> None:
         """Set the active entries of a merged weight to their pretrained bits."""
-        if self._base is not None:
-            write_flat(self.target.parameter, self.indices, self._base)
+        if self.merged and self._base is not None:
+            self.access.write(self.indices, self._base)
 
     def propose(self, end: int, num_replaced: int, breadth: int = 1) -> Proposal | None:
         """Choose what to drop, and what may be grown in its place (SFT, section 3.2 and 3.3).
@@ -234,8 +278,7 @@ class SparseWeight:
         self._positions.set(indices)
         self.phi.grad = None
         self.phi.data = regrown(self.phi.data, stay, self.phi.data.new_zeros(new.numel()), order)
-        if self._base is not None:
-            self._base = read_flat(self.target.parameter, indices)
+        self._keep_base()
         seeds = None if proposal.estimate is None else _selected(proposal.estimate, grown)
         self.moments.replace(stay, new.numel(), seeds, order, options)
         self.write()
@@ -256,17 +299,18 @@ class SparseWeight:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checked state; tensors are copied, the weight gets its bits."""
-        device = self.target.parameter.device
+        device = self.access.device
         self.write_base()
         self._positions.set(state["indices"].to(device, copy=True))
         self.phi.grad = None
         self.phi.data = state["delta"].to(device, copy=True)
         self.moments.set_tensors({name: state[name].to(device, copy=True) for name in self.moments.tensors()})
-        if self.merged:
+        if self._base is not None:
             self._base = state["base"].to(device, copy=True)
+        if self.merged:
             self.write()
         elif "base" in state and not self.target.is_4bit:
-            write_flat(self.target.parameter, self.indices, state["base"].to(device))
+            self.access.write(self.indices, state["base"].to(device))
         self.estimators = {}
         self.claim()
 
@@ -274,7 +318,7 @@ class SparseWeight:
         """Continue the estimation phases that are open; tensors are copied."""
         for end, estimator in self.estimators.items():
             if end in state.get("estimates", {}):
-                estimator.load_state_dict(state["estimates"][end], self.target.parameter.device)
+                estimator.load_state_dict(state["estimates"][end], self.access.device)
 
 
 def new_moments(target: Target, num_active: int, config: SFTConfig, options: Mapping[str, Any]) -> Moments:

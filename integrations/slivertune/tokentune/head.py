@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -121,7 +122,7 @@ class ScaledLoss:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., torch.Tensor]:
         """The model's own loss function: a copy of the model is not hooked."""
-        return self.function
+        return copy.deepcopy(self.function, memo)
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss.

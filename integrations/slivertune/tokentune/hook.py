@@ -155,6 +155,8 @@ class TokenTuneHandle:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._enter_layer(module, layer_rows, args[0] if args else kwargs.get("hidden_states"))
 
+        # As SFT's layers under ZeRO-3, whose deltas the engine must not see.
+        layer_rows.has_other_forwards = any("forward" in vars(module) for module in layer.modules())
         self._undo.append(layer.register_forward_pre_hook(_Hook(enter), with_kwargs=True).remove)
         for parent, name, in_attention in token_wise_children(layer):
             child = getattr(parent, name)
@@ -244,7 +246,8 @@ class TokenTuneHandle:
         rows = selection.of_forward
         assert rows is not None
         rows.forget_parts()
-        if hidden.requires_grad or any(parameter.requires_grad for parameter in layer.parameters()):
+        may_train = layer_rows.has_other_forwards or any(each.requires_grad for each in layer.parameters())
+        if hidden.requires_grad or may_train:
             rows.live_layers.add(id(layer_rows))
 
     def _leave_layers(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -375,15 +378,16 @@ def _check_supported(model: Any) -> None:
 
 
 def _replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[[], None]:
-    had_own = "_loss_function" in vars(model)
-    function = model.loss_function
-    model.loss_function = ScaledLoss(function, targets)
+    scaled = ScaledLoss(model.loss_function, targets)
+    model.loss_function = scaled
 
     def undo() -> None:
-        if had_own:
-            model.loss_function = function
-        else:
-            del model._loss_function
+        if model.loss_function is not scaled:
+            return
+        # Without an attribute of its own, the model has the loss of its class.
+        del model._loss_function
+        if model.loss_function is not scaled.function:
+            model.loss_function = scaled.function
 
     return undo
 

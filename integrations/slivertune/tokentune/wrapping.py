@@ -52,6 +52,8 @@ class LayerRows:
     def __init__(self, selection: Selection, *, is_last: bool) -> None:
         self.selection = selection
         self.is_last = is_last
+        self.has_other_forwards = False
+        """Whether a module of the layer had another forward before: what that trains need not be a parameter here."""
 
     def live_rows(self) -> Rows | None:
         """The selection; None outside of training and where no gradient reaches the layer."""
@@ -114,13 +116,25 @@ class TokenWise:
             named = {key: parts[id(each)][which] if id(each) in parts else each for key, each in kwargs.items()}
             return forward(*chosen, **named)
 
-        skips = self._skips_others(rows)
-        # First, so that what autocast casts and keeps is cast under autograd.
-        selected = run(0, self._recomputed if self.checkpointed and torch.is_grad_enabled() else self.forward)
-        others = None
-        if not skips and not rows.is_all:
+        def run_selected() -> Any:
+            return run(0, self._recomputed if self.checkpointed and torch.is_grad_enabled() else self.forward)
+
+        def run_others() -> Any:
             with torch.no_grad():
-                others = run(1, self.forward)
+                return run(1, self.forward)
+
+        others = None
+        if self._skips_others(rows) or rows.is_all:
+            selected = run_selected()
+        elif any(torch.is_autocast_enabled(tensor.device.type) for tensor, _ in layouts.values()):
+            # What autocast casts and keeps has to be cast under autograd.
+            selected = run_selected()
+            others = run_others()
+        else:
+            # A module inside that runs without a graph last is never released in ZeRO-3's backward (DeepSpeed 0.19.8),
+            # which counts anew in each run what its backward has to wait for.
+            others = run_others()
+            selected = run_selected()
         given = next(layout for _, layout in layouts.values())
         return _merge_results(rows, selected, others, given)
 

@@ -12,7 +12,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from slivertune.training.checks import check_given, check_method, check_model, check_tokens, check_training
+from slivertune.training.checks import (
+    check_given,
+    check_method,
+    check_model,
+    check_step_in_backward,
+    check_tokens,
+    check_training,
+)
 from slivertune.training.data_arguments import DataArguments
 from slivertune.training.defaults import data_defaults, method_defaults, sft_defaults, training_defaults
 from slivertune.training.folders import RunFolder, choose_run_folder
@@ -20,7 +27,9 @@ from slivertune.training.hift_arguments import HiFTArguments
 from slivertune.training.lora_arguments import LoraArguments
 from slivertune.training.method_arguments import MethodArguments
 from slivertune.training.model_arguments import ModelArguments
+from slivertune.training.peers import Peers
 from slivertune.training.precision import Precision, choose_precision
+from slivertune.training.processes import asks_for_deepspeed, check_processes, device_values
 from slivertune.training.sft_arguments import SFTArguments, check_sft
 from slivertune.training.token_arguments import TokenArguments
 
@@ -78,11 +87,12 @@ class _Parser(HfArgumentParser):
         raise ValueError(f"{message}; see slivertune train --help")
 
 
-def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
+def parse_train_arguments(argv: Sequence[str], peers: Peers | None = None) -> TrainArguments:
     """Read and check the arguments of `slivertune train`; `--help` prints them all and exits.
 
     Args:
         argv: What follows `slivertune train`.
+        peers: The processes of this run, where there are several; the first chooses the folder.
 
     Returns:
         The settings, with the defaults of the method and of the embedded model filled in.
@@ -91,7 +101,9 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
         ValueError: If an argument is unknown, out of range, or contradicts another.
         FileExistsError: If `--output_dir` names a folder that holds something already.
         ImportError: If an argument needs a library that is not installed.
+        SilentError: If the first process found no folder.
     """
+    peers = peers or Peers()
     values = _given_values(argv)
     given = frozenset(values)
     embedded_data = "dataset" not in given
@@ -116,8 +128,10 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
         bf16=mixed == "bf16",
         fp16=mixed == "fp16",
         four_bit=model.load_in_4bit,
+        deepspeed=asks_for_deepspeed(values),
     )
-    folder = choose_run_folder(method.method, values.get("output_dir"), values.get("resume_from_checkpoint"))
+    asked = values.get("output_dir"), values.get("resume_from_checkpoint")
+    folder = peers.decide("the run's folder", lambda: choose_run_folder(method.method, *asked))
     training_values = {
         **training_defaults(
             method.method,
@@ -132,9 +146,11 @@ def parse_train_arguments(argv: Sequence[str]) -> TrainArguments:
         "output_dir": str(folder.path),
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
-    training = _build(TrainingArguments, training_values)
+    training = _build(TrainingArguments, training_values | device_values(values, peers.world_size))
+    check_processes(training, peers.world_size)
     training.mixed_precision = precision.autocast
     check_training(method.method, data, training)
+    check_step_in_backward(hift, training)
     check_tokens(tokens, data, training)
     return TrainArguments(
         method=method,

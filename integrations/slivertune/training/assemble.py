@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
+from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
 from slivertune.training.arguments import TrainArguments
-from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
+from slivertune.training.callbacks import CheckpointMarker, JudgeFirst, NonFiniteGuard
 from slivertune.training.checkpoints import read_facts
 from slivertune.training.data import load_from_arguments
 from slivertune.training.defaults import BASE_RECIPE
@@ -17,24 +17,30 @@ from slivertune.training.describe import describe
 from slivertune.training.display import Display
 from slivertune.training.embedded import prepare_base_model, reference_splits
 from slivertune.training.four_bit import num_weights
+from slivertune.training.layouts import settle_layout
 from slivertune.training.ledger_lines import LedgerLines
+from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod, choose_method
-from slivertune.training.models import load_model, open_model
+from slivertune.training.models import ModelSource, load_model, open_model
+from slivertune.training.peers import Peers
 from slivertune.training.prepare import prepare_task
 from slivertune.training.ready import Run
 from slivertune.training.samples import make_probe
+from slivertune.training.task import Task
 from slivertune.training.tokens import attach_tokens
 
 _COUNTED_CYCLES = 2
 """Cycles of `--memory_ledger first_cycles`: the first creates the state, the second is like all later ones."""
 
 
-def assemble(arguments: TrainArguments, console: Console) -> Run:
+def assemble(arguments: TrainArguments, console: Console, peers: Peers | None = None) -> Run:
     """Load and make everything that a run needs. Trains the embedded base model if it is asked for and not there.
 
     Args:
         arguments: The settings.
         console: Where to write.
+        peers: The processes of this run, where there are several; one of each machine makes the base model and the
+            data's files, while the others wait.
 
     Returns:
         The run.
@@ -43,21 +49,19 @@ def assemble(arguments: TrainArguments, console: Console) -> Run:
         ValueError: If model, data and settings don't fit each other.
         RuntimeError: If this Python lacks the texts of the embedded default.
         ConnectionError: If the hub is needed and can't be reached.
+        SilentError: If a process that this one waits for has failed.
     """
+    peers = peers or Peers()
     training = arguments.training
     method = choose_method(arguments)
     facts = _facts(arguments, method)
     set_seed(training.seed)
-    bar = not training.disable_tqdm
+    bar = not training.disable_tqdm and peers.is_first
     embedded = None
     if arguments.model.model_name_or_path is None:
-        embedded = prepare_base_model(BASE_RECIPE, console, bar=bar)
-    source = open_model(arguments.model, embedded)
-    if arguments.data.dataset is None:
-        splits = reference_splits()
-    else:
-        splits = load_from_arguments(arguments.data, seed=training.seed)
-    task = prepare_task(arguments.data, source.tokenizer, source.config, splits)
+        embedded = peers.first_here("base model", lambda: prepare_base_model(BASE_RECIPE, console, bar=bar))
+    source = peers.first_here("tokenizer", lambda: open_model(arguments.model, embedded))
+    task = peers.first_here("data", lambda: _prepare_data(arguments, source))
     loaded = load_model(
         source,
         task,
@@ -68,10 +72,12 @@ def assemble(arguments: TrainArguments, console: Console) -> Run:
     model = method.adapt(loaded.model, task, loaded.new_modules)
     num_parameters, num_trainable = _count_weights(model)
     display = Display(console, bar=bar)
-    _settle(training, display)
+    _settle(arguments, display)
     marker = CheckpointMarker(facts, training.save_total_limit)
     training.save_total_limit = None
-    guard = NonFiniteGuard(arguments.method.non_finite_limit, display.say)
+    steps_in_backward = method.name == "hift" and arguments.hift.step_in_backward
+    guard = NonFiniteGuard(arguments.method.non_finite_limit, display.say, stops=steps_in_backward)
+    judge_first = JudgeFirst()
     with method.admit(model):
         trainer = Trainer(
             model=model,
@@ -83,26 +89,35 @@ def assemble(arguments: TrainArguments, console: Console) -> Run:
             compute_metrics=task.compute_metrics,
             preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
             compute_loss_func=None if task.compute_loss_func is None else guard.watch_loss(task.compute_loss_func),
-            callbacks=[guard, marker, display],
+            callbacks=[guard, judge_first, display],
         )
+    layout = settle_layout(trainer)
+    guard.can_skip = not layout.startswith("zero")
     # The display takes the place of either.
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
     method.attach(trainer)
-    tokens = attach_tokens(trainer, arguments.tokens, marker=marker, checkpoint=arguments.folder.checkpoint)
+    tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
+    loss = attach_loss(trainer, task, display.say, wanted=arguments.method.chunked_cross_entropy)
+    # Last of all that write into checkpoints.
+    trainer.add_callback(marker)
     run = Run(
         arguments=arguments,
+        peers=peers,
+        layout=layout,
         source=source,
         task=task,
         trainer=trainer,
         method=method,
+        loss=loss,
         tokens=tokens,
         num_parameters=num_parameters,
         num_trained=method.num_trained(num_trainable),
         display=display,
         guard=guard,
-        ledger=_add_ledger(trainer, arguments, method, display),
+        judge_first=judge_first,
+        ledger=_add_ledger(trainer, arguments, method, display, peers),
         probe=make_probe(
             trainer,
             task,
@@ -145,7 +160,19 @@ def _facts(arguments: TrainArguments, method: TrainingMethod) -> dict[str, Any]:
     return saved
 
 
-def _settle(training: TrainingArguments, display: Display) -> None:
+def _prepare_data(arguments: TrainArguments, source: ModelSource) -> Task:
+    if arguments.data.dataset is None:
+        splits = reference_splits()
+    else:
+        splits = load_from_arguments(arguments.data, seed=arguments.training.seed)
+    return prepare_task(arguments.data, source.tokenizer, source.config, splits)
+
+
+def _settle(arguments: TrainArguments, display: Display) -> None:
+    training = arguments.training
+    if "log_level_replica" not in arguments.given:
+        # One process speaks.
+        training.log_level_replica = "error"
     if training.n_gpu > 1:
         # The Trainer would spread each batch over all of them by DataParallel, which HiFT can't rotate under.
         display.say(f"{training.n_gpu} GPUs are here; this run uses the first")
@@ -153,13 +180,15 @@ def _settle(training: TrainingArguments, display: Display) -> None:
 
 
 def _add_ledger(
-    trainer: Trainer, arguments: TrainArguments, method: TrainingMethod, display: Display
+    trainer: Trainer, arguments: TrainArguments, method: TrainingMethod, display: Display, peers: Peers
 ) -> LedgerLines | None:
     training = arguments.training
     if "logging_steps" not in arguments.given:
         training.logging_steps = method.logging_steps()
-    if arguments.method.memory_ledger == "off":
+    if arguments.method.memory_ledger == "off" or not peers.is_first:
         return None
+    if peers.world_size > 1:
+        display.say(f"the memory ledger is rank 0's, one of {peers.world_size}")
     if training.torch_compile:
         display.say("the memory ledger is off: it can't see into what torch.compile makes")
         return None

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from slivertune import aside
+from slivertune.parallel.agreement import world_size
 from slivertune.training.checkpoints import (
     MARKER_NAME,
     checkpoint_folders,
@@ -31,7 +31,8 @@ class CheckpointMarker(TrainerCallback):
     """Marks a Trainer checkpoint as whole, last of all, and only then deletes old ones.
 
     The Trainer itself deletes before it says that it has saved, so its own limit (`TrainingArguments.save_total_limit`)
-    must be off: between its deletion and our marker nothing whole would be left.
+    must be off: between its deletion and our marker nothing whole would be left. Add it after all callbacks that write
+    into checkpoints.
 
     Args:
         facts: What a resumed run should know; plain JSON.
@@ -41,16 +42,6 @@ class CheckpointMarker(TrainerCallback):
     def __init__(self, facts: dict[str, Any], save_total_limit: int | None = None) -> None:
         self._facts = facts
         self._save_total_limit = save_total_limit
-        self._parts: dict[str, Callable[[], dict[str, Any]]] = {}
-
-    def add_part(self, name: str, read: Callable[[], dict[str, Any]]) -> None:
-        """Write one more file into every checkpoint, before its marker.
-
-        Args:
-            name: The file's name.
-            read: Its content at that time; plain JSON.
-        """
-        self._parts[name] = read
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -68,35 +59,55 @@ class CheckpointMarker(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete and mark the checkpoint that was just saved, and delete those beyond the limit."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if world_size() > 1:
             # Other processes may still be writing their random states.
             torch.distributed.barrier()
         if not state.is_world_process_zero:
             return
         output_folder = Path(str(args.output_dir))
         checkpoint = output_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        for name, read in self._parts.items():
-            aside.write_json(checkpoint / name, read())
         write_marker(checkpoint, self._facts)
         if self._save_total_limit is not None:
             best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
             remove_old(output_folder, self._save_total_limit, best)
 
 
+class JudgeFirst(TrainerCallback):
+    """Does something before the first update, when the model is as its layout has it."""
+
+    def __init__(self) -> None:
+        self.judge: Callable[[], None] | None = None
+        """What to do; nothing where it was done before."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Do it."""
+        if self.judge is not None:
+            self.judge()
+
+
 class NonFiniteGuard(TrainerCallback):
     """Skips an update whose loss or gradient is not finite, says so, and gives up after too many in a row.
 
-    Costs one norm of the gradients that exist and one synchronisation with the device an update. A skipped update
-    still counts as a step of the Trainer and of its schedule; the optimizer keeps its state, and HiFT its group. Under
-    fp16 autocast gradients overflow by design and the scaler skips those updates itself: only the loss is judged there.
+    Costs one norm of the gradients that exist and one synchronisation with the device an update, and one number's
+    all-reduce where there are several ranks: all skip, or none. A skipped update still counts as a step of the Trainer
+    and of its schedule; the optimizer keeps its state, and HiFT its group. Under fp16 autocast gradients overflow by
+    design and the scaler skips those updates itself: only the loss is judged there. DeepSpeed has made the update by
+    the time that a Trainer asks its callbacks, so there the first one ends the run.
 
     Args:
         limit: Updates in a row after which training stops.
         say: Shows a line to the user.
+        stops: Whether an update can't be skipped, since it is made inside the backward: a loss that is not finite
+            stops the run before its backward. Gradients, and so their norm, are never seen then.
     """
 
-    def __init__(self, limit: int, say: Say) -> None:
+    def __init__(self, limit: int, say: Say, *, stops: bool = False) -> None:
+        self.can_skip = True
+        """Whether updates are made after the Trainer has asked."""
         self._limit = limit
+        self._stops = stops
         self._say = say
         self._num_in_a_row = 0
         self._losses: list[torch.Tensor] = []
@@ -134,14 +145,19 @@ class NonFiniteGuard(TrainerCallback):
         """Judge the update that is about to be made; called after clipping.
 
         Raises:
-            RuntimeError: If `limit` updates in a row were not finite.
+            RuntimeError: If `limit` updates in a row were not finite, or the first one was made already.
         """
         model: nn.Module = kwargs["model"]
-        found = self._find(model, judge_gradients=not args.fp16)
+        found = _on_any_rank(self._find(model, judge_gradients=not args.fp16), args.device)
         self._losses.clear()
         if found is None:
             self._num_in_a_row = 0
             return
+        if not self.can_skip:
+            raise RuntimeError(
+                f"step {state.global_step + 1}: {found}, and DeepSpeed has made that update already; resume from the "
+                "last checkpoint with a lower --learning_rate or --max_grad_norm, or look for broken rows"
+            )
         for parameter in model.parameters():
             parameter.grad = None
         self.num_skipped += 1
@@ -153,6 +169,11 @@ class NonFiniteGuard(TrainerCallback):
                 f"{self._num_in_a_row} updates in a row were not finite, the last at step {step} ({found}); lower "
                 "--learning_rate or --max_grad_norm, look for broken rows, or raise --non_finite_limit"
             )
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Leave out the norm of gradients that were gone when the Trainer took it."""
+        if self._stops:
+            kwargs["logs"].pop("grad_norm", None)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -173,8 +194,14 @@ class NonFiniteGuard(TrainerCallback):
             self._see(loss)
 
     def _see(self, loss: torch.Tensor) -> None:
-        if loss.requires_grad:
-            self._losses.append(loss.detach())
+        if not loss.requires_grad:
+            return
+        if self._stops and not bool(loss.detach().isfinite().all()):
+            raise RuntimeError(
+                f"the loss is {loss.detach().float().sum().item()}, and --step_in_backward can't skip an update; lower "
+                "--learning_rate, look for broken rows, or leave out --step_in_backward"
+            )
+        self._losses.append(loss.detach())
 
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
         """What is not finite, or None."""
@@ -182,7 +209,9 @@ class NonFiniteGuard(TrainerCallback):
         if judge_gradients:
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             if gradients:
-                signs.append(torch.nn.utils.get_total_norm(gradients).float())
+                norm: Any = torch.nn.utils.get_total_norm(gradients)
+                # Of sharded gradients it is sharded itself.
+                signs.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).float())
         if not signs:
             return None
         values = torch.stack([sign.to(signs[-1].device) for sign in signs]).tolist()
@@ -191,3 +220,12 @@ class NonFiniteGuard(TrainerCallback):
             if value != value or value in (float("inf"), float("-inf")):
                 return f"the {name} is {value}"
         return None
+
+
+def _on_any_rank(found: str | None, device: torch.device) -> str | None:
+    """What was found here; or else that another rank has found something."""
+    if world_size() == 1:
+        return found
+    is_found = torch.tensor(float(found is not None), device=device)
+    torch.distributed.all_reduce(is_found, torch.distributed.ReduceOp.MAX)
+    return found if found is not None or not is_found else "a loss or gradient of another rank is not finite"

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from slivertune.interop.refusals import check_base_optimizer, check_best_model
 from slivertune.training.data_arguments import DataArguments
 from slivertune.training.extras import require
 from slivertune.training.hift_arguments import HiFTArguments
@@ -21,15 +22,6 @@ _SETTINGS_OF_METHOD: dict[Method, Any] = {"hift": HiFTArguments, "sft": SFTArgum
 _FOUR_BIT_REASONS: dict[Method, str] = {
     "dense": "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps",
     "hift": "HiFT changes every weight in its turn, and 4-bit weights can't be changed by small steps",
-}
-# Optimizers that step inside backward, keep projections of whole gradients, or swap weights between training and
-# evaluation: none of these survives that a group's masters and state are elsewhere between its turns.
-_REFUSED_OPTIMIZERS = {
-    "lomo": "it updates weights inside backward and keeps no gradient to step with",
-    "adalomo": "it updates weights inside backward and keeps no gradient to step with",
-    "galore": "it trains low-rank projections through hooks of its own",
-    "apollo": "it trains low-rank projections through hooks of its own",
-    "schedule_free": "it swaps the weights between training and evaluation, also those of groups that wait",
 }
 
 
@@ -79,7 +71,7 @@ def check_model(method: Method, model: ModelArguments) -> None:
 
 
 def check_given(values: dict[str, Any]) -> None:
-    """Refuse what a run on one device does not do, before `TrainingArguments` acts on it.
+    """Refuse what a run does not do, before `TrainingArguments` acts on it.
 
     Args:
         values: What the user typed, by name.
@@ -87,9 +79,6 @@ def check_given(values: dict[str, Any]) -> None:
     Raises:
         ValueError: If there is such an argument.
     """
-    for name in ("deepspeed", "fsdp"):
-        if values.get(name):
-            raise ValueError(f"--{name} {values[name]}: slivertune train runs on one device; leave it out")
     limit = values.get("save_total_limit")
     if limit is not None and limit < 1:
         raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
@@ -106,23 +95,47 @@ def check_training(method: Method, data: DataArguments, training: TrainingArgume
     Raises:
         ValueError: If one does not fit.
     """
-    if training.world_size > 1:
-        raise ValueError(f"slivertune train runs on one device, and {training.world_size} processes run; start one")
-    optim = enum_value(training.optim)
-    for prefix, reason in _REFUSED_OPTIMIZERS.items():
-        if method == "hift" and optim.startswith(prefix):
-            raise ValueError(
-                f"--optim {optim} can't be HiFT's base optimizer: {reason}; take adamw_torch, or --method dense"
-            )
-    if method == "sft" and training.load_best_model_at_end:
-        raise ValueError(
-            "--load_best_model_at_end does not go with --method sft: the Trainer would bring back the best weights "
-            "without the deltas that belong to them; leave it out"
-        )
+    if method == "hift":
+        check_base_optimizer(training)
+    if method == "sft":
+        check_best_model(training)
     # These tasks bring a loss and a metric of their own, beside which the Trainer would ignore these in silence.
     for name in ("label_smoothing_factor", "batch_eval_metrics"):
         if data.task != "causal_lm" and getattr(training, name):
             raise ValueError(f"--{name} {getattr(training, name)} has no effect on --task {data.task}; leave it out")
+
+
+def check_step_in_backward(hift: HiFTArguments, training: TrainingArguments) -> None:
+    """Refuse what comes between the gradients and the step, where HiFT steps inside the backward.
+
+    Args:
+        hift: HiFT's settings.
+        training: The Trainer's arguments.
+
+    Raises:
+        ValueError: If the run has any of it.
+    """
+    if not hift.step_in_backward:
+        return
+    for is_asked, name, reason, way_out in (
+        (
+            training.max_grad_norm > 0,
+            f"--max_grad_norm {training.max_grad_norm:g}",
+            "the norm of all gradients is known only when they are gone",
+            "give --max_grad_norm 0",
+        ),
+        (
+            training.gradient_accumulation_steps > 1,
+            f"--gradient_accumulation_steps {training.gradient_accumulation_steps}",
+            "the first gradient of a tensor is stepped on",
+            "leave it out",
+        ),
+        (training.fp16, "--fp16", "gradients are unscaled after the backward", "take --bf16"),
+    ):
+        if is_asked:
+            raise ValueError(
+                f"--step_in_backward does not go with {name}: {reason}; {way_out}, or leave out the former"
+            )
 
 
 def check_tokens(tokens: TokenArguments, data: DataArguments, training: TrainingArguments) -> None:

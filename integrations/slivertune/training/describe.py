@@ -26,6 +26,7 @@ def describe(run: Run) -> None:
         f"  data    {run.dataset_name}: {len(run.task.train_dataset):,} rows to train on, "
         f"{len(run.task.eval_dataset):,} to evaluate on, up to {run.task.max_length} tokens each"
     )
+    say(_batch(run))
     for line in run.method.lines():
         say(line)
     if run.tokens is not None:
@@ -39,6 +40,20 @@ def describe(run: Run) -> None:
         say(f"note: {note}")
     if arguments.folder.checkpoint is not None:
         say(f"note: continuing from {arguments.folder.checkpoint}")
+
+
+def _batch(run: Run) -> str:
+    """How many rows an update sees, and what that is the product of."""
+    training = run.arguments.training
+    rows, accumulated, ranks = (
+        training.per_device_train_batch_size,
+        training.gradient_accumulation_steps,
+        training.world_size,
+    )
+    parts = [f"{rows} at a time"]
+    parts += [f"{accumulated} times"] if accumulated > 1 else []
+    parts += [f"on each of {ranks} ranks ({run.layout})"] if ranks > 1 else []
+    return f"  batch   {rows * accumulated * ranks} rows an update: {', '.join(parts)}"
 
 
 def _kinds_of_weights(model: torch.nn.Module) -> str:

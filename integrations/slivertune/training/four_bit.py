@@ -109,9 +109,11 @@ class SilenceAboutCodes(logging.Filter):
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """How many weights a parameter holds; a quantised one has several in an element."""
+    """How many weights a parameter has; a quantised one holds several in an element, a sharded one may hold none."""
     quantised = getattr(parameter, "quant_state", None)
-    return parameter.numel() if quantised is None else math.prod(quantised.shape)
+    if quantised is not None:
+        return math.prod(quantised.shape)
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _modules_outside_blocks(model_class: Any, config: PreTrainedConfig) -> list[str]:

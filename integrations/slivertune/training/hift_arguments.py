@@ -36,6 +36,14 @@ class HiFTArguments:
         metadata={"help": "hift: bytes of one piece of a group on the device while it is stepped; 0: the whole group."},
     )
 
+    step_in_backward: bool = field(
+        default=_DEFAULTS.step_in_backward,
+        metadata={
+            "help": "hift: step each tensor inside the backward, as soon as its gradient is there, so that about one "
+            "gradient is alive at a time; with --max_grad_norm 0, without --gradient_accumulation_steps and --fp16."
+        },
+    )
+
     def config(self, seed: int) -> HiFTConfig:
         """The same settings as HiFT takes them.
 

@@ -31,6 +31,14 @@ class MethodArguments:
             "help": "Count the bytes alive by kind and print a line per cycle: always, for the first two, never."
         },
     )
+    chunked_cross_entropy: bool = field(
+        default=True,
+        metadata={
+            "help": "Causal language models: compute the loss from hidden states, a chunk at a time, so that logits "
+            "and their gradient never exist whole; where a model's head does not allow it, a line says why. false: "
+            "from whole logits, as transformers do."
+        },
+    )
     non_finite_limit: int = field(
         default=10,
         metadata={"help": "Stop after this many updates in a row with a loss or gradient that is not finite."},

@@ -26,7 +26,13 @@ class Precision:
 
 
 def choose_precision(
-    method: Method, weights_dtype: WeightsDtype, *, bf16: bool, fp16: bool, four_bit: bool = False
+    method: Method,
+    weights_dtype: WeightsDtype,
+    *,
+    bf16: bool,
+    fp16: bool,
+    four_bit: bool = False,
+    deepspeed: bool = False,
 ) -> Precision:
     """Settle the precision of a run.
 
@@ -34,6 +40,9 @@ def choose_precision(
     then off: it would only cast what is bf16 already. Dense fine-tuning has no masters, so `--bf16` there keeps fp32
     weights under bf16 autocast, as in the Trainer. LoRA's frozen weights need no masters, and its adapters are held in
     fp32, so there `--bf16` is both: weights in bf16 (unless `--weights_dtype` says fp32), and bf16 autocast.
+
+    DeepSpeed itself turns the weights to bf16 or fp16 and keeps fp32 masters of what trains, so there the setting goes
+    to its config.
 
     SFT adds fp32 deltas to weights that may be bf16, so it holds them as HiFT does; beside 4-bit weights, where norms
     are fp32, as LoRA does.
@@ -44,6 +53,7 @@ def choose_precision(
         bf16: `--bf16`, or a launcher's mixed precision.
         fp16: `--fp16`, or a launcher's; not together with `bf16`.
         four_bit: Whether the blocks' linear layers are held in 4 bits.
+        deepspeed: Whether DeepSpeed trains.
 
     Returns:
         What to load and how to compute.
@@ -51,6 +61,8 @@ def choose_precision(
     Raises:
         ValueError: If fp16 autocast is asked for over bf16 weights.
     """
+    if deepspeed and (bf16 or weights_dtype == "bf16"):
+        return Precision(loading="bf16" if weights_dtype != "fp32" else "fp32", autocast="bf16")
     if fp16:
         if weights_dtype == "bf16":
             raise ValueError("--fp16 autocast needs fp32 weights; leave out --weights_dtype bf16, or take --bf16")

@@ -7,12 +7,14 @@ from typing import Any
 
 from transformers import Trainer
 
+from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.training.arguments import TrainArguments
-from slivertune.training.callbacks import NonFiniteGuard
+from slivertune.training.callbacks import JudgeFirst, NonFiniteGuard
 from slivertune.training.display import Display
 from slivertune.training.ledger_lines import LedgerLines
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.models import ModelSource
+from slivertune.training.peers import Peers
 from slivertune.training.samples import Probe
 from slivertune.training.task import Task
 from slivertune.training.tokens import TokenSelection
@@ -23,10 +25,16 @@ class Run:
     """A run that is ready to start."""
 
     arguments: TrainArguments
+    peers: Peers
+    """The processes of the run; one is alone."""
+    layout: str
+    """How they share the work."""
     source: ModelSource
     task: Task
     trainer: Trainer
     method: TrainingMethod
+    loss: ChunkedCrossEntropyHandle | None
+    """None where the loss is computed from whole logits, or by no causal language model."""
     tokens: TokenSelection | None
     """None where all tokens carry gradient."""
     num_parameters: int
@@ -35,6 +43,7 @@ class Run:
     """Those of them that the method trains."""
     display: Display
     guard: NonFiniteGuard
+    judge_first: JudgeFirst
     ledger: LedgerLines | None
     probe: Probe | None
     """Asked before and after."""
@@ -57,6 +66,8 @@ class Run:
         self.guard.close()
         if self.ledger is not None:
             self.ledger.close()
+        if self.loss is not None:
+            self.loss.remove()
         if self.tokens is not None:
             self.tokens.handle.remove()
         self.method.close()

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from slivertune import __version__, aside
 from slivertune.ledger import Census
+from slivertune.training.plan_line import Peaks
 
 RESULTS_NAME = "results.json"
 _PEAK_ROWS = {
@@ -60,6 +61,11 @@ class Results:
     num_trained: int
     """How many of them the method trains."""
     device: str
+    """The first process's."""
+    world_size: int
+    """Processes that trained together."""
+    layout: str
+    """How they shared the work: single, ddp, fsdp2, zero1, zero2 or zero3."""
     settings: dict[str, Any]
     before: dict[str, float]
     """`eval_loss`, and `eval_accuracy` where the task has one."""
@@ -73,6 +79,8 @@ class Results:
     """Bytes alive at the moment of the largest total on the device, during updates."""
     highest: Census | None
     """Each kind's own highest value during updates; the moments differ."""
+    peaks: Peaks
+    """The planned peak on the device, and the measured one to hold against it."""
     model_folder: Path | None
     """None where deltas are all that was saved."""
     checkpoint: Path | None
@@ -89,7 +97,8 @@ class Results:
         values = asdict(self)
         values["peak_bytes"] = None if self.peak is None else {**values["peak"], "device": self.peak.device}
         values["highest_bytes"] = values["highest"]
-        del values["peak"], values["highest"]
+        values["planned_peak_bytes"], values["measured_peak_bytes"] = self.peaks.planned, self.peaks.measured
+        del values["peak"], values["highest"], values["peaks"]
         for name in ("model_folder", "delta_folder", "checkpoint"):
             values[name] = None if values[name] is None else str(values[name])
         return values
@@ -142,8 +151,9 @@ def _figures(results: Results, results_path: Path) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(overflow="fold")
-    if results.peak is not None and results.highest is not None:
-        grid.add_row("peak on the device", _megabytes(results.peak.device))
+    if results.peaks.measured is not None:
+        grid.add_row("peak on the device", _measured_and_planned(results.peaks))
+    if results.highest is not None:
         for name, title in _PEAK_ROWS.items():
             num_bytes = getattr(results.highest, name)
             if num_bytes or name != "disk":
@@ -157,17 +167,21 @@ def _figures(results: Results, results_path: Path) -> Table:
     if results.delta_folder is not None:
         grid.add_row("deltas", Text(str(results.delta_folder)))
     if results.merge_command is not None:
-        grid.add_row(
-            "model",
-            Text(
-                "not saved, as 4-bit weights can't hold the deltas; nearly the same, on the base's weights, comes by: "
-                + shlex.join(results.merge_command)
-            ),
-        )
+        reason = "sharded weights don't hold the deltas; it comes by: "
+        if "--allow_quantized_base" in results.merge_command:
+            reason = "4-bit weights can't hold the deltas; nearly the same, on the base's weights, comes by: "
+        grid.add_row("model", Text(f"not saved, as {reason}{shlex.join(results.merge_command)}"))
     if results.checkpoint is not None:
         grid.add_row("last checkpoint", Text(str(results.checkpoint)))
     grid.add_row("figures", Text(str(results_path)))
     return grid
+
+
+def _measured_and_planned(peaks: Peaks) -> str:
+    measured = peaks.measured or 0
+    if peaks.planned is None:
+        return _megabytes(measured)
+    return f"{_megabytes(measured)}, planned {_megabytes(peaks.planned)} ({peaks.planned / measured - 1:+.1%})"
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -12,6 +12,7 @@ from slivertune.training.arguments import TrainArguments
 from slivertune.training.checkpoints import newest_whole
 from slivertune.training.checks import enum_value
 from slivertune.training.display import describe_metrics
+from slivertune.training.plan_line import PlanLine
 from slivertune.training.ready import Run
 from slivertune.training.report import Results, Sample, print_results, write_results
 from slivertune.training.samples import Probe
@@ -56,14 +57,16 @@ def describe_interruption(arguments: TrainArguments) -> str:
 def _execute(run: Run, console: Console) -> Results:
     training = run.arguments.training
     output_folder = Path(str(training.output_dir))
-    if "before" not in run.facts:
-        run.facts["before"] = _evaluate(run)
-        run.facts["sample_before"] = None if run.probe is None else run.probe.ask()
-    run.display.say(f"evaluation before: {describe_metrics(run.facts['before'])}")
+    plan_line = PlanLine(run)
+    if run.layout == "single":
+        _judge_before(run)
+    else:
+        # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
+        run.judge_first.judge = lambda: _judge_before(run)
     output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     after = _evaluate(run)
-    checkpoint, _ = newest_whole(output_folder, read_files=False)
-    saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path)
+    saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path, peers=run.peers)
+    sample = None if run.probe is None else _ask_again(run, run.probe)
     results = Results(
         method=run.method.name,
         model=run.model_name,
@@ -71,6 +74,8 @@ def _execute(run: Run, console: Console) -> Results:
         num_parameters=run.num_parameters,
         num_trained=run.num_trained,
         device=str(training.device),
+        world_size=training.world_size,
+        layout=run.layout,
         settings=_settings(run),
         before=run.facts["before"],
         after=after,
@@ -79,15 +84,24 @@ def _execute(run: Run, console: Console) -> Results:
         num_skipped=run.guard.num_skipped,
         peak=None if run.ledger is None else run.ledger.peak,
         highest=None if run.ledger is None else run.ledger.highest,
+        peaks=plan_line.peaks(),
         model_folder=saved.model,
         delta_folder=saved.deltas,
         merge_command=saved.merge_command,
-        checkpoint=checkpoint,
-        sample=None if run.probe is None else _ask_again(run, run.probe),
+        checkpoint=newest_whole(output_folder, read_files=False)[0] if run.peers.is_first else None,
+        sample=sample,
         command=run.arguments.command,
     )
-    print_results(results, console, write_results(results, output_folder))
+    if run.peers.is_first:
+        print_results(results, console, write_results(results, output_folder))
     return results
+
+
+def _judge_before(run: Run) -> None:
+    if "before" not in run.facts:
+        run.facts["before"] = _evaluate(run)
+        run.facts["sample_before"] = None if run.probe is None else run.probe.ask()
+    run.display.say(f"evaluation before: {describe_metrics(run.facts['before'])}")
 
 
 def _ask_again(run: Run, probe: Probe) -> Sample:
@@ -121,5 +135,6 @@ def _settings(run: Run) -> dict[str, Any]:
     }
     settings |= {"weights": run.arguments.precision.loading, "autocast": run.arguments.precision.autocast}
     settings |= {"max_length": run.task.max_length, "load_in_4bit": run.arguments.model.load_in_4bit}
+    settings |= {"chunked_cross_entropy": run.loss is not None}
     settings |= {"token_ratio": None, "token_pattern": None} if run.tokens is None else run.tokens.settings()
     return {**settings, **run.method.settings()}

@@ -16,10 +16,14 @@ from rich.console import Console
 _WIDTH_WITHOUT_TERMINAL = 120
 
 
-def make_console() -> Console:
-    """The console of a run, on standard output."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+def make_console(*, quiet: bool = False) -> Console:
+    """The console of a run, on standard output.
+
+    Args:
+        quiet: Whether another process of the run speaks.
+    """
+    console = Console(highlight=False, quiet=quiet)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL, quiet=quiet)
 
 
 @contextmanager
@@ -34,6 +38,10 @@ def one_voice(console: Console) -> Iterator[None]:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     had_bars = transformers.utils.logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    verbosity = transformers.utils.logging.get_verbosity(), datasets.logging.get_verbosity()
+    if console.quiet:
+        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        datasets.logging.set_verbosity_error()
     if not console.is_terminal:
         datasets.disable_progress_bars()
     log = logging.getLogger("slivertune")
@@ -42,11 +50,16 @@ def one_voice(console: Console) -> Iterator[None]:
     log.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings():
+            # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires, and nobody here can change that.
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated")
             warnings.showwarning = lambda message, *_, **__: _print(console, f"warning: {message}")
             yield
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
+        if console.quiet:
+            transformers.utils.logging.set_verbosity(verbosity[0])
+            datasets.logging.set_verbosity(verbosity[1])
         if had_bars[0]:
             transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
         if had_bars[1]:

@@ -9,13 +9,12 @@ from typing import Any
 
 from transformers import Trainer
 
+from slivertune.interop import attach
+from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.hook import TokenTuneHandle
-from slivertune.training.callbacks import CheckpointMarker
 from slivertune.training.token_arguments import TokenArguments
 
-STATE_NAME = "slivertune_tokens.json"
-"""The file of a checkpoint that says which selection comes next."""
 _NAMES: dict[Pattern, str] = {"random": "drawn one by one", "chunks": "chunks of {chunk_size}", "block": "one block"}
 
 
@@ -38,15 +37,12 @@ class TokenSelection:
         return {"token_ratio": self.ratio, "token_pattern": self.handle.pattern}
 
 
-def attach_tokens(
-    trainer: Trainer, arguments: TokenArguments, *, marker: CheckpointMarker, checkpoint: Path | None
-) -> TokenSelection | None:
+def attach_tokens(trainer: Trainer, arguments: TokenArguments, *, checkpoint: Path | None) -> TokenSelection | None:
     """Let only a share of each sequence carry gradient, from here on until the handle is removed.
 
     Args:
         trainer: Holds the model as it will be trained, adapters included.
         arguments: The share and its pattern.
-        marker: Writes the checkpoints' files; the selection's state becomes one of them.
         checkpoint: Where the run continues from.
 
     Returns:
@@ -58,13 +54,13 @@ def attach_tokens(
     if arguments.token_ratio is None:
         return None
     tune = TokenTune(ratio=arguments.token_ratio, pattern=arguments.token_pattern, seed=trainer.args.seed)
-    model: Any = trainer.model
-    handle = tune.attach(model)
+    attachment = attach(trainer, tune)
+    assert attachment.tokens is not None
     if checkpoint is not None:
+        # The Trainer's callback would do it too, but only after the first evaluation.
         try:
-            handle.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text(encoding="utf-8")))
+            attachment.tokens.load_state_dict(json.loads((checkpoint / TOKENS_NAME).read_text(encoding="utf-8")))
         except BaseException:
-            handle.remove()
+            attachment.detach()
             raise
-    marker.add_part(STATE_NAME, handle.state_dict)
-    return TokenSelection(ratio=arguments.token_ratio, handle=handle)
+    return TokenSelection(ratio=arguments.token_ratio, handle=attachment.tokens)

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer
 
 from slivertune.hift import HiFT
-from slivertune.training.attach import attach_hift
+from slivertune.interop import attach
 from slivertune.training.hift_arguments import HiFTArguments
 from slivertune.training.ledger_lines import Cycle, HiFTCycle
 from slivertune.training.method_arguments import Method
@@ -55,7 +55,9 @@ class HiFTMethod(TrainingMethod):
 
     def attach(self, trainer: Trainer) -> None:
         """Make HiFT the Trainer's optimizer."""
-        self._attached = attach_hift(trainer, self._arguments.config(self._seed))
+        optimizer = attach(trainer, self._arguments.config(self._seed)).optimizer
+        assert isinstance(optimizer, HiFT)
+        self._attached = optimizer
 
     def cycle(self) -> Cycle:
         """As many rounds of all groups as fill a line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from slivertune import aside
 from slivertune.training.checks import enum_value
+from slivertune.training.layouts import save_whole_model
 from slivertune.training.ledger_lines import Cycle, DenseCycle
 from slivertune.training.method_arguments import Method
+from slivertune.training.peers import Peers
 from slivertune.training.task import Task
 
 FEWEST_UPDATES_A_LINE = 8
@@ -128,17 +130,19 @@ class TrainingMethod:
         """What decides the figures; plain JSON."""
         return {}
 
-    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str) -> Saved:
-        """Write what was trained, when it is.
+    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, peers: Peers) -> Saved:
+        """Write what was trained, when it is. All processes call it, and the first writes.
 
         Args:
             trainer: Holds the trained model.
             output_folder: The run's folder.
             base_name: Folder or hub id of the model that was fine-tuned.
+            peers: The processes of the run.
         """
         folder = output_folder / MODEL_FOLDER
-        with aside.folder_aside(folder) as new:
-            trainer.save_model(str(new))
+        with ExitStack() as stack:
+            new = peers.decide("folder aside of the model", lambda: stack.enter_context(aside.folder_aside(folder)))
+            save_whole_model(trainer, new)
         return Saved(model=folder)
 
     def close(self) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from slivertune.interop import attach
+from slivertune.parallel.layout import layout_of
+from slivertune.parallel.sparse_beside import FOLDER as SFT_FOLDER
 from slivertune.sft import SFT
-from slivertune.sft.delta_file import save_pretrained
 from slivertune.sft.targets import is_4bit
-from slivertune.training.attach import attach_sft
 from slivertune.training.four_bit import SilenceAboutCodes, admitted_by_trainer
 from slivertune.training.method_arguments import Method
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, TrainingMethod
+from slivertune.training.peers import Peers
 from slivertune.training.sft_arguments import SFTArguments
 from slivertune.training.task import Task
 
@@ -32,10 +34,10 @@ _OPTIMIZER_FILE = "optimizer.pt"
 
 
 class SFTMethod(TrainingMethod):
-    """SFT as the Trainer's optimizer; dense weights hold the sums, 4-bit ones get the deltas beside them.
+    """SFT as the Trainer's optimizer; dense weights hold the sums, 4-bit and sharded ones get the deltas beside them.
 
-    A checkpoint's weights are the sums, or the codes; its optimizer state has the deltas, the pretrained values and an
-    open estimation phase.
+    A checkpoint's weights are the sums, or what they were; its optimizer state has the deltas, the pretrained values
+    and an open estimation phase.
 
     Args:
         arguments: SFT's settings.
@@ -49,7 +51,13 @@ class SFTMethod(TrainingMethod):
         self._seed = seed
         self._attached: SFT | None = None
         self._has_4bit = False
+        self._is_sharded = False
         self._silence = SilenceAboutCodes()
+
+    @property
+    def _is_merged(self) -> bool:
+        """Whether the weights hold the sums; codes don't, nor do weights of which a rank holds a share."""
+        return not self._has_4bit and not self._is_sharded
 
     @property
     def optimizer(self) -> SFT:
@@ -89,13 +97,16 @@ class SFTMethod(TrainingMethod):
         """
         _check_checkpoint(trainer.args.resume_from_checkpoint)
         config = self._arguments.config(self._seed)
+        self._is_sharded = layout_of(trainer.accelerator) in ("fsdp2", "zero3")
         try:
-            self._attached = attach_sft(trainer, config, momentum=self._arguments.sft_momentum)
+            optimizer = attach(trainer, config, momentum=self._arguments.sft_momentum).optimizer
         except ValueError as error:
             if config.targets is None or "targets has" not in str(error):
                 raise
             names = " ".join(self._arguments.sft_target_modules or ())
             raise ValueError(f"--sft_target_modules {names}: {error}") from error
+        assert isinstance(optimizer, SFT)
+        self._attached = optimizer
         if self._has_4bit:
             self._silence.begin()
 
@@ -120,7 +131,7 @@ class SFTMethod(TrainingMethod):
         """How many weights of how many tensors, and how they are chosen."""
         sizes = self.optimizer.num_elements.values()
         count = self.optimizer.num_weights
-        place = "beside 4-bit weights" if self._has_4bit else "in the weights"
+        place = "in the weights" if self._is_merged else f"beside {'4-bit' if self._has_4bit else 'sharded'} weights"
         return [
             f"  sft     {count:,} weights of {len(sizes)} tensors ({count / sum(sizes):.2%} of theirs), deltas {place}",
             f"  chosen  {self._schedule()}",
@@ -134,29 +145,22 @@ class SFTMethod(TrainingMethod):
         """All of SFT's settings, and the number of tensors with trained weights."""
         return {**asdict(self._arguments), "num_tensors": len(self.optimizer.num_elements)}
 
-    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str) -> Saved:
-        """Write the deltas, and beside them the model with the deltas merged, unless its weights are in 4 bits."""
+    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, peers: Peers) -> Saved:
+        """Write the deltas, and beside them the model with the deltas merged, if its weights hold them."""
         folder = output_folder / DELTA_FOLDER
-        model: Any = trainer.model
-        save_pretrained(
-            folder,
-            self.optimizer.deltas(),
-            config=asdict(self.optimizer.config),
-            base=dict(model.named_parameters(remove_duplicate=False)),
-            base_values=self.optimizer.base_values(),
-            base_model_name=base_name,
-        )
-        if not self._has_4bit:
-            saved = super().save(trainer, output_folder, base_name=base_name)
+        self.optimizer.save_pretrained(folder, base_model_name=base_name)
+        if self._is_merged:
+            saved = super().save(trainer, output_folder, base_name=base_name, peers=peers)
             return Saved(model=saved.model, deltas=folder)
-        command = ("slivertune", "merge", str(folder), "--model_name_or_path", base_name, "--allow_quantized_base")
+        command = ["slivertune", "merge", str(folder), "--model_name_or_path", base_name]
+        command += ["--allow_quantized_base"] if self._has_4bit else []
         return Saved(model=None, deltas=folder, merge_command=(*command, "--output_dir", str(output_folder / "merged")))
 
     def close(self) -> None:
         """Take SFT off the model; dense weights keep the deltas."""
         self._silence.end()
         if self._attached is not None:
-            self._attached.detach(merge=not self._has_4bit)
+            self._attached.detach(merge=self._is_merged)
 
     def _schedule(self) -> str:
         arguments = self._arguments
@@ -171,7 +175,7 @@ class SFTMethod(TrainingMethod):
 
 def _check_checkpoint(folder: str | None) -> None:
     """The weights of a checkpoint hold sums, whose pretrained part its optimizer state alone knows."""
-    if folder is not None and not (Path(folder) / _OPTIMIZER_FILE).is_file():
+    if folder is not None and not any((Path(folder) / name).exists() for name in (_OPTIMIZER_FILE, SFT_FOLDER)):
         raise ValueError(
             f"{folder} has no {_OPTIMIZER_FILE}, so its deltas can't be told from pretrained weights; resume from a "
             "checkpoint that was saved without --save_only_model, or start anew"

@@ -1,0 +1,237 @@
+"""What the methods send between ranks in a training step, and what HiFT's change of groups costs, on CPUs.
+
+Two processes train a random Llama (fp32, 4 blocks of width 256) under DDP, FSDP2 and DeepSpeed's ZeRO-1, 2 and 3, by
+each method in turn: dense AdamW under the layout's own wrapper, HiFT (one layer a group), SFT-AG and SFT-MA (density
+0.01), all through `slivertune.prepare`. Every collective of a step is counted where torch.distributed issues it
+(`traffic.py`), and turned into the bytes that a rank sends as a ring sends them. Bytes depend on the layout, the model
+and the number of ranks, not on the machine; a larger model changes the ratios only by its share of embeddings.
+
+    OMP_NUM_THREADS=1 python benchmarks/ranks.py                        # minutes, on two cores
+    OMP_NUM_THREADS=1 python benchmarks/ranks.py --quick --output trial.json
+
+`bytes_per_step` is the mean over whole cycles of HiFT and over intervals between reselections of SFT; `plain` steps of
+SFT are those without estimation or reselection. A switch is everything HiFT does when the turn passes to another group;
+`beyond_copies` is its time less the copies of masters and state, whose duration is the bus's affair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import record_environment
+from llama import LlamaSizes, build_llama, num_parameters, random_batch
+from result_files import RESULTS, read_json, write_json
+from traffic import Traffic
+
+import slivertune as st
+
+FULL = LlamaSizes(hidden=256, intermediate=688, blocks=4, heads=4, vocabulary=2048, batch_size=2, length=32)
+QUICK = LlamaSizes(hidden=32, intermediate=64, blocks=2, heads=2, vocabulary=97, batch_size=2, length=8)
+LAYOUTS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+METHODS = ("dense", "hift", "sft_ag", "sft_ma")
+NUM_RANKS = 2
+NUM_CYCLES = 3
+INTERVAL = 8
+ESTIMATION = 3
+SWITCH_LIMIT_SECONDS = 0.005
+CPU = torch.device("cpu")
+
+
+def make_accelerator(layout: str) -> Any:
+    """An Accelerator of a layout on CPUs; every process calls it after the last one's is gone."""
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType, InitProcessGroupKwargs
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if layout.startswith("zero"):
+        import deepspeed
+
+        # Its shared-memory collectives would be compiled first, and hide from the count.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": int(layout[-1]), "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+        }
+        backend = InitProcessGroupKwargs(backend="gloo")
+        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[backend])
+    accelerator = Accelerator(cpu=True)
+    if layout == "fsdp2":
+        # Accelerate chooses FSDP for accelerators alone.
+        state: Any = accelerator.state
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            reshard_after_forward=True,
+        )
+    return accelerator
+
+
+def make_optimizer(method: str, model: torch.nn.Module, num_steps: int) -> Any:
+    """The optimizer of a method over a model."""
+    if method == "dense":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if method == "hift":
+        return st.HiFT(model, torch.optim.AdamW, lr=1e-4)
+    config = st.SFTConfig(
+        density=0.01,
+        selection="momentum" if method == "sft_ma" else "accumulated_gradient",
+        reselection_interval=INTERVAL,
+        estimation_steps=ESTIMATION,
+    )
+    return st.SFT(model, config=config, lr=1e-4, total_steps=num_steps)
+
+
+def measure(layout: str, method: str, sizes: LlamaSizes) -> dict[str, Any]:
+    """Train by a method under a layout, and count.
+
+    Returns:
+        Bytes by collective and in all, a step; for HiFT the seconds of a switch; or the reason why the pair is refused.
+    """
+    accelerator = make_accelerator(layout)
+    model = build_llama(sizes, dtype=torch.float32, device=CPU, seed=0)
+    num_weights = num_parameters(model)
+    cycle = len(st.find_layers(model)) if method == "hift" else INTERVAL
+    num_steps = NUM_CYCLES * cycle
+    optimizer = make_optimizer(method, model, num_steps)
+    sliver = optimizer
+    try:
+        model, optimizer = st.prepare(accelerator, model, optimizer)
+    except ValueError as error:
+        return {"refused": str(error)}
+    steps = []
+    for index in range(num_steps):
+        batch = random_batch(sizes, device=CPU, seed=NUM_RANKS * index + accelerator.process_index)
+        with Traffic() as traffic:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        steps.append(dict(traffic.sent_bytes))
+    # The first cycle makes buffers and compares settings.
+    counted = steps[cycle:]
+    totals = [sum(step.values()) for step in counted]
+    result: dict[str, Any] = {
+        "num_parameters": num_weights,
+        "bytes_per_step": statistics.mean(totals),
+        "median_bytes_per_step": statistics.median(totals),
+        "bytes_by_collective": {
+            name: sum(step.get(name, 0) for step in counted) / len(counted)
+            for name in sorted({name for step in counted for name in step})
+        },
+    }
+    if method.startswith("sft"):
+        result["num_trained"] = sliver.num_weights
+    if method == "hift":
+        result["switch"] = switch_seconds(layout, model, sliver)
+    return result
+
+
+def switch_seconds(layout: str, model: Any, optimizer: Any) -> dict[str, float]:
+    """Median seconds of a change of groups, less the copies of state; nothing is trained in it."""
+    if layout.startswith("zero"):
+        turns = model.hift_turns
+        beyond = (turns.switch_seconds - turns.copy_seconds) / turns.num_switches
+        return {"beyond_copies": beyond, "num_switches": turns.num_switches}
+    series = []
+    for _ in range(optimizer.num_groups * NUM_CYCLES):
+        optimizer.rotation.updates += optimizer.rotation.steps_per_group
+        start = time.perf_counter()
+        optimizer._activate()
+        series.append(time.perf_counter() - start)
+    return {"beyond_copies": statistics.median(series), "num_switches": len(series)}
+
+
+def work(layout: str, sizes: LlamaSizes, methods: list[str], output: Path) -> None:
+    """What each process of a launch does; rank 0 writes."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    results = {}
+    for method in methods:
+        results[method] = measure(layout, method, sizes)
+        torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        output.write_text(json.dumps(results), encoding="utf-8")
+    torch.distributed.barrier()
+    # Engines leave threads behind whose teardown has aborted processes after their work was done.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def launch(layout: str, methods: list[str], *, quick: bool) -> dict[str, Any]:
+    """Run `work` in two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={NUM_RANKS}"]
+        command += [__file__, "--work", layout, "--methods", *methods, "--output", str(output)]
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        subprocess.run(command + ["--quick"] * quick, env=environment, check=True)
+        results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+        return results
+
+
+def summarise(results: dict[str, Any]) -> list[str]:
+    """Lines for people."""
+    lines = [f"{'layout':8}{'method':10}{'MB a step':>12}{'of dense':>10}{'switch, ms':>12}"]
+    for layout, methods in results.items():
+        dense = methods.get("dense", {}).get("bytes_per_step")
+        for method, figures in methods.items():
+            if "refused" in figures:
+                lines.append(f"{layout:8}{method:10}  refused: {figures['refused']}")
+                continue
+            sent = figures["bytes_per_step"]
+            ratio = f"{sent / dense:10.3f}" if dense else " " * 10
+            switch = f"{figures['switch']['beyond_copies'] * 1e3:12.2f}" if "switch" in figures else ""
+            lines.append(f"{layout:8}{method:10}{sent / 1e6:12.3f}{ratio}{switch}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="layouts to run")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods to run")
+    parser.add_argument("--quick", action="store_true", help="a tiny model")
+    parser.add_argument("--output", type=Path, default=RESULTS / "ranks.json", help="where to write")
+    parser.add_argument("--work", choices=LAYOUTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = QUICK if options.quick else FULL
+    if options.work is not None:
+        work(options.work, sizes, options.methods, options.output)
+        return
+    content = read_json(options.output)
+    content["num_ranks"] = NUM_RANKS
+    content["environment"] = record_environment()
+    content.setdefault("layouts", {})
+    for layout in options.layouts:
+        found = launch(layout, options.methods, quick=options.quick)
+        content["layouts"].setdefault(layout, {}).update(found)
+        write_json(options.output, content)
+    content["switch_limit_seconds"] = SWITCH_LIMIT_SECONDS
+    content["switches_within_limit"] = all(
+        methods["hift"]["switch"]["beyond_copies"] <= SWITCH_LIMIT_SECONDS
+        for methods in content["layouts"].values()
+        if "switch" in methods.get("hift", {})
+    )
+    write_json(options.output, content)
+    print("\n".join(summarise(content["layouts"])))
+
+
+if __name__ == "__main__":
+    main()

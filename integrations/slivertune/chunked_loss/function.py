@@ -1,0 +1,199 @@
+"""`chunked_cross_entropy`: a head's product and its loss in one function of autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slivertune.chunked_loss.products import score_rows, weight_gradients, wide_dtype
+
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of the fp32 scores that exist at a time: a chunk of 512 rows of 32,000 classes, or 128 of 128,000. That is
+enough for a GPU to multiply at nearly full speed (it wants 100 to 300 rows for each read of the weight), and less than
+what a block of a 7B model needs in its backward at long sequences, so that it does not set the peak."""
+
+IGNORED = -100
+"""The target of a row that is not scored, as in torch."""
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    ignore_index: int = IGNORED,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> torch.Tensor:
+    """The cross-entropy of `hidden @ weight.T + bias`, without ever holding these logits or their gradient whole.
+
+    What a causal LM's head and `torch.nn.functional.cross_entropy` of the logits in fp32 give together. The forward
+    goes through the rows, computes loss and the gradient of `hidden`; the backward goes through the classes and writes
+    the gradient of `weight` into the one tensor that becomes its `.grad`, each entry rounded once. What is frozen costs
+    nothing. Under autocast, products are computed in its dtype. Memory beside inputs and gradients: 1 to 1.5
+    `chunk_bytes`, one copy of the weight where it is cast, and an fp32 number or three for each row. A gradient of the
+    weight costs one more product than usual, since scores are computed twice.
+
+    Args:
+        hidden: Hidden states, shape (..., size).
+        weight: The head's weight, shape (classes, size).
+        targets: int64, shape (...): each row's class, already shifted for a causal model.
+        bias: The head's bias, shape (classes,).
+        num_items_in_batch: What the sum of losses is divided by; None for the number of scored rows.
+        ignore_index: Target of rows that are not scored.
+        chunk_bytes: Bytes of the fp32 scores that exist at a time; at least one row or class does.
+
+    Returns:
+        A scalar in fp32 (fp64 for fp64 inputs); not a number where nothing is scored and nothing is given to divide by.
+
+    Raises:
+        ValueError: If shapes or dtypes don't fit each other, or `chunk_bytes` is not positive.
+        RuntimeError: From a backward that is to be differentiated again.
+    """
+    dtype = _compute_dtype(hidden, weight)
+    _check(hidden, weight, bias, targets, chunk_bytes)
+    settings = _Settings(
+        dtype=dtype,
+        ignore_index=ignore_index,
+        chunk_bytes=chunk_bytes,
+        hidden_gradient_now=torch.is_grad_enabled() and hidden.requires_grad and dtype != torch.float16,
+    )
+    apply: Any = _ChunkedCrossEntropy.apply
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    loss: torch.Tensor = apply(flat, weight, bias, targets.reshape(-1).to(hidden.device), num_items_in_batch, settings)
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settings:
+    dtype: torch.dtype
+    ignore_index: int
+    chunk_bytes: int
+    hidden_gradient_now: bool
+    """Whether the forward computes it. Not in fp16: small gradients would vanish there before the loss scale of a
+    GradScaler, which is known in the backward alone, has lifted them."""
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        num_items: torch.Tensor | float | None,
+        settings: _Settings,
+    ) -> torch.Tensor:
+        wide = wide_dtype(settings.dtype)
+        is_scored = targets != settings.ignore_index
+        divisor = is_scored.sum() if num_items is None else num_items
+        divisor = torch.as_tensor(divisor, dtype=wide, device=hidden.device)
+        row_scales = torch.where(is_scored, 1 / divisor, 0)
+        targets = torch.where(is_scored, targets, 0)
+        with _without_autocast(hidden):
+            scored = score_rows(
+                hidden,
+                weight,
+                bias,
+                targets,
+                row_scales,
+                dtype=settings.dtype,
+                chunk_bytes=settings.chunk_bytes,
+                with_gradient=settings.hidden_gradient_now,
+            )
+        ctx.settings = settings
+        ctx.has_bias = bias is not None
+        needs_head = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+        again = needs_head or (ctx.needs_input_grad[0] and not settings.hidden_gradient_now)
+        ctx.save_for_backward(
+            scored.hidden_gradient,
+            *((hidden, weight, bias, targets, row_scales, scored.peaks, scored.totals) if again else ()),
+        )
+        return scored.losses.sum() / divisor
+
+    @staticmethod
+    def backward(ctx: Any, loss_gradient: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the gradient of chunked_cross_entropy can't be differentiated again (create_graph=True); compute the "
+                "loss from whole logits for that"
+            )
+        settings: _Settings = ctx.settings
+        hidden_gradient, *rest = ctx.saved_tensors
+        weight_gradient = bias_gradient = None
+        if hidden_gradient is not None:
+            hidden_gradient = hidden_gradient * loss_gradient
+        if rest:
+            hidden, weight, bias, targets, row_scales, peaks, totals = rest
+            row_scales = row_scales * loss_gradient
+            with _without_autocast(hidden):
+                if ctx.needs_input_grad[0] and not settings.hidden_gradient_now:
+                    hidden_gradient = score_rows(
+                        hidden,
+                        weight,
+                        bias,
+                        targets,
+                        row_scales,
+                        dtype=settings.dtype,
+                        chunk_bytes=settings.chunk_bytes,
+                        with_gradient=True,
+                    ).hidden_gradient
+                if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                    weight_gradient, bias_gradient = weight_gradients(
+                        hidden,
+                        weight,
+                        bias,
+                        targets,
+                        row_scales,
+                        (peaks, totals),
+                        dtype=settings.dtype,
+                        chunk_bytes=settings.chunk_bytes,
+                        of_weight=ctx.needs_input_grad[1],
+                        of_bias=ctx.needs_input_grad[2],
+                    )
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
+
+
+def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """What autocast would make of the head's product."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+def _without_autocast(hidden: torch.Tensor) -> torch.autocast:
+    return torch.autocast(hidden.device.type, enabled=False)
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    chunk_bytes: int,
+) -> None:
+    if chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes={chunk_bytes} must be positive; {CHUNK_BYTES} is the default")
+    if weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden states of shape {tuple(hidden.shape)} don't go with a weight of shape {tuple(weight.shape)}; "
+            "the weight must be (classes, size of the hidden states)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"a bias of shape {tuple(bias.shape)} must be one number for each of {weight.shape[0]} classes"
+        )
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"targets of shape {tuple(targets.shape)} don't match hidden states of shape {tuple(hidden.shape)}; "
+            "give one target for each"
+        )
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ValueError(
+            f"hidden states in {hidden.dtype} don't go with a weight in {weight.dtype}; use one dtype, or autocast"
+        )

@@ -1,0 +1,314 @@
+"""Chunked cross-entropy under an unmodified causal LM of transformers: attached, and as it was after `remove`."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, chunked_cross_entropy
+
+
+def attach_chunked_cross_entropy(
+    model: nn.Module, *, evaluation: bool = False, chunk_bytes: int = CHUNK_BYTES
+) -> ChunkedCrossEntropyHandle:
+    """Let a causal LM compute its loss by `chunked_cross_entropy` whenever it is given labels in training.
+
+    The output's `logits` have no classes then: shape (batch, length, 0). Without labels, in evaluation, and in
+    `generate`, the model runs as it is. `why_not_chunked` tells beforehand whether the model can be served.
+
+    Args:
+        model: A causal LM of transformers with a plain linear head, or a PEFT model around one.
+        evaluation: Whether the loss is chunked in evaluation, too, where logits are not needed either.
+        chunk_bytes: Bytes of the fp32 scores that exist at a time.
+
+    Returns:
+        Takes it off again; also a context manager.
+
+    Raises:
+        ValueError: If the model's head or loss is of another kind, with the reason.
+        RuntimeError: If the model has it already.
+    """
+    return ChunkedCrossEntropyHandle(model, evaluation=evaluation, chunk_bytes=chunk_bytes)
+
+
+def why_not_chunked(model: nn.Module) -> str | None:
+    """Find out whether a model can be served, by a forward of two tokens without gradients.
+
+    Args:
+        model: Any model; it is as it was afterwards.
+
+    Returns:
+        The reason why not, as a clause; None if `attach_chunked_cross_entropy` does serve it.
+    """
+    inner = _find_model(model)
+    if inner is None:
+        return f"{type(model).__name__} holds no transformers model"
+    reason = _structural_reason(inner)
+    if reason is not None:
+        return reason
+    tokens = torch.zeros((1, 2), dtype=torch.int64, device=inner.get_input_embeddings().weight.device)
+    with torch.no_grad(), torch.random.fork_rng(), ChunkedCrossEntropyHandle(inner, evaluation=True) as handle:
+        try:
+            inner(input_ids=tokens, labels=tokens)
+        except ChunkedLossError as error:
+            return error.reason
+        except ValueError as error:
+            # A loss that the model computes by itself finds no classes in the logits.
+            return f"{type(inner).__name__} does not compute its loss by model.loss_function ({error})"
+        finally:
+            handle.remove()
+    return None
+
+
+class ChunkedLossError(RuntimeError):
+    """The model does not hand its head's output to its loss function as it is.
+
+    Args:
+        reason: A clause.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the loss can't be chunked: {reason}; remove() the handle")
+        self.reason = reason
+
+
+class ChunkedCrossEntropyHandle:
+    """A causal LM whose loss is chunked; also a context manager, which takes it off at its end.
+
+    In a forward with labels, the head gives its hidden states a stand-in for their logits; the loss function gets that
+    stand-in, and calls the head again for the loss. So the product happens inside the head's own forward, around which
+    engines gather its weight, and whatever wraps the loss function (TokenTune) works on as before.
+    """
+
+    def __init__(self, model: nn.Module, *, evaluation: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Put it on; see `attach_chunked_cross_entropy`."""
+        inner = _find_model(model)
+        if inner is None:
+            raise ValueError(
+                f"{type(model).__name__} holds no transformers model (PreTrainedModel) to chunk the loss of"
+            )
+        if inner in _attached:
+            raise RuntimeError(
+                f"{type(inner).__name__} computes its loss in chunks already; remove() that handle first"
+            )
+        reason = _structural_reason(inner)
+        if reason is not None:
+            raise ValueError(f"the loss of {type(inner).__name__} can't be chunked: {reason}; leave it as it is")
+        self._model = inner
+        self._evaluation = evaluation
+        self._signature = inspect.signature(type(inner).forward)
+        self._head = _Head(inner.get_output_embeddings(), chunk_bytes)
+        self._loss = _Loss(self._head)
+        self._undo: list[Callable[[], None]] = []
+        self._attach()
+
+    def __enter__(self) -> Self:
+        """The handle itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take it off."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Take it off the model, which is then as it was; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _attach(self) -> None:
+        model = self._model
+        _attached[model] = None
+        self._undo.append(lambda: _attached.pop(model, None))
+        self._head.put()
+        self._undo.append(self._head.take_off)
+        _swap_loss(model, ForCausalLMLoss, self._loss)
+        self._undo.append(lambda: _swap_loss(model, self._loss, ForCausalLMLoss))
+        self._undo.append(model.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True).remove)
+        self._undo.append(model.register_forward_hook(_Hook(self._end), always_call=True).remove)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wanted = (model.training and torch.is_grad_enabled()) or (self._evaluation and not torch.is_grad_enabled())
+        self._head.stand_ins = [] if wanted and self._has_labels(model, args, kwargs) else None
+
+    def _has_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        try:
+            bound = self._signature.bind_partial(model, *args, **kwargs)
+        except TypeError:
+            return False  # the model's own error says what is wrong with the call
+        return bound.arguments.get("labels") is not None
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        stand_ins, self._head.stand_ins = self._head.stand_ins, None
+        if output is not None and stand_ins:
+            raise ChunkedLossError(f"{type(model).__name__} does not compute its loss by model.loss_function")
+
+
+class _Head:
+    """Stands in for the `forward` of a linear head.
+
+    Args:
+        module: The head.
+        chunk_bytes: Bytes of the fp32 scores that exist at a time.
+    """
+
+    def __init__(self, module: nn.Linear, chunk_bytes: int) -> None:
+        self.module = module
+        self._chunk_bytes = chunk_bytes
+        self.stand_ins: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        """In a forward that is chunked: what was given for logits and not scored yet, and its hidden states."""
+        self._request: dict[str, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The forward of a copied head, which has no handle."""
+        return types.MethodType(type(self.module).forward, memo[id(self.module)])
+
+    def put(self) -> None:
+        """Take the place of the head's forward."""
+        self.module.forward = self  # type: ignore[method-assign, assignment]
+
+    def take_off(self) -> None:
+        """Give the head its own forward back, unless something else has wrapped it since, which then passes through."""
+        self.stand_ins = None
+        if vars(self.module).get("forward") is self:
+            del self.module.forward
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The loss, if it was asked for; a stand-in for logits where a loss will be; else the logits."""
+        if self._request is not None:
+            module = self.module
+            return chunked_cross_entropy(
+                hidden, module.weight, bias=module.bias, chunk_bytes=self._chunk_bytes, **self._request
+            )
+        if self.stand_ins is None:
+            return nn.Linear.forward(self.module, hidden)
+        # Wide, so that a model that widens its logits hands on the same tensor.
+        stand_in = hidden.new_empty((*hidden.shape[:-1], 0), dtype=torch.float32, requires_grad=False)
+        self.stand_ins.append((stand_in, hidden))
+        return stand_in
+
+    def loss_of(self, stand_in: torch.Tensor, request: dict[str, Any]) -> torch.Tensor | None:
+        """The loss of what was given for logits, by a call of the module; None if that was not given by this head.
+
+        Args:
+            stand_in: What the loss function got.
+            request: Targets and divisor.
+        """
+        known = [hidden for given, hidden in self.stand_ins or () if given is stand_in]
+        if not known:
+            return None
+        self.stand_ins = [pair for pair in self.stand_ins or () if pair[0] is not stand_in]
+        self._request = request
+        try:
+            loss: torch.Tensor = self.module(known[0])
+        finally:
+            self._request = None
+        return loss
+
+
+class _Loss:
+    """Stands in for `ForCausalLMLoss`.
+
+    Args:
+        head: Computes the loss.
+    """
+
+    def __init__(self, head: _Head) -> None:
+        self._head = head
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The loss function of a copied model, which has no handle."""
+        return ForCausalLMLoss
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The loss; arguments as those of `ForCausalLMLoss`."""
+        if self._head.stand_ins is None:
+            loss: torch.Tensor = ForCausalLMLoss(
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+            )
+            return loss
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        request = {
+            "targets": shift_labels,
+            "num_items_in_batch": num_items_in_batch,
+            "ignore_index": ignore_index,
+        }
+        chunked = self._head.loss_of(logits, request)
+        if chunked is None:
+            raise ChunkedLossError(
+                "the model changes its head's output before the loss (as by soft-capping or scaling), or the head's "
+                "forward was replaced after the handle was attached"
+            )
+        return chunked
+
+
+class _Hook:
+    """A hook of a module; in a copy of the model it does nothing, since a copy has no handle."""
+
+    def __init__(self, function: Callable[..., Any] | None) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.function is None else self.function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+
+
+def _find_model(model: nn.Module) -> Any:
+    """The transformers model that a model is, or holds."""
+    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+
+
+def _structural_reason(model: Any) -> str | None:
+    """Why a model can't be served, as far as it shows without running it."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return f"its head is {'none' if head is None else type(head).__name__}, not a plain linear layer"
+    if "forward" in vars(head):
+        return f"the forward of its head was replaced by {vars(head)['forward']!r}"
+    function = model.loss_function
+    while hasattr(function, "function"):
+        function = function.function
+    if function is not ForCausalLMLoss:
+        return f"its loss function is {getattr(function, '__name__', function)!r}, not that of causal language models"
+    return None
+
+
+def _swap_loss(model: Any, old: Any, new: Any) -> None:
+    """Replace a loss function, also where another stands around it (in an attribute `function`)."""
+    outer = model.loss_function
+    if outer is old:
+        # Without an attribute of its own, the model has the loss of its class.
+        vars(model).pop("_loss_function", None)
+        if model.loss_function is not new:
+            model.loss_function = new
+        return
+    while getattr(outer, "function", None) is not old:
+        if not hasattr(outer, "function"):
+            return  # someone has put another loss there since, which stays
+        outer = outer.function
+    outer.function = new

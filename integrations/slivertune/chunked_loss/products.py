@@ -1,0 +1,190 @@
+"""The scores of some rows or of some classes at a time: what the loss and its gradients are summed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scored:
+    """What a pass over all rows leaves."""
+
+    losses: torch.Tensor
+    """-log p(target), shape (n,), wide; 0 where there is no target."""
+    peaks: torch.Tensor
+    """The largest score of each row, shape (n, 1), wide."""
+    totals: torch.Tensor
+    """The sum of exp(score - peak) of each row, shape (n, 1), wide."""
+    hidden_gradient: torch.Tensor | None
+    """Like the hidden states, if it was asked for."""
+
+
+def even_slices(count: int, bytes_of_one: int, chunk_bytes: int) -> Iterator[slice]:
+    """Cut [0, count) into slices of one size, of at most `chunk_bytes` or of one element.
+
+    Args:
+        count: Elements.
+        bytes_of_one: Bytes that each costs.
+        chunk_bytes: Most bytes of a slice.
+
+    Yields:
+        The slices, in order; the last may be shorter.
+    """
+    most = max(1, chunk_bytes // max(1, bytes_of_one))
+    # A short rest would be multiplied by another kernel, at a fraction of the speed.
+    size = math.ceil(count / max(1, math.ceil(count / most)))
+    for start in range(0, count, max(1, size)):
+        yield slice(start, min(start + size, count))
+
+
+class ScoreBuffers:
+    """The memory of one chunk of scores, used by chunk after chunk.
+
+    Args:
+        num_elements: Of the largest chunk.
+        dtype: In which scores are computed.
+        device: Where.
+    """
+
+    def __init__(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._narrow = torch.empty(num_elements, dtype=dtype, device=device)
+        wide = wide_dtype(dtype)
+        self._wide = self._narrow if wide == dtype else torch.empty(num_elements, dtype=wide, device=device)
+
+    def scores(self, hidden: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The product hidden @ matrix^T + bias, rounded to the computing dtype, then widened, as models do it.
+
+        Args:
+            hidden: Shape (rows, size), in the computing dtype.
+            matrix: Shape (classes, size), in the computing dtype.
+            bias: Shape (classes,), in the computing dtype.
+
+        Returns:
+            Shape (rows, classes), wide; overwritten by the next call.
+        """
+        shape = (hidden.shape[0], matrix.shape[0])
+        narrow = _front(self._narrow, shape)
+        if bias is None:
+            torch.mm(hidden, matrix.t(), out=narrow)
+        else:
+            torch.addmm(bias, hidden, matrix.t(), out=narrow)
+        return narrow if self._wide is self._narrow else _front(self._wide, shape).copy_(narrow)
+
+    def narrowed(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores, or their gradient, in the computing dtype again; in the same memory as before."""
+        return scores if self._wide is self._narrow else _front(self._narrow, tuple(scores.shape)).copy_(scores)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax and sums: fp32, or fp64 where the model computes in that."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def score_rows(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    row_scales: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    with_gradient: bool,
+) -> Scored:
+    """Go through the rows, all classes at once.
+
+    Args:
+        hidden: Shape (n, size).
+        weight: Shape (classes, size).
+        bias: Shape (classes,).
+        targets: int64, shape (n,), in [0, classes).
+        row_scales: Of each row's gradient, wide, shape (n,); 0 where there is no target.
+        dtype: In which products are computed.
+        chunk_bytes: Bytes of the wide scores that exist at a time.
+        with_gradient: Whether the gradient of `hidden` is wanted.
+    """
+    num_rows, num_classes = hidden.shape[0], weight.shape[0]
+    wide = wide_dtype(dtype)
+    losses, peaks, totals = (hidden.new_empty((num_rows, 1), dtype=wide) for _ in range(3))
+    hidden_gradient = torch.empty_like(hidden) if with_gradient else None
+    matrix = weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    parts = list(even_slices(num_rows, num_classes * wide.itemsize, chunk_bytes))
+    buffers = ScoreBuffers(
+        max((part.stop - part.start for part in parts), default=0) * num_classes, dtype, hidden.device
+    )
+    for part in parts:
+        scores = buffers.scores(hidden[part].to(dtype), matrix, bias)
+        classes, scales = targets[part, None], row_scales[part, None]
+        peak = torch.amax(scores, 1, keepdim=True)
+        below_peak = peak - scores.gather(1, classes)
+        total = scores.sub_(peak).exp_().sum(1, keepdim=True)
+        losses[part] = torch.where(scales != 0, below_peak + total.log(), 0)
+        peaks[part], totals[part] = peak, total
+        if hidden_gradient is not None:
+            scores.mul_(scales / total).scatter_add_(1, classes, -scales)
+            hidden_gradient[part] = torch.mm(buffers.narrowed(scores), matrix)
+    return Scored(losses=losses.view(-1), peaks=peaks, totals=totals, hidden_gradient=hidden_gradient)
+
+
+def weight_gradients(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    row_scales: torch.Tensor,
+    scored: tuple[torch.Tensor, torch.Tensor],
+    *,
+    dtype: torch.dtype,
+    chunk_bytes: int,
+    of_weight: bool,
+    of_bias: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Go through the classes, all rows at once, so that each entry is summed in one product and rounded once.
+
+    Args:
+        hidden: Shape (n, size).
+        weight: Shape (classes, size).
+        bias: Shape (classes,).
+        targets: int64, shape (n,), in [0, classes).
+        row_scales: Of each row's gradient, wide, shape (n,); 0 where there is no target.
+        scored: Peaks and totals of the rows.
+        dtype: In which products are computed.
+        chunk_bytes: Bytes of the wide scores that exist at a time.
+        of_weight: Whether the gradient of `weight` is wanted.
+        of_bias: Whether that of `bias` is.
+
+    Returns:
+        Both, in the dtypes of weight and bias.
+    """
+    num_rows, num_classes = hidden.shape[0], weight.shape[0]
+    hidden = hidden.to(dtype)
+    peaks, totals = scored
+    softmax_scales, targets = row_scales[:, None] / totals, targets[:, None]
+    weight_gradient = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else None
+    bias_gradient = torch.empty_like(bias) if of_bias and bias is not None else None
+    parts = list(even_slices(num_classes, num_rows * wide_dtype(dtype).itemsize, chunk_bytes))
+    buffers = ScoreBuffers(max((part.stop - part.start for part in parts), default=0) * num_rows, dtype, hidden.device)
+    for part in parts:
+        scores = buffers.scores(hidden, weight[part].to(dtype), None if bias is None else bias[part].to(dtype))
+        scores.sub_(peaks).exp_().mul_(softmax_scales)
+        is_here = (targets >= part.start) & (targets < part.stop)
+        places = (targets - part.start).clamp_(0, part.stop - part.start - 1)
+        scores.scatter_add_(1, places, torch.where(is_here, -row_scales[:, None], 0))
+        if bias_gradient is not None:
+            bias_gradient[part] = scores.sum(0)
+        if weight_gradient is not None:
+            narrow, rows = buffers.narrowed(scores).t(), weight_gradient[part]
+            if rows.dtype == dtype:
+                torch.mm(narrow, hidden, out=rows)  # with one part, a product of its own would be a second gradient
+            else:
+                rows.copy_(torch.mm(narrow, hidden))
+    return weight_gradient, bias_gradient
+
+
+def _front(buffer: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return buffer[: math.prod(shape)].view(shape)

@@ -1,0 +1,184 @@
+"""Steps inside the backward (`step_in_backward`): which weights were stepped, and whether their backward has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.hift.piece import Weight
+from slivertune.ledger import claim
+
+_WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start anew"
+
+
+class BackwardSteps:
+    """Steps each weight of the active group as soon as its gradient is complete, and drops the gradient.
+
+    An update is open from its first gradient to `close`. Whatever would leave it half done is an error, there or at the
+    next gradient.
+
+    Args:
+        model: Tells by its outputs when a backward begins.
+        weights: All that any group trains.
+        begin: Called before the first weight of an update; if it fails, nothing was updated.
+        step_weight: Steps one weight from its gradient, and drops the gradient.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Mapping[str, Weight],
+        begin: Callable[[], None],
+        step_weight: Callable[[Weight], None],
+    ) -> None:
+        self._weight_of = {id(weight.parameter): weight for weight in weights.values()}
+        self._begin = begin
+        self._step_weight = step_weight
+        self._stepped: set[str] = set()
+        self._running: set[int] = set()
+        self._broken: str | None = None
+        first = next(iter(weights.values())).parameter
+        holder = next(
+            module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))
+        )
+        self._hooks = [
+            model.register_forward_pre_hook(_Hook(self._before_forward)),
+            model.register_forward_hook(_Hook(self._after_forward)),
+            # Inside of the model's forward, where accelerate has switched autocast on.
+            holder.register_forward_pre_hook(_refuse_fp16_autocast),
+        ]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether weights were stepped, or may have been, in an update that is not closed."""
+        return bool(self._stepped) or self._broken is not None
+
+    def on_gradient(self, parameter: torch.Tensor) -> None:
+        """Step a weight whose gradient has just been accumulated.
+
+        Raises:
+            RuntimeError: If it was stepped already in this update, or an earlier error left the update half done.
+        """
+        weight = self._weight_of[id(parameter)]
+        if parameter.grad is None:
+            return
+        if self._broken is not None or weight.name in self._stepped:
+            # What follows in this backward must not be stepped either.
+            parameter.grad = None
+            self._broken = self._broken or (
+                f"{weight.name} got a second gradient before step(). step_in_backward=True steps on the first, so that "
+                "nothing can be accumulated: not over several backward passes, and not over several uses of a layer "
+                "under reentrant checkpointing; call step() after every backward, or leave step_in_backward off"
+            )
+            raise RuntimeError(self._broken)
+        claim(parameter.grad, "gradients")
+        self._watch_backward()
+        if not self._stepped:
+            try:
+                self._begin()
+            except BaseException:
+                parameter.grad = None
+                raise
+        self._stepped.add(weight.name)
+        try:
+            self._step_weight(weight)
+        except BaseException as error:
+            self._broken = (
+                f"the update failed at {weight.name} ({type(error).__name__}), after {len(self._stepped) - 1} other "
+                f"weights of its group were stepped; {_WAY_OUT}"
+            )
+            raise
+
+    def close(self) -> bool:
+        """End the update, after its backward.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RuntimeError: If it is half done, or a gradient came by another way than a backward.
+        """
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        if self._stepped and self._running:
+            self._broken = (
+                f"the backward of this update did not end (an error, or Ctrl-C), after {len(self._stepped)} weights of "
+                f"its group were stepped, {next(iter(self._stepped))} among them; {_WAY_OUT}"
+            )
+            raise RuntimeError(self._broken)
+        given = [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
+        if given:
+            raise RuntimeError(
+                f"{given[0]} has a gradient that no backward has brought; step_in_backward=True steps inside the "
+                "backward alone, so leave it off where gradients are set by hand"
+            )
+        had_one = bool(self._stepped)
+        self._stepped.clear()
+        return had_one
+
+    def forget(self) -> None:
+        """Forget an open update, since all weights and state are replaced."""
+        self._stepped.clear()
+        self._running.clear()
+        self._broken = None
+
+    def release(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        if not self._stepped and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            # Backward passes that failed before they stepped anything.
+            self._running.clear()
+
+    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        # Under reentrant checkpointing, gradients arrive in backward passes of their own inside of the one that counts.
+        for tensor in _tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._watch_backward())
+
+    def _watch_backward(self) -> None:
+        """Note that the running backward has begun, and let it tell when it ends without an error."""
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._running:
+            return
+        self._running.add(task)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._running.discard(task))
+
+
+class _Hook:
+    """A hook of a module; in a copy of the model, pickled or not, it does nothing: no optimizer steps that one."""
+
+    def __init__(self, function: Callable[..., None] | None) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        if self.function is not None:
+            self.function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Hook, (None,))
+
+
+def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:
+    device = next(module.parameters(recurse=False)).device.type
+    is_fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+    if is_fp16 and torch.is_grad_enabled():
+        raise RuntimeError(
+            "fp16 autocast needs a GradScaler, which unscales gradients after the backward, where "
+            "step_in_backward=True has stepped on them; take bf16, or leave step_in_backward off"
+        )
+
+
+def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    yield from (value for value in values if isinstance(value, torch.Tensor))

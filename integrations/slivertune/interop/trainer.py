@@ -1,0 +1,251 @@
+"""`slivertune.attach`: HiFT, SFT and TokenTune under a stock Trainer, which keeps its loop and its checkpoints."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+from torch import nn
+from transformers import Trainer
+
+from slivertune.hift import HiFT, HiFTConfig
+from slivertune.interop.checkpoints import KeepHiFT, KeepSFT, KeepTokens, ResumeListener
+from slivertune.interop.refusals import check_base_optimizer, check_best_model, check_step_in_backward, check_trainer
+from slivertune.parallel.prepare import prepare
+from slivertune.sft import SFT, SFTConfig
+from slivertune.tokentune import TokenTune, TokenTuneHandle
+
+Setting: TypeAlias = HiFTConfig | SFTConfig | TokenTune
+
+
+class Attachment:
+    """What `attach` has put on a Trainer.
+
+    Args:
+        trainer: Has not trained yet.
+        method: Settings of HiFT or SFT, if one of them trains.
+        tune: The token selection, if there is one.
+        momentum: SM3's.
+    """
+
+    def __init__(
+        self, trainer: Trainer, method: HiFTConfig | SFTConfig | None, tune: TokenTune | None, momentum: float
+    ) -> None:
+        self._trainer = trainer
+        self._method = method
+        self._tune = tune
+        self._momentum = momentum
+        self._listener = ResumeListener(trainer)
+        self._optimizer: HiFT | SFT | None = None
+        self._tokens: TokenTuneHandle | None = None
+        self._model: nn.Module | None = None
+        # What the user named for the base optimizer, if anything.
+        self._base_class_and_kwargs = trainer.optimizer_cls_and_kwargs
+
+    @property
+    def optimizer(self) -> HiFT | SFT | None:
+        """The optimizer that was built over the model; None where TokenTune alone was attached."""
+        return self._optimizer
+
+    @property
+    def tokens(self) -> TokenTuneHandle | None:
+        """The token selection; None where there is none."""
+        return self._tokens
+
+    def detach(self) -> None:
+        """Take everything off the model; weights keep what was trained."""
+        if self._tokens is not None:
+            self._tokens.remove()
+        if self._optimizer is not None:
+            self._optimizer.detach()
+
+    def build(self, model: nn.Module) -> None:
+        """Put the settings on a model, unless they are on it already.
+
+        Args:
+            model: The Trainer's; `model_init` makes a new one for every training.
+
+        Raises:
+            ValueError: If the settings don't fit the model.
+        """
+        if model is self._model:
+            return
+        self.detach()
+        self._model = None
+        if self._method is not None:
+            self._optimizer = self._make_optimizer(model, self._method)
+        # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
+        if self._tune is not None:
+            self._tokens = self._tune.attach(model)
+        self._model = model
+
+    def _make_optimizer(self, model: nn.Module, method: HiFTConfig | SFTConfig) -> HiFT | SFT:
+        trainer, arguments = self._trainer, self._trainer.args
+        if isinstance(method, HiFTConfig):
+            return HiFT.wrap(self._make_base(), model, config=method)
+        adam: dict[str, Any] = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+        return SFT(
+            model,
+            config=method,
+            lr=arguments.learning_rate,
+            total_steps=count_updates(trainer),
+            weight_decay=arguments.weight_decay,
+            momentum=self._momentum,
+            **(adam if method.selection == "accumulated_gradient" else {}),
+        )
+
+    def _make_base(self) -> Any:
+        """The optimizer that the Trainer would make by itself: its class, its rule of what decays, its exceptions."""
+        trainer = self._trainer
+        ours, trainer.optimizer_cls_and_kwargs = trainer.optimizer_cls_and_kwargs, self._base_class_and_kwargs
+        try:
+            return trainer.create_optimizer()
+        finally:
+            trainer.optimizer_cls_and_kwargs, trainer.optimizer = ours, None
+
+    def current_optimizer(self) -> Any:
+        """The optimizer of the model in use."""
+        return self._optimizer
+
+    def current_tokens(self) -> TokenTuneHandle:
+        """The selection on the model in use; `model_init` has no other moment to get it there."""
+        model: Any = self._trainer.model
+        if self._trainer.model_init is not None:
+            self.build(model)
+        assert self._tokens is not None
+        return self._tokens
+
+
+class SliverFactory:
+    """Makes the optimizer when the Trainer asks for it, as its `optimizer_cls_and_kwargs` provides for."""
+
+    def __call__(self, model: nn.Module, *, attachment: Attachment) -> Any:
+        """Build the settings on the model, and see that the Accelerator in use prepares them for its layout.
+
+        Args:
+            model: The Trainer's.
+            attachment: Holds the settings.
+
+        Returns:
+            The optimizer.
+        """
+        attachment.build(model)
+        return attachment.optimizer
+
+
+def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attachment:
+    """Train a sliver of the model under a stock Trainer, or a subclass of it.
+
+    Call it before `trainer.train()`, on every rank. The Trainer makes the base optimizer of HiFT from its own
+    arguments, with its own class, its own rule of what decays and its own exceptions; SFT takes learning rate, weight
+    decay and, where it trains by AdamW, betas and epsilon from them. Schedule, clipping, accumulation, evaluation,
+    checkpoints and resuming stay the Trainer's. Under DDP, FSDP2 and ZeRO the Trainer's Accelerator, this instance
+    alone, prepares model and optimizer by `slivertune.prepare`.
+
+    Args:
+        trainer: Without an optimizer, its model where the Trainer has put it.
+        *settings: A `HiFTConfig` or a `SFTConfig`, a `TokenTune`, or one of the former with the latter.
+        momentum: SM3's; with `SFTConfig(selection="momentum")` alone.
+
+    Returns:
+        What holds the optimizer and the token selection, and takes them off again.
+
+    Raises:
+        RuntimeError: If the Trainer has an optimizer already, or makes its optimizer in a way of its own.
+        ValueError: If the settings don't go together, or don't fit the model, the Trainer's arguments or the layout.
+        TypeError: If something is no setting.
+
+    Example:
+        >>> slivertune.attach(trainer, slivertune.HiFTConfig(), slivertune.TokenTune(ratio=0.3))
+        >>> trainer.train()
+    """
+    method, tune = _sort(settings)
+    attachment = Attachment(trainer, method, tune, momentum)
+    model: Any = trainer.model
+    if method is None:
+        attachment.build(model)
+    else:
+        name = "HiFT" if isinstance(method, HiFTConfig) else "SFT"
+        check_trainer(trainer, name)
+        if isinstance(method, HiFTConfig):
+            check_base_optimizer(trainer.args)
+            check_step_in_backward(method, trainer.args)
+            trainer.add_callback(KeepHiFT(attachment.current_optimizer, attachment._listener))
+        else:
+            check_best_model(trainer.args)
+            trainer.add_callback(KeepSFT(attachment.current_optimizer, attachment._listener))
+        _prepare_by_slivertune(trainer.accelerator)
+        _let_make(trainer, attachment)
+    if tune is not None:
+        trainer.add_callback(KeepTokens(attachment.current_tokens, attachment._listener))
+    return attachment
+
+
+def count_updates(trainer: Trainer) -> int:
+    """Updates of a run, as the Trainer itself counts them when it starts.
+
+    Args:
+        trainer: With a training set of known length, or with `max_steps`.
+
+    Returns:
+        `max_steps` if that is set, else epochs times updates per epoch; what is left of an epoch's batches when they
+        are grouped by `gradient_accumulation_steps` makes an update of its own.
+    """
+    arguments = trainer.args
+    if arguments.max_steps >= 0:
+        return arguments.max_steps
+    num_batches = len(trainer.get_train_dataloader())
+    updates_per_epoch = max(1, math.ceil(num_batches / arguments.gradient_accumulation_steps))
+    return math.ceil(arguments.num_train_epochs * updates_per_epoch)
+
+
+def _sort(settings: tuple[Setting, ...]) -> tuple[HiFTConfig | SFTConfig | None, TokenTune | None]:
+    methods = [each for each in settings if isinstance(each, (HiFTConfig, SFTConfig))]
+    tunes = [each for each in settings if isinstance(each, TokenTune)]
+    if len(methods) + len(tunes) != len(settings):
+        raise TypeError(f"{settings!r} are not all settings; pass a HiFTConfig, a SFTConfig or a TokenTune")
+    if not settings or len(methods) > 1 or len(tunes) > 1:
+        names = ", ".join(type(each).__name__ for each in settings) or "nothing"
+        raise ValueError(
+            f"{names} can't be attached; pass one HiFTConfig or one SFTConfig, one TokenTune, or one of the former "
+            "with the latter"
+        )
+    return methods[0] if methods else None, tunes[0] if tunes else None
+
+
+def _let_make(trainer: Trainer, attachment: Attachment) -> None:
+    """Have the Trainer make the optimizer now, so that what doesn't fit is said at once."""
+    theirs = trainer.optimizer_cls_and_kwargs
+    trainer.optimizer_cls_and_kwargs = (SliverFactory, {"attachment": attachment})  # type: ignore[assignment]
+    try:
+        made = trainer.create_optimizer()
+    except BaseException:
+        attachment.detach()
+        trainer.optimizer, trainer.optimizer_cls_and_kwargs = None, theirs
+        raise
+    if made is not attachment.optimizer or made is None:
+        raise RuntimeError(
+            f"{type(trainer).__name__} makes its optimizer in a way of its own, past optimizer_cls_and_kwargs; build "
+            "the optimizer yourself (HiFT.wrap(optimizer, model)), and give it to the Trainer as optimizers=(it, None)"
+        )
+
+
+def _prepare_by_slivertune(accelerator: Any) -> None:
+    """Let this Accelerator prepare what we attach by `slivertune.prepare`, which itself calls the Accelerator's own."""
+    own_prepare = accelerator.prepare
+    is_inside = False
+
+    def prepare_by_layout(*objects: Any, **options: Any) -> Any:
+        nonlocal is_inside
+        slivers = [each for each in objects if isinstance(each, (HiFT, SFT))]
+        if is_inside or not slivers:
+            return own_prepare(*objects, **options)
+        if options:
+            raise ValueError(f"{options} can't be followed where {type(slivers[0]).__name__} trains; leave it out")
+        is_inside = True
+        try:
+            return prepare(accelerator, *objects)
+        finally:
+            is_inside = False
+
+    accelerator.prepare = prepare_by_layout

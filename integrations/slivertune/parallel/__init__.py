@@ -1,0 +1,8 @@
+"""HiFT, SFT and TokenTune across ranks: DDP, FSDP2 and ZeRO-1, 2 and 3, one file a layout."""
+
+from __future__ import annotations
+
+from slivertune.parallel.initialize import initialize
+from slivertune.parallel.prepare import prepare
+
+__all__ = ["initialize", "prepare"]

@@ -1,0 +1,131 @@
+"""Keeps ranks that train with HiFT together: the same settings at first, the same weights and turns every cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from slivertune.hift import HiFT
+from slivertune.parallel.agreement import Whereabouts, check_agreement
+
+_MAY_DIFFER = frozenset({"state_dir"})
+
+
+def check_hift_agreement(hift: HiFT) -> None:
+    """Compare what HiFT was built with. A collective.
+
+    Args:
+        hift: Before its parameters are sharded.
+
+    Raises:
+        ValueError: On every rank, naming the first setting, group or weight that differs.
+    """
+    facts: dict[str, object] = {"updates": hift.updates, "base optimizer": hift.base.name}
+    for field in fields(hift.config):
+        if field.name not in _MAY_DIFFER:
+            facts[f"config.{field.name}"] = _plain(getattr(hift.config, field.name))
+    for index, param_group in enumerate(hift.param_groups):
+        for key, value in param_group.items():
+            if key != "params":
+                facts[f"{key} of param group {index}"] = _plain(value)
+    facts["order of the groups"] = hift.rotation.order
+    for group in hift.groups:
+        facts[f"group {group.index}"] = group.parameter_names
+        for weight in hift.weights_of(group.index):
+            facts[weight.name] = (tuple(weight.trained.shape), str(weight.trained.dtype), weight.param_group)
+    check_agreement(facts)
+
+
+class Concord:
+    """Notes where this rank is at every step, and compares the ranks at the end of every cycle; `remove` ends it.
+
+    Args:
+        hift: The optimizer that steps on every rank.
+        whereabouts: Where to note.
+        with_weights: Whether every rank holds the same whole weights, whose bits are compared too.
+        before_step: Called before each step that has no closure.
+        after_step: Called after each step.
+    """
+
+    def __init__(
+        self,
+        hift: HiFT,
+        whereabouts: Whereabouts,
+        *,
+        with_weights: bool,
+        before_step: Callable[[], None] = lambda: None,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._hift = hift
+        self._whereabouts = whereabouts
+        self._with_weights = with_weights
+        self._before_step = before_step
+        self._after_step = after_step
+        self._updates = hift.updates
+        self._group = hift.active_group
+        self._bits: torch.Tensor | None = None
+        self._handles: list[RemovableHandle] = [
+            hift.register_step_pre_hook(self._before),
+            hift.register_step_post_hook(self._after),
+        ]
+        self._note()
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._updates, self._group = self._hift.updates, self._hift.active_group
+        if all(closure is None for closure in (*args[1:], kwargs.get("closure"))):
+            self._before_step()
+
+    @torch.no_grad()
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._after_step()
+        if self._hift.updates == self._updates:
+            return
+        self._note()
+        if self._with_weights and self._hift.updates % self._hift.config.steps_per_group == 0:
+            for weight in self._hift.weights_of(self._group):
+                bits = sum_of_bits(weight.trained)
+                self._bits = bits if self._bits is None else self._bits.to(bits.device) * 31 + bits
+        if self._hift.rotation.starts_cycle:
+            fingerprint: dict[str, object] = {
+                "updates": self._hift.updates,
+                "the group whose turn it is": self._hift.active_group,
+                "held_lr": _plain(self._hift.held_lr),
+            }
+            if self._bits is not None:
+                fingerprint["the sum of the weights' bits"] = int(self._bits)
+            self._bits = None
+            self._whereabouts.compare(fingerprint)
+
+    def _note(self) -> None:
+        self._whereabouts.enter(self._hift.updates, f"group {self._hift.active_group}")
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's elements as integers, int64 on its device: cheap, and another if one bit is.
+
+    Args:
+        tensor: Any dtype of 1, 2, 4 or 8 bytes.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.detach().view(integers).sum(dtype=torch.int64)
+
+
+def _plain(value: Any) -> object:
+    """The value as the ranks can compare it: tensors by their content."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (type(None), bool, int, float, str)):
+        return value
+    return repr(value)

@@ -1,0 +1,190 @@
+"""HiFT on ranks that share the weights out (FSDP2, `fully_shard`).
+
+Accelerate shares the model out while everything trains; then the rotation freezes and thaws the sharded parameters, and
+each rank steps its own rows as plain local tensors, masters and state included. What FSDP2 fixes at the first forward
+pass (the dtypes of mixed precision) it fixes in a warm-up at `prepare`, while everything trains; and what it leaves
+gathered after a forward pass without a backward is put back after every step, because gathered weights would keep the
+values and the frozen state of the step before.
+
+A rank's memory: b P / N bytes of weights (b bytes a parameter, P parameters, N ranks), the active group's gradients
+over N, two pieces of state, and what FSDP2 gathers to compute: the layers at work.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from slivertune.hift import HiFT
+from slivertune.parallel.agreement import Whereabouts, check_agreement, world_size
+from slivertune.parallel.beside import keep_beside
+from slivertune.parallel.concord import Concord, check_hift_agreement, sum_of_bits
+from slivertune.parallel.fsdp2_weight import ShardedWeight, shard_of
+from slivertune.parallel.objects import refuse_step_in_backward, the_model_and_hift
+
+_WARM_UP = "_slivertune_warm_up"
+# Names that wrappers of checkpointing and of the compiler put into a parameter's own.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Prepare a model, the HiFT that was built over it, loaders and schedulers.
+
+    Args:
+        accelerator: `accelerate.Accelerator` under FSDP2.
+        objects: As for `accelerator.prepare`.
+
+    Returns:
+        The prepared objects in the same order; the optimizer is accelerate's wrapper of HiFT.
+
+    Raises:
+        ValueError: If the base optimizer looks beyond single elements, the ranks were given other settings or weights,
+            or a trained parameter is not cut by rows.
+    """
+    model, hift = the_model_and_hift(objects)
+    refuse_step_in_backward(hift, "FSDP2")
+    refuse_what_looks_beyond_a_shard(hift)
+    check_hift_agreement(hift)
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else rank 0 alone holds weights, and sends them
+        _check_same_weights(model)
+    hift.stand_beside("FSDP2")
+    # Accelerate shards what the optimizer's param groups hold and puts the shards in their place; nothing else may
+    # keep the whole weights alive.
+    hift.let_go()
+    prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
+    sharded = next(each for each in prepared if isinstance(each, nn.Module))
+    name_who_is_missing(accelerator, sharded, share_hift(sharded, hift))
+    keep_beside(accelerator, hift)
+    return prepared
+
+
+def share_hift(model: nn.Module, hift: HiFT) -> Whereabouts:
+    """Let HiFT step this rank's rows of a model that `fully_shard` was applied to while everything trained.
+
+    Args:
+        model: The sharded model; `hift.param_groups` hold its parameters.
+        hift: Has let go of the parameters that it was built over.
+
+    Returns:
+        Where this rank is, noted at every step.
+    """
+    warm_up(model)
+    hift.rebind(model, shards_of(model, hift))
+    whereabouts = Whereabouts("hift")
+    Concord(hift, whereabouts, with_weights=False, after_step=lambda: reshard(model))
+    return whereabouts
+
+
+def name_who_is_missing(accelerator: Any, model: nn.Module, whereabouts: Whereabouts) -> None:
+    """Let the error of a rank that has died or stays behind say which.
+
+    FSDP2's collectives are its own: the ranks meet before each training forward pass, for one number, and what fails in
+    a backward pass is explained. A rank that dies in the midst of the others' forward pass raises FSDP2's own error.
+
+    Args:
+        accelerator: Its `backward` is overridden, on this instance.
+        model: The sharded model.
+        whereabouts: Knows where each rank was last.
+    """
+    backward = accelerator.backward
+
+    def meet(module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled() and world_size() > 1:
+            with whereabouts.guard("beginning a forward pass"):
+                dist.all_reduce(torch.zeros(1, device=accelerator.device))
+
+    @wraps(backward)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        with whereabouts.guard("in a backward pass"):
+            return backward(*args, **kwargs)
+
+    model.register_forward_pre_hook(meet, prepend=True)
+    accelerator.backward = explained
+
+
+def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
+    """This rank's rows of everything that HiFT trains, by name.
+
+    Raises:
+        ValueError: If a parameter is gone, or not cut by rows.
+    """
+    param_group_of = {
+        id(parameter): index for index, group in enumerate(hift.param_groups) for parameter in group["params"]
+    }
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    shards = {}
+    for name in (name for group in hift.groups for name in group.parameter_names):
+        source = parameters.get(name)
+        if source is None or id(source) not in param_group_of:
+            raise ValueError(
+                f"{name} is not among the parameters that FSDP2 shared out; prepare the model that HiFT was built "
+                "over, and leave out what renames or replaces its parameters"
+            )
+        shards[name] = shard_of(name, source, param_group_of[id(source)])
+    return shards
+
+
+def refuse_what_looks_beyond_a_shard(hift: HiFT) -> None:
+    """Refuse base optimizers that would compute something else on a part of a weight than on the whole.
+
+    Raises:
+        ValueError: Naming what to use.
+    """
+    name = hift.base.optimizer_class.__name__
+    if hift.base.optimizer_class.__module__.startswith("bitsandbytes."):
+        raise ValueError(
+            f"{name} keeps its state by blocks of a whole weight, which the ranks' shards would cut elsewhere; under "
+            "FSDP2 use torch.optim.AdamW: HiFT keeps its state off the device"
+        )
+    if hift.base.slicing.unit != "elements":
+        raise ValueError(
+            f"{name} looks at more than single elements, or is not known not to, and a rank holds only some rows; "
+            "under FSDP2 use torch.optim.AdamW or another element-wise optimizer, say elementwise=True of one that is, "
+            "or train under DDP"
+        )
+
+
+@torch.no_grad()
+def warm_up(model: nn.Module) -> None:
+    """Let FSDP2 make up its mind about dtypes while everything trains: what is frozen then could never train.
+
+    It does so in the first forward pass of the root; this is one without any computation.
+
+    Args:
+        model: The root that `fully_shard` was applied to.
+    """
+    setattr(model, _WARM_UP, _do_nothing)
+    register_fsdp_forward_method(model, _WARM_UP)
+    try:
+        getattr(model, _WARM_UP)()
+    finally:
+        delattr(model, _WARM_UP)
+    reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop every gathered weight, so that the next forward pass gathers what the shards hold now."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _check_same_weights(model: nn.Module) -> None:
+    bits = {f"the bits of {name}": int(sum_of_bits(parameter)) for name, parameter in model.named_parameters()}
+    check_agreement(bits)

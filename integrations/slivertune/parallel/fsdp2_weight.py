@@ -1,0 +1,71 @@
+"""A weight of which every rank holds some rows, as FSDP2 shares it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from slivertune.hift.piece import Weight
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedWeight(Weight):
+    """Rows of a weight: `parameter` is a plain tensor on this rank's memory of `source`, a DTensor cut by rows."""
+
+    source: nn.Parameter
+    first_row: int
+    """Of the whole weight, where this rank's rows begin; its number of rows if this rank has none."""
+
+    @property
+    @override
+    def trained(self) -> nn.Parameter:
+        return self.source
+
+    @override
+    def take_gradient(self) -> bool:
+        self.follow()
+        gradient: Any = self.source.grad
+        # Handed on, so that it is freed as soon as its last piece is stepped.
+        self.source.grad = None
+        self.parameter.grad = None if gradient is None else gradient.to_local()
+        return gradient is not None
+
+    def follow(self) -> None:
+        """Lie on the memory that `source` has now; FSDP2 and loaders may have replaced it."""
+        self.parameter.data = _local(self.source)
+
+
+def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight:
+    """The rows of a parameter that this rank holds.
+
+    Args:
+        name: The weight's name in the model before it was shared out.
+        source: The DTensor.
+        param_group: Index of the param group that holds its hyperparameters.
+
+    Raises:
+        ValueError: If it is cut any other way than by rows over one dimension of ranks.
+    """
+    placements: Any = getattr(source, "placements", None)
+    if placements is None:
+        raise ValueError(f"{name} was not shared out by FSDP2; leave it out of ignored_modules, or freeze it")
+    if len(placements) != 1 or not placements[0].is_shard(0):
+        raise ValueError(
+            f"{name} is placed as {placements}, but HiFT trains parameters that are cut by rows over one dimension of "
+            "ranks; leave replicas (HSDP) and other placements away"
+        )
+    mesh: Any = source.device_mesh  # type: ignore[attr-defined]
+    num_rows = source.shape[0]
+    rows_a_rank = -(-num_rows // mesh.size())
+    first_row = min(mesh.get_local_rank() * rows_a_rank, num_rows)
+    local = nn.Parameter(_local(source), requires_grad=False)
+    return ShardedWeight(name=name, parameter=local, param_group=param_group, source=source, first_row=first_row)
+
+
+def _local(source: nn.Parameter) -> torch.Tensor:
+    local: torch.Tensor = source.detach().to_local()  # type: ignore[attr-defined]
+    return local

@@ -1,0 +1,182 @@
+"""`slivertune.initialize`: in place of `deepspeed.initialize`, for scripts on bare DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.hift import HiFT
+from slivertune.sft import SFT
+
+_FILLED_ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_SIZES = {
+    "reduce_bucket_size": (1, 2),
+    "stage3_prefetch_bucket_size": (0.9, 2),
+    "stage3_param_persistence_threshold": (10, 1),
+}
+"""Elements, as a factor and a power of the model's width."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | dict[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Make a DeepSpeed engine that trains a sliver of the model in each step; arguments as `deepspeed.initialize`.
+
+    With HiFT, train as ever: `engine(**batch)`, `engine.backward(loss)`, `engine.step()`, `engine.save_checkpoint`.
+    Any schedule drives HiFT's param groups: one built over HiFT, a callable that takes it, or the config's own. With
+    neither HiFT nor SFT this is `deepspeed.initialize`.
+
+    Args:
+        args: As DeepSpeed's.
+        model: The model, on the CPU or the device.
+        optimizer: HiFT or SFT over the model's parameters, before its first step; or any other.
+        model_parameters: As DeepSpeed's; only for other optimizers.
+        training_data: As DeepSpeed's.
+        lr_scheduler: As DeepSpeed's; built over the optimizer, or a callable that takes it.
+        distributed_port: As DeepSpeed's.
+        mpu: As DeepSpeed's.
+        dist_init_required: As DeepSpeed's.
+        collate_fn: As DeepSpeed's.
+        config: As DeepSpeed's: a path or a dictionary. "auto" means: not accumulated, not clipped, the model's dtype;
+            the batch size has to be given.
+        mesh_param: As DeepSpeed's.
+        config_params: As `config`.
+
+    Returns:
+        The engine, the optimizer (HiFT itself: `param_groups`, `held_lr`, `active_group`), the loader of
+        `training_data`, and the schedule; None for what is not there.
+
+    Raises:
+        ImportError: If DeepSpeed is not installed.
+        ValueError: If there is no model or config, the ranks disagree, or the config and HiFT don't go together.
+        RuntimeError: If the optimizer has already stepped.
+
+    Example:
+        >>> engine, optimizer, loader, _ = slivertune.initialize(model=model, optimizer=optimizer, config=config)
+    """
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ImportError("slivertune.initialize needs DeepSpeed: pip install 'slivertune[deepspeed]'") from error
+    arguments: dict[str, Any] = {
+        "args": args,
+        "model": model,
+        "model_parameters": model_parameters,
+        "training_data": training_data,
+        "distributed_port": distributed_port,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "collate_fn": collate_fn,
+        "mesh_param": mesh_param,
+    }
+    chosen = config if config is not None else config_params
+    if not isinstance(optimizer, (HiFT, SFT)):
+        made: tuple[Any, Any, Any, Any] = deepspeed.initialize(
+            optimizer=optimizer, lr_scheduler=lr_scheduler, config=chosen, **arguments
+        )
+        return made
+    if model is None:
+        raise ValueError("initialize needs the model that the optimizer was built over")
+    if optimizer.updates:
+        raise RuntimeError(
+            f"the {type(optimizer).__name__} has already made {optimizer.updates} updates; initialize before its first "
+            "step, and load the engine's checkpoint afterwards"
+        )
+    if model_parameters is not None:
+        raise ValueError("model_parameters are the optimizer's own already; leave them away")
+    if chosen is None and args is not None:
+        chosen = getattr(args, "deepspeed_config", None)
+        arguments["args"] = None
+    if chosen is None:
+        raise ValueError("initialize needs DeepSpeed's config: a path or a dictionary")
+    settings = resolve_config(chosen, model)
+    if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
+        lr_scheduler = lr_scheduler(optimizer)
+    arguments["lr_scheduler"] = lr_scheduler
+    deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if isinstance(optimizer, SFT):
+        from slivertune.parallel.sparse import initialize_sft
+
+        result: tuple[Any, Any, Any, Any] = initialize_sft(optimizer=optimizer, config=settings, **arguments)
+        return result
+    return _initialize_hift(optimizer, settings, arguments)
+
+
+def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A DeepSpeed config without "auto" at its top, which otherwise accelerate and the Trainer fill in.
+
+    Args:
+        config: A path, or a dictionary, which is not changed.
+        model: Tells the precision.
+
+    Raises:
+        ValueError: If the batch size is "auto".
+    """
+    raw = config if isinstance(config, dict) else json.loads(Path(config).read_text(encoding="utf-8"))
+    settings: dict[str, Any] = json.loads(json.dumps(raw))
+    for key in _FILLED_ELSEWHERE:
+        if settings.get(key) == "auto":
+            del settings[key]
+    if not any(key in settings for key in _FILLED_ELSEWHERE):
+        raise ValueError(
+            'the DeepSpeed config leaves the batch size "auto", which only accelerate and the Trainer fill in; write '
+            "train_micro_batch_size_per_gpu"
+        )
+    for key, value in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
+        if settings.get(key) == "auto":
+            settings[key] = value
+    _fill_sizes(settings.get("zero_optimization", {}), model)
+    dtype = next(model.parameters()).dtype
+    for name, own in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        section = settings.get(name)
+        if isinstance(section, dict) and section.get("enabled") == "auto":
+            section["enabled"] = dtype == own
+    # DeepSpeed takes "auto" inside a section for its own default; at the top it fails.
+    return {key: value for key, value in settings.items() if value != "auto"}
+
+
+def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:
+    """Sizes by the model's width, the same as accelerate's; DeepSpeed's own default is a bucket of 500M elements."""
+    for key, (factor, power) in _SIZES.items():
+        if zero.get(key) == "auto":
+            width = getattr(getattr(model, "config", None), "hidden_size", None)
+            if width is None:
+                raise ValueError(
+                    f'zero_optimization.{key} is "auto", but the model has no config.hidden_size; write a number'
+                )
+            zero[key] = int(factor * width**power)
+
+
+def _initialize_hift(optimizer: HiFT, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, HiFT, Any, Any]:
+    import deepspeed
+
+    from slivertune.parallel.zero import check_before, rotate
+    from slivertune.parallel.zero_checks import fill_clipping
+    from slivertune.parallel.zero_turns import optimizer_of_group
+
+    check_before(optimizer, config)
+    fill_clipping(config)
+    # What the list of optimizers that DeepSpeed has tested guards against, `check_before` has looked at.
+    config.setdefault("zero_allow_untested_optimizer", True)
+    engine, _, loader, _ = deepspeed.initialize(
+        optimizer=optimizer_of_group(optimizer, optimizer.active_group), config=config, **arguments
+    )
+    rotate(engine, optimizer)
+    return engine, optimizer, loader, engine.lr_scheduler

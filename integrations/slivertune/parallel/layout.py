@@ -1,0 +1,54 @@
+"""Which way of sharing the work an Accelerator has chosen."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Layout = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+"""`single` is one process; `zero1` to `zero3` are DeepSpeed's stages."""
+
+_PLAIN = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
+
+
+def layout_of(accelerator: Any) -> Layout:
+    """Name the layout of an Accelerator.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: If the Accelerator works in a way that no sliver of a model can be trained under.
+    """
+    name = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).upper()
+    if name == "DEEPSPEED":
+        return _zero_layout(accelerator)
+    if name == "FSDP":
+        version = accelerator.state.fsdp_plugin.fsdp_version
+        if version != 2:
+            raise ValueError(
+                f"fsdp_version={version} flattens parameters into one, of which no group can be told apart; "
+                "set fsdp_version to 2"
+            )
+        return "fsdp2"
+    if name in _PLAIN:
+        return "ddp"
+    if name == "NO":
+        return "single"
+    raise ValueError(f"slivertune does not run under {name}; use DDP, FSDP2 or DeepSpeed's ZeRO-1, 2 or 3")
+
+
+def _zero_layout(accelerator: Any) -> Layout:
+    stage = accelerator.state.deepspeed_plugin.zero_stage
+    layouts: dict[int, Layout] = {1: "zero1", 2: "zero2", 3: "zero3"}
+    if stage in layouts:
+        return layouts[stage]
+    if accelerator.num_processes == 1:
+        raise ValueError(
+            f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed away on one device, or use stage 1, 2 or 3"
+        )
+    raise ValueError(
+        f"DeepSpeed's stage {stage} keeps a gradient bucket as large as the whole model; use stage 1, 2 or 3, or DDP"
+    )

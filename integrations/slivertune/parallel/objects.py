@@ -1,0 +1,52 @@
+"""What was passed to `slivertune.prepare`, taken apart and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from slivertune.hift import HiFT
+
+
+def the_model_and_hift(objects: Sequence[Any]) -> tuple[nn.Module, HiFT]:
+    """Find the one model and the one HiFT among the objects.
+
+    Raises:
+        ValueError: If there is not one of each.
+    """
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    optimizers = [each for each in objects if isinstance(each, HiFT)]
+    if len(models) != 1 or len(optimizers) != 1:
+        raise ValueError(
+            f"{len(models)} models and {len(optimizers)} HiFT optimizers were passed; pass one of each together"
+        )
+    return models[0], optimizers[0]
+
+
+def replace_each(accelerator: Any, objects: Sequence[Any], prepared: Mapping[int, Any]) -> tuple[Any, ...]:
+    """Put what was prepared in its place, and let the Accelerator prepare all else (loaders, schedulers).
+
+    Args:
+        accelerator: Holds the prepared optimizer already, so that schedulers find it.
+        objects: As they were passed.
+        prepared: What to put in an object's place, by the object's id.
+    """
+    rest = [each for each in objects if id(each) not in prepared]
+    others = accelerator.prepare(*rest) if rest else ()
+    following = iter(others if len(rest) > 1 else (others,))
+    return tuple(prepared[id(each)] if id(each) in prepared else next(following) for each in objects)
+
+
+def refuse_step_in_backward(hift: HiFT, layout: str) -> None:
+    """Refuse what would step before the gradients of the ranks have come together.
+
+    Raises:
+        ValueError: If the config says `step_in_backward`.
+    """
+    if hift.config.step_in_backward:
+        raise ValueError(
+            f"step_in_backward=True updates a tensor before the other ranks' gradients have come; under {layout}, "
+            "leave it False"
+        )

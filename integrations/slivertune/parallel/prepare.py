@@ -1,0 +1,66 @@
+"""`slivertune.prepare`: in place of `accelerator.prepare`, on one device or many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from slivertune.hift import HiFT
+from slivertune.parallel.beside import keep_beside
+from slivertune.parallel.layout import layout_of
+from slivertune.sft import SFT
+
+
+def prepare(accelerator: Any, *objects: Any) -> Any:
+    """Prepare a model, its optimizer, loaders and schedulers for the Accelerator's layout.
+
+    With HiFT or SFT among the objects, every layout (DDP, FSDP2, ZeRO-1, 2 and 3) makes the updates that one process
+    would make on the whole batch. On one device, and for any other optimizer, this is `accelerator.prepare`. Call it
+    once, with everything, before the first step and on every rank.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        *objects: As for `accelerator.prepare`: a model, the optimizer that was built over it, loaders, schedulers.
+
+    Returns:
+        The prepared objects in the same order; the one itself if there is one.
+
+    Raises:
+        ValueError: If there are several models, an optimizer without its model, the ranks were given other settings, or
+            the method and the layout don't go together; says what to use.
+        RuntimeError: If the optimizer has already stepped.
+
+    Example:
+        >>> model, optimizer, loader, scheduler = slivertune.prepare(accelerator, model, optimizer, loader, scheduler)
+    """
+    slivers = [each for each in objects if isinstance(each, (HiFT, SFT))]
+    layout = layout_of(accelerator) if slivers else "single"
+    if layout == "single":
+        for each in slivers:
+            if isinstance(each, HiFT):
+                keep_beside(accelerator, each)  # so that a checkpoint of several ranks can be read
+        return accelerator.prepare(*objects)
+    models = [each for each in objects if isinstance(each, nn.Module)]
+    if len(models) != 1 or len(slivers) != 1:
+        raise ValueError(
+            f"{len(models)} models and {len(slivers)} slivertune optimizers were passed; under {layout}, prepare one "
+            "model together with the one optimizer that was built over it"
+        )
+    optimizer = slivers[0]
+    if optimizer.updates:
+        raise RuntimeError(
+            f"the {type(optimizer).__name__} has already made {optimizer.updates} updates; prepare it before its first "
+            "step, and load its state afterwards"
+        )
+    if isinstance(optimizer, SFT):
+        from slivertune.parallel.sparse import prepare_sft
+
+        return prepare_sft(accelerator, layout, objects)
+    if layout == "ddp":
+        from slivertune.parallel.ddp import prepare_hift
+    elif layout == "fsdp2":
+        from slivertune.parallel.fsdp2 import prepare_hift
+    else:
+        from slivertune.parallel.zero import prepare_hift
+    return prepare_hift(accelerator, objects)

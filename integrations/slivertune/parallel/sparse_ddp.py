@@ -1,0 +1,32 @@
+"""SFT on ranks that each hold the whole model (DDP), without DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from slivertune.parallel.ddp import broadcast_from_first
+from slivertune.parallel.objects import replace_each
+from slivertune.parallel.sparse_exchange import RankExchange
+from slivertune.sft import SFT
+
+
+def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Prepare under plain DDP: the model is not wrapped, and its weights and buffers are made those of rank 0.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        model: The model.
+        sft: Built over it.
+        objects: All that is to be prepared, these two included.
+
+    Returns:
+        The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
+    """
+    with sft.moving(RankExchange(lambda: bool(accelerator.sync_gradients))):
+        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+        broadcast_from_first(model)
+    optimizer = accelerator.prepare_optimizer(sft)
+    optimizer._is_accelerate_prepared = prepared._is_accelerate_prepared = True
+    return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})

@@ -1,0 +1,90 @@
+"""SFT under FSDP2: the frozen weights are sharded, and the layers add the deltas to what is gathered for each use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from slivertune.parallel.objects import replace_each
+from slivertune.parallel.sparse_base import ShardedBase
+from slivertune.parallel.sparse_beside import keep_beside
+from slivertune.parallel.sparse_checks import check_layers
+from slivertune.parallel.sparse_exchange import RankExchange
+from slivertune.sft import SFT
+from slivertune.sft.targets import Target
+
+
+def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Prepare under FSDP2: accelerate shards the frozen model, the deltas stay out of that.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        model: The model.
+        sft: Built over it, in either form; it is in the layer form afterwards.
+        objects: All that is to be prepared, these two included.
+
+    Returns:
+        The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
+
+    Raises:
+        ValueError: If something is trained that is not the weight of a plain linear layer.
+    """
+    check_layers(sft, "FSDP2")
+    exchange = RankExchange(lambda: bool(accelerator.sync_gradients))
+
+    def access(target: Target) -> ShardedBase:
+        return _Rows(target, accelerator.device, prepared)
+
+    with sft.moving(exchange, in_layers=True, access=access):
+        prepared = _sharded(accelerator, model)
+    sft.show_card()
+    optimizer = accelerator.prepare_optimizer(sft)
+    optimizer._is_accelerate_prepared = True
+    keep_beside(accelerator, sft)
+    return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})
+
+
+def _sharded(accelerator: Any, model: nn.Module) -> Any:
+    """Let accelerate shard a model without an optimizer, which it refuses to; so it gets one that is thrown away."""
+    prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator._optimizers.remove(placeholder)
+    return prepared
+
+
+class _Rows(ShardedBase):
+    """A parameter of which FSDP2 gives some rows to each rank."""
+
+    def __init__(self, target: Target, device: torch.device, model: nn.Module) -> None:
+        super().__init__(target, device)
+        self._model = model
+
+    def own(self) -> tuple[torch.Tensor, int]:
+        """This rank's rows, flattened, and where they begin."""
+        parameter = self._sharded()
+        local = parameter.detach().to_local()
+        rows_a_rank = -(-parameter.shape[0] // parameter.device_mesh.size())
+        first_row = min(parameter.device_mesh.get_local_rank() * rows_a_rank, parameter.shape[0])
+        return local.view(-1), first_row * (parameter.numel() // parameter.shape[0])
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, on every rank. A collective."""
+        whole: torch.Tensor = self._sharded().detach().full_tensor()
+        return whole
+
+    def _sharded(self) -> Any:
+        if not isinstance(self._target.parameter, DTensor):
+            # After a forward without a backward some modules still have what was gathered.
+            for module in self._model.modules():
+                if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                    module.reshard()
+        parameter = self._target.parameter
+        placements: Any = getattr(parameter, "placements", ())
+        if len(placements) != 1 or not placements[0].is_shard(0):
+            raise ValueError(
+                f"{self._target.name} is placed as {placements or 'no DTensor'}; SFT reads weights that are cut by "
+                "rows over one dimension of ranks: leave replicas (HSDP), other placements and ignored_modules away"
+            )
+        return parameter

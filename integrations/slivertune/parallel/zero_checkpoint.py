@@ -1,0 +1,233 @@
+"""Checkpoints of a DeepSpeed engine that HiFT rotates: DeepSpeed's files, and beside them one a rank with the rest.
+
+DeepSpeed writes the model, its counters and schedule, and the optimizer of the active group. A file of ours for each
+rank holds the rotation, and its share of the masters and state of every other group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slivertune.aside import new_file
+from slivertune.hift.rotation import own_copy
+from slivertune.parallel.agreement import check_agreement
+from slivertune.parallel.zero_turns import Turns
+
+VERSION = 1
+"""Version of the saved form."""
+
+
+def file_name(rank: int, num_ranks: int) -> str:
+    """Name of a rank's file in the folder of a checkpoint."""
+    return f"slivertune_hift_rank_{rank}_of_{num_ranks}.pt"
+
+
+class Checkpoints:
+    """Saves and loads all groups through the engine's own methods, which it overrides on this engine alone.
+
+    Args:
+        turns: The rotation on the engine.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        engine = turns.engine
+        self._engine_save, self._engine_load = engine.save_checkpoint, engine.load_checkpoint
+        self._engine_destroy = engine.destroy
+        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
+
+    def _save(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """As DeepSpeed's; a collective."""
+        turns = self._turns
+        turns.follow_counters()
+        tag = f"global_step{turns.engine.global_steps}" if tag is None else str(tag)
+        folder = Path(save_dir) / tag
+        folder.mkdir(parents=True, exist_ok=True)
+        # Before DeepSpeed's, whose last act is to point "latest" at the folder.
+        with new_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as aside:
+            torch.save(self._export(), aside)
+        # Groups that wait are frozen, but must not be left out.
+        with turns.all_thawed(exclude_frozen_parameters):
+            return self._engine_save(
+                str(save_dir),
+                tag,
+                client_state=dict(client_state or {}),
+                save_latest=save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+
+    def _load(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """As DeepSpeed's; a collective.
+
+        Raises:
+            ValueError: If the checkpoint is not one of HiFT, of another number of ranks, or of other groups; on all
+                ranks, before anything is changed.
+        """
+        turns = self._turns
+        latest = Path(load_dir) / "latest"
+        if tag is None and latest.is_file():
+            tag = latest.read_text(encoding="utf-8").strip()
+        rest = {
+            "load_module_strict": load_module_strict,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "custom_load_fn": custom_load_fn,
+        }
+        if tag is None:
+            return self._engine_load(str(load_dir), tag, **rest)
+        saved = None if load_module_only else self._read(Path(load_dir) / str(tag))
+        if saved is not None:
+            turns.restore(saved["updates"], saved["held_lr"])
+            for outer, values in zip(turns.optimizer.param_groups, saved["param_groups"], strict=True):
+                outer.update({key: own_copy(value) for key, value in values.items()})
+        loaded = self._engine_load(
+            str(load_dir),
+            str(tag),
+            load_optimizer_states=load_optimizer_states,
+            load_module_only=load_module_only,
+            **rest,
+        )
+        if saved is None or not load_optimizer_states:
+            for child in turns.children.values():
+                child.refresh_fp32_params()
+            return loaded
+        for group in turns.children:
+            if str(group) in saved["groups"]:
+                self._import(group, saved["groups"][str(group)])
+            turns.adopt(group, saved["own"][str(group)])
+        return loaded
+
+    def _destroy(self) -> None:
+        """As DeepSpeed's."""
+        self._turns.destroy()
+        self._engine_destroy()
+
+    def _export(self) -> dict[str, Any]:
+        turns = self._turns
+        rotation = turns.optimizer.rotation
+        waiting = [group for group in turns.children if group != turns.active]
+        for group in waiting:
+            turns.mover(group).settle()
+        return {
+            "version": VERSION,
+            "identity": self._identity(),
+            "updates": rotation.updates,
+            "held_lr": [own_copy(value) for value in rotation.held_lr],
+            "param_groups": [
+                {key: own_copy(value) for key, value in group.items() if key != "params"}
+                for group in turns.optimizer.param_groups
+            ],
+            "groups": {str(group): self._export_group(group) for group in waiting},
+            "own": {str(group): turns.own_hyperparameters(group) for group in turns.children},
+        }
+
+    def _export_group(self, group: int) -> dict[str, Any]:
+        turns = self._turns
+        with turns.all_masters_listed(group) as optimizer:
+            return {
+                "optimizer": optimizer.state_dict(),
+                "masters": [master.detach() for master in turns.mover(group).masters],
+            }
+
+    def _import(self, group: int, saved: Mapping[str, Any]) -> None:
+        turns = self._turns
+        child = turns.children[group]
+        # Torch puts loaded state where the weights are, and some of it (a fused step count) has to be on the device.
+        turns.mover(group).to_device()
+        with turns.all_masters_listed(group) as optimizer:
+            optimizer.load_state_dict(saved["optimizer"])
+        for index, (master, value) in enumerate(zip(turns.mover(group).masters, saved["masters"], strict=True)):
+            master.data.copy_(value)
+            if turns.stage == 3:
+                # DeepSpeed restores these weights as frozen ones, unless those were left out of the checkpoint.
+                child._reassign_or_swap_out_partitioned_parameters(index)
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        """This rank's file; all ranks fail together if one can't read its own."""
+        problem, saved = "", {}
+        try:
+            saved = self._checked(folder)
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            own: ValueError | None = ValueError(problem)
+        else:
+            own = None
+        try:
+            check_agreement({"the checkpoint": problem or "readable"})
+        except ValueError:
+            if own is None:
+                raise
+        if own is not None:
+            raise own
+        return saved
+
+    def _checked(self, folder: Path) -> dict[str, Any]:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        path = folder / file_name(rank, num_ranks)
+        if not path.is_file():
+            others = sorted(folder.glob("slivertune_hift_rank_*_of_*.pt"))
+            if not others:
+                raise ValueError(f"{folder} has no {path.name}: it was not saved by HiFT on DeepSpeed; name another")
+            num_saved = others[0].stem.rpartition("_")[2]
+            if num_saved == str(num_ranks):
+                raise ValueError(f"{folder} has no {path.name}; the checkpoint is damaged, use another")
+            raise ValueError(
+                f"{folder} was saved by {num_saved} ranks, and this run has {num_ranks}; ZeRO's shares can't be cut "
+                f"anew. Resume with {num_saved} processes, or start a new run from the weights "
+                "(engine.save_16bit_model, or zero_to_fp32.py in the checkpoint); under DDP and FSDP2 another number "
+                "of ranks resumes"
+            )
+        try:
+            saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise ValueError(f"{path} can't be read ({error}); the checkpoint is damaged, use another") from error
+        if saved["version"] != VERSION:
+            raise ValueError(
+                f"{path} has version {saved['version']!r}, this library reads {VERSION}; "
+                "continue with the version that wrote it"
+            )
+        for name, value in self._identity().items():
+            if saved["identity"][name] != value:
+                raise ValueError(
+                    f"{path} has another {name}: {_short(saved['identity'][name])} there, {_short(value)} here; build "
+                    "the optimizer and the config with the settings of the saved run"
+                )
+        return saved
+
+    def _identity(self) -> dict[str, Any]:
+        optimizer = self._turns.optimizer
+        return {
+            "stage of ZeRO": self._turns.stage,
+            "base optimizer": optimizer.base.name,
+            "grouping (layers_per_group, layers)": [list(group.parameter_names) for group in optimizer.groups],
+            "order of turns (order, seed)": list(optimizer.rotation.order),
+            "steps_per_group": optimizer.rotation.steps_per_group,
+            "number of param groups": len(optimizer.param_groups),
+        }
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return f"{len(value)} groups of {[len(each) for each in value][:6]} parameters"
+    return repr(value)

@@ -1,0 +1,153 @@
+"""Moves the masters and state of one group's ZeRO optimizer between the device and host memory.
+
+DeepSpeed's own `offload_states` collects garbage and pins its buffers anew at every call, 200 to 400 ms a switch; here
+the host's buffers are allocated once, and only pointers change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from slivertune.hift.pool import Pool, aligned, host_pool
+from slivertune.ledger import claim, claimed_at_birth
+
+_Key = tuple[int, str]
+"""Index of a master, and the name of a state of it; "" is the master itself."""
+
+
+class StateMover:
+    """Owns the waiting place of what one ZeRO optimizer keeps for its rank's share of a group.
+
+    Copies are queued on the current stream, in order: the device never holds two groups' state, and memory that leaves
+    is free for what comes. Nothing waits for them but `settle`.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO optimizer of the group, any stage.
+        stage: 1, 2 or 3.
+        device: Where it steps.
+    """
+
+    def __init__(self, optimizer: Any, stage: int, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._stage = stage
+        self._device = device
+        self._pool: Pool = host_pool(device)
+        self._waiting: dict[_Key, torch.Tensor] = {}
+        self.copy_seconds = 0.0
+        """Time spent copying, or on CUDA queueing copies, since the mover was made."""
+        self.copied_bytes = 0
+        """Bytes copied in either direction."""
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """This rank's flat parts of the group's fp32 masters, one a parameter group or subgroup."""
+        if self._stage == 3:
+            return list(self._optimizer.fp32_partitioned_groups_flat)
+        return list(self._optimizer.single_partition_of_fp32_groups)
+
+    def to_host(self) -> None:
+        """Let masters and state wait in host memory; new ones get their place there."""
+        moving = [(key, tensor) for key, tensor in self._tensors() if not self._waits(key, tensor)]
+        self._unlink_fragments()
+        self._reserve([tensor for key, tensor in moving if key not in self._waiting])
+        for key, tensor in moving:
+            if key not in self._waiting:
+                self._waiting[key] = self._pool.empty_like(tensor.detach())
+            place = self._waiting[key]
+            self._copy(place, tensor.data)
+            tensor.data = place
+
+    def to_device(self) -> None:
+        """Bring masters and state back."""
+        for key, tensor in self._tensors():
+            if not self._waits(key, tensor):
+                continue
+            with claimed_at_birth("state"):
+                target = torch.empty_like(tensor.data, device=self._device)
+            self._copy(target, tensor.data)
+            tensor.data = target
+        self._link_fragments()
+        self.claim_device()
+
+    def drop_gradients(self) -> None:
+        """Give up the memory of stage 3's flat gradient; its many views stay what they are."""
+        flat = self._flat_gradient()
+        if flat is not None:
+            flat.untyped_storage().resize_(0)
+            claim(flat, "residual")
+
+    def take_gradients(self) -> None:
+        """Take memory for stage 3's flat gradient, zeros: padding is never written, but counts in the norm."""
+        flat = self._flat_gradient()
+        if flat is not None and flat.untyped_storage().nbytes() == 0:
+            flat.untyped_storage().resize_(flat.numel() * flat.dtype.itemsize)
+            claim(flat.zero_(), "gradients")
+
+    def claim_device(self) -> None:
+        """Say to the ledger what on the device is this group's state."""
+        for _, tensor in self._tensors():
+            claim(tensor.data, "state")
+
+    def settle(self) -> None:
+        """Wait until what was queued has arrived."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def device_bytes(self) -> int:
+        """Bytes of masters and state that are not waiting."""
+        return sum(tensor.untyped_storage().nbytes() for key, tensor in self._tensors() if not self._waits(key, tensor))
+
+    def host_bytes(self) -> int:
+        """Bytes of the places in host memory, which stay allocated while the group trains."""
+        return sum(place.numel() * place.dtype.itemsize for place in self._waiting.values())
+
+    def _tensors(self) -> Iterator[tuple[_Key, torch.Tensor]]:
+        weights = {flat.untyped_storage().data_ptr() for flat in self._weights()}
+        for index, master in enumerate(self.masters):
+            # Under torch.autocast, stage 3 trains the fp32 weights themselves.
+            if master.untyped_storage().data_ptr() not in weights:
+                yield (index, ""), master
+            for name, value in self._optimizer.optimizer.state.get(master, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim():
+                    yield (index, name), value
+
+    def _weights(self) -> list[torch.Tensor]:
+        flat = self._optimizer.fp16_partitioned_groups_flat if self._stage == 3 else self._optimizer.bit16_groups_flat
+        return [each for each in flat if each is not None]
+
+    def _waits(self, key: _Key, tensor: torch.Tensor) -> bool:
+        place = self._waiting.get(key)
+        return place is not None and place.data_ptr() == tensor.data_ptr()
+
+    def _reserve(self, tensors: list[torch.Tensor]) -> None:
+        sizes: dict[torch.dtype, int] = {}
+        for tensor in tensors:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + aligned(tensor.numel() * tensor.dtype.itemsize)
+        if sizes:
+            self._pool.reserve(sizes)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        self.copy_seconds += time.perf_counter() - start
+        self.copied_bytes += source.numel() * source.dtype.itemsize
+
+    def _flat_gradient(self) -> torch.Tensor | None:
+        return self._optimizer.grad_partitions_flat_buffer if self._stage == 3 else None
+
+    def _unlink_fragments(self) -> None:
+        # DeepSpeed's views into the masters (for `safe_get_full_fp32_param`) would keep their memory.
+        if self._stage != 3:
+            for parameters in self._optimizer.bit16_groups:
+                for parameter in parameters:
+                    parameter._hp_mapping = None
+
+    def _link_fragments(self) -> None:
+        if self._stage != 3:
+            self._optimizer._link_all_hp_params()
+            # State is linked by DeepSpeed after the next step.
+            self._optimizer._hp_optimizer_states_linked = False

@@ -1,0 +1,111 @@
+"""Attention as a GPU's kernels compute it: what they keep for the backward, and what they take meanwhile.
+
+The kernel is the one that torch picks on a GPU. Flash and memory-efficient attention keep queries, keys, values, their
+output and the logarithms of the softmax's sums (and the mask, if there is one); no scores are ever stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+KernelName = Literal["flash", "efficient", "math"]
+
+_LARGEST_FLASH_HEAD = 256
+_EFFICIENT_ROWS = 32
+"""The memory-efficient kernel pads the rows of its logarithms to a multiple of this."""
+
+
+def pick_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> KernelName:
+    """Which kernel torch picks on a GPU since 8.0 (Ampere) for these inputs.
+
+    Args:
+        query: Shape (batch, heads, n, head size).
+        key: Shape (batch, key heads, m, head size).
+        value: As `key`, with a head size of its own.
+        mask: What is added to the scores, or which of them count; None for none.
+
+    Returns:
+        Flash for 16 bits without a mask; the memory-efficient one for fp32 and masks; where that has no form for it
+        (fp32 heads that share keys, without a mask), plain operators that store all scores.
+    """
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    same_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if is_half and mask is None and same_size and query.shape[-1] <= _LARGEST_FLASH_HEAD:
+        return "flash"
+    # TokenTune alone gives a mask with shared keys here; on a GPU it folds the queries into rows of a key's head.
+    if query.shape[1] == key.shape[1] or mask is not None:
+        return "efficient"
+    return "math"
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stand in for `torch.nn.functional.scaled_dot_product_attention`; the values of the result are arbitrary.
+
+    Args:
+        query: Shape (batch, heads, n, head size).
+        key: Shape (batch, key heads, m, head size).
+        value: As `key`, with a head size of its own.
+        attn_mask: Bool or float, broadcast to (batch, heads, n, m).
+        dropout_p: Kept as a seed alone by the kernels that store no scores.
+        is_causal: As in torch.
+        scale: As in torch.
+        enable_gqa: Whether several heads of queries share one of keys.
+
+    Returns:
+        Shape (batch, heads, n, value's head size), laid out with heads beside head sizes in memory, as the kernels do.
+    """
+    kernel = pick_kernel(query, key, value, attn_mask)
+    if kernel == "math":
+        return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    result: torch.Tensor = _Fused.apply(query, key, value, attn_mask, kernel)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Fused(torch.autograd.Function):
+    """A kernel that stores no scores, by its sizes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kernel: KernelName,
+    ) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        rows = length if kernel == "flash" else -(-length // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
+        logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
+        ctx.kernel = kernel
+        ctx.save_for_backward(query, key, value, mask, out, logarithms)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, _, _, logarithms = ctx.saved_tensors
+        # Sums of gradient times output, one a row of the logarithms, live as long as the kernel runs.
+        temporaries = [torch.empty_like(logarithms)]
+        if ctx.kernel == "flash":
+            temporaries.append(torch.empty_like(query, dtype=torch.float32))  # the queries' gradient, summed in fp32
+            if query.shape[1] != key.shape[1]:
+                by_query_head = (query.shape[0], query.shape[1], key.shape[2], key.shape[3])
+                temporaries += [key.new_empty(by_query_head), value.new_empty(by_query_head)]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None

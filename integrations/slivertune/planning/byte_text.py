@@ -1,0 +1,68 @@
+"""Numbers of bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_BYTES_OF_UNIT = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_BINARY_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size.
+
+    Args:
+        text: A number with a unit: `24GiB`, `24 GB`, `1.5TiB`, `128MiB`; without one it counts bytes. GiB is 2**30, GB
+            10**9, and a graphics card of "24 GB" has 24 GiB.
+
+    Returns:
+        Bytes, rounded down.
+
+    Raises:
+        ValueError: If it is no size, or the unit could be either (`24G`).
+    """
+    match = _SIZE.fullmatch(text)
+    unit = None if match is None else _BYTES_OF_UNIT.get(match[2].lower())
+    if match is None or unit is None:
+        raise ValueError(f"{text!r} is no size; write it as 24GiB, 24GB or 128MiB, or as a number of bytes")
+    whole, _, fraction = match[1].partition(".")
+    # In integers: a float would lose the last digits of a large number of bytes.
+    digits = int(whole + fraction)
+    return digits * unit // int(10 ** len(fraction))
+
+
+def common_unit(largest: int) -> tuple[str, int]:
+    """The unit in which to write several sizes beside each other.
+
+    Args:
+        largest: The largest of them, in bytes.
+
+    Returns:
+        Its name, and its bytes.
+    """
+    return next((unit for unit in _BINARY_UNITS[1:] if largest >= unit[1]), _BINARY_UNITS[-1])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a size with three or more digits, in the largest binary unit of which there is at least one.
+
+    Args:
+        num_bytes: Bytes; negative ones keep their sign.
+    """
+    for unit, size in _BINARY_UNITS:
+        if abs(num_bytes) >= size:
+            value = num_bytes / size
+            return f"{value:,.2f} {unit}" if abs(value) < 100 else f"{value:,.1f} {unit}"
+    return f"{num_bytes:.0f} B"

@@ -1,0 +1,121 @@
+"""HiFT's groups: which differ, and a step of each that does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift.groups import Group
+from slivertune.ledger import Ledger
+from slivertune.planning.fake import Answers
+from slivertune.planning.optimizers import optimizer_of
+from slivertune.planning.request import PlanRequest
+from slivertune.planning.step import Forward, GradientMeter, StepPeak, largest_of, measure_step
+
+
+class HiFTRun:
+    """HiFT over a model without data, one group's turn at a time.
+
+    Args:
+        model: The model.
+        request: HiFT's settings and the base optimizer.
+    """
+
+    def __init__(self, model: nn.Module, request: PlanRequest) -> None:
+        self._model = model
+        self._request = request
+        optimizer_class, arguments = optimizer_of(request.optimizer)
+        self._learning_rate = arguments["lr"]
+        self._meter = GradientMeter(model)
+        # Two updates a turn: the first makes a group's state, the second meets it where it waits. What is thrown away
+        # after each turn is never met again.
+        self._num_updates = 1 if request.state == "discard" else 2
+        self._config = HiFTConfig(
+            layers_per_group=request.layers_per_group,
+            steps_per_group=self._num_updates,
+            # Files would be allocated for real; they hold what host memory holds.
+            state="host" if request.state == "disk" else request.state,
+            master=request.master_kind,
+            stream_bytes=request.stream_bytes,
+            step_in_backward=request.step_in_backward,
+        )
+        with Answers():
+            self.optimizer = HiFT(model, optimizer_class, config=self._config, **arguments)
+        self._at_start = self.optimizer.state_dict()
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups."""
+        return self.optimizer.groups
+
+    def parameters_of(self, group: Group) -> list[nn.Parameter]:
+        """What a group trains."""
+        named = dict(self._model.named_parameters())
+        return [named[name] for name in group.parameter_names]
+
+    def measure(self, group: Group, forward: Forward) -> StepPeak:
+        """The larger peak of a group's first turn and of a later one; the state of all other groups is gone.
+
+        Args:
+            group: The group.
+            forward: The model's forward.
+
+        Returns:
+            The peak; `after` is of the last update.
+        """
+        self._give_turn_to(group)
+        peaks = []
+        with Ledger(self._model) as ledger:
+            for _ in range(self._num_updates):
+                if self.optimizer.updates // self._num_updates != group.index:
+                    raise RuntimeError(f"group {group.index} lost its turn: no gradient reached its parameters")
+                peaks.append(measure_step(ledger, forward, self.optimizer, num_backwards=self._request.num_backwards))
+        return replace(largest_of(peaks), after=peaks[-1].after)
+
+    def gradient_bytes(self, group: Group) -> int:
+        """Bytes of a measured group's gradients, together."""
+        return self._meter.bytes_of(self.parameters_of(group))
+
+    def state_bytes(self, group: Group) -> tuple[int, int]:
+        """Bytes of the state of the group that was measured last: of its masters, and of all else."""
+        masters = others = 0
+        state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
+        for name in group.parameter_names:
+            for key, value in state.get(name, {}).items():
+                if isinstance(value, torch.Tensor):
+                    masters, others = (
+                        (masters + value.nbytes, others) if key == "master" else (masters, others + value.nbytes)
+                    )
+        return masters, others
+
+    def _give_turn_to(self, group: Group) -> None:
+        start = self._at_start
+        place = {"updates": group.index * self._num_updates, "held_lr": [self._learning_rate]}
+        self.optimizer.load_state_dict({**start, "hift": {**start["hift"], **place}})
+
+
+def alike(groups: Sequence[Group], model: nn.Module) -> list[list[Group]]:
+    """Sort groups by what they hold: kinds of layers, and shapes and dtypes of the parameters that train.
+
+    Of groups alike, the lowest has the largest peak: its backward goes through all blocks that those of the others go
+    through, and more, and their updates are the same.
+
+    Args:
+        groups: All groups, from the bottom up.
+        model: The model.
+
+    Returns:
+        The groups in lists of those alike, each from the bottom up.
+    """
+    named = dict(model.named_parameters())
+    found: dict[Any, list[Group]] = {}
+    for group in groups:
+        kinds = tuple(layer.kind for layer in group.layers)
+        sizes = tuple((tuple(named[name].shape), named[name].dtype) for name in group.parameter_names)
+        found.setdefault((kinds, sizes), []).append(group)
+    return list(found.values())

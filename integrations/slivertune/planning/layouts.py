@@ -1,0 +1,204 @@
+"""Runs on several GPUs, by their sizes: what an engine adds to the step of one GPU, and what it shares out.
+
+Engines can't run without data, so what follows is arithmetic on a plan of one GPU. P stands for the parameters' bytes,
+G for the gradients of what trains in a step, S for its optimizer state with fp32 masters, N for the ranks:
+
+* `ddp`: all of one GPU's, and the buckets in which gradients are averaged; HiFT's stand in the step that is run.
+* `zero1`, `zero2`: P, the gradients, S / N for as long as the group has its turn, a reduce bucket in the backward, and
+  in the step a rank's part of the gradients in fp32.
+* `zero3`: (P + G + S) / N, a reduce bucket, and the gathered weights, which stay up to a billion of them.
+* `fsdp2`: (P + G) / N, the state's pieces, the gathered layers, and the gradient of the layer at work, whole.
+
+With parameters on the host, P and (under FSDP2, whose optimizer then steps there) G and S wait there, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from slivertune.layers import find_layers
+from slivertune.planning.plan import GroupPlan, Moment, Plan
+from slivertune.planning.request import PlanRequest
+
+_MOST_LIVE_ELEMENTS = 10**9
+"""Weights that ZeRO-3 leaves gathered for their next use, unless its configuration says otherwise
+(stage3_max_live_parameters and stage3_max_reuse_distance)."""
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerSizes:
+    """What a model's layers take, in bytes of their weights as they are stored."""
+
+    largest: int
+    """The largest layer: embedding, block or head."""
+    largest_block: int
+    """The largest block."""
+    outside_blocks: int
+    """Embedding and head together."""
+    largest_tensor: int
+    """The largest parameter."""
+    bucket_elements: int
+    """Elements of ZeRO's reduce bucket, where the configuration says "auto": the hidden size, squared."""
+    itemsize: int
+    """Bytes of a weight."""
+
+
+def sizes_of(model: nn.Module) -> LayerSizes:
+    """Measure a model's layers.
+
+    Args:
+        model: A transformers model, or a PEFT model around one; on any device.
+    """
+    named = dict(model.named_parameters())
+    layers = find_layers(model)
+    num_bytes = [sum(named[name].nbytes for name in layer.parameter_names) for layer in layers]
+    blocks = [size for layer, size in zip(layers, num_bytes, strict=True) if layer.kind == "block"]
+    config: object = getattr(model, "config", None)
+    hidden_size = int(getattr(config, "hidden_size", 0) or 0)
+    return LayerSizes(
+        largest=max(num_bytes),
+        largest_block=max(blocks, default=0),
+        outside_blocks=sum(num_bytes) - sum(blocks),
+        largest_tensor=max(parameter.nbytes for parameter in named.values()),
+        bucket_elements=hidden_size**2,
+        itemsize=max(parameter.itemsize for parameter in named.values()),
+    )
+
+
+def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
+    """Turn the plan of a run on one GPU into that of the same run on several.
+
+    Args:
+        plan: Of one GPU.
+        request: The run; its layout is not `single`.
+        sizes: The model's layers.
+
+    Returns:
+        The plan of each of the GPUs, and of its process on the host.
+    """
+    groups = tuple(_spread_group(group, plan, request, sizes) for group in plan.groups)
+    return replace(
+        plan,
+        request=request,
+        groups=groups,
+        peak=max((group.peak for group in groups), key=lambda moment: moment.total),
+        residual_bytes=max((group.peak for group in groups), key=lambda moment: moment.total).residual,
+        host_bytes=_host_bytes(plan, request),
+        notes=(*plan.notes, f"what layout {request.layout!r} adds and shares out is computed from sizes"),
+    )
+
+
+def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: LayerSizes) -> GroupPlan:
+    if request.layout == "ddp":
+        # HiFT's buckets stood in the step that was run.
+        return group if request.method == "hift" else replace(group, peak=_with_buckets(group, request))
+    weights = group.peak.parameters
+    moments = {
+        "zero1": _zero_moments,
+        "zero2": _zero_moments,
+        "zero3": _zero3_moments,
+        "fsdp2": _fsdp2_moments,
+    }[request.layout](group, weights, request, sizes)
+    return replace(group, peak=max(moments, key=lambda moment: moment.total))
+
+
+def _with_buckets(group: GroupPlan, request: PlanRequest) -> Moment:
+    """DDP: torch's buckets hold a copy of all gradients, SFT's one of the few."""
+    return replace(group.peak, residual=group.peak.residual + group.gradient_bytes)
+
+
+def _zero_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+    """ZeRO-1 and 2: weights whole, state shared out and on the device throughout the group's turn."""
+    ranks = request.num_gpus
+    state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
+    gradients_in_fp32 = math.ceil(group.num_parameters * _FP32 / ranks)
+    # What a rank keeps of the gradients, and the same laid out flat.
+    own_gradients = 2 * math.ceil(group.gradient_bytes / ranks)
+    before = group.before_step or group.peak
+    return [
+        # The reduce bucket stood in the step that was run.
+        replace(before, state=state),
+        _moment(group, "step", weights, own_gradients, state, gradients_in_fp32),
+    ]
+
+
+def _zero3_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+    """ZeRO-3: everything shared out; weights are gathered for a layer and the next, and stay for their next use."""
+    ranks = request.num_gpus
+    own = 0 if request.offload_parameters else math.ceil(weights / ranks)
+    state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
+    gradients = math.ceil(group.gradient_bytes / ranks)
+    gathered = min(weights, max(sizes.largest + sizes.largest_block, _MOST_LIVE_ELEMENTS * sizes.itemsize))
+    bucket = sizes.bucket_elements * sizes.itemsize
+    in_backward = group.activation_bytes + bucket
+    gradients_in_fp32 = math.ceil(group.num_parameters * _FP32 / ranks)
+    return [
+        _moment(group, "backward", own + gathered, gradients, state, in_backward),
+        _moment(group, "step", own, gradients, state, gradients_in_fp32),
+    ]
+
+
+def _fsdp2_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+    """FSDP2: shards, and the gathered weights of the root (embedding and head) and of a block.
+
+    In a forward, a block is copied out of the flat buffer that it came in, while that of the block before it lives.
+    """
+    ranks, offloads = request.num_gpus, request.offload_parameters
+    own = 0 if offloads else math.ceil(weights / ranks)
+    gathered = sizes.outside_blocks + 3 * sizes.largest_block
+    gradients = 0 if offloads else math.ceil(group.gradient_bytes / ranks)
+    # The unit at work holds its gradient whole until it is reduced, and then what it sends.
+    at_work = 2 * min(group.gradient_bytes, max(sizes.largest, sizes.outside_blocks))
+    resident_state = 0
+    if request.method != "hift" or request.state == "device":
+        resident_state = 0 if offloads else math.ceil(group.peak.state / ranks)
+    moments = [
+        _moment(group, "backward", own + gathered, gradients, resident_state, group.activation_bytes + at_work),
+    ]
+    if not offloads:
+        moving = resident_state
+        if request.method == "hift" and request.state != "device":
+            whole = math.ceil((group.state_bytes + group.master_bytes) / ranks)
+            moving = min(2 * request.stream_bytes, whole) if request.stream_bytes else whole
+        moments.append(_moment(group, "step", own, gradients, moving, 0))
+    return moments
+
+
+def _moment(group: GroupPlan, phase: str, parameters: int, gradients: int, state: int, residual: int) -> Moment:
+    return Moment(
+        group=group.index,
+        phase="step" if phase == "step" else "backward",
+        parameters=parameters,
+        gradients=gradients,
+        state=state,
+        residual=residual,
+    )
+
+
+def _master_bytes(group: GroupPlan) -> int:
+    """ZeRO keeps fp32 masters of all that it trains, whatever the weights are stored in."""
+    return group.num_parameters * _FP32
+
+
+def _host_bytes(plan: Plan, request: PlanRequest) -> int:
+    """What each process keeps in host memory."""
+    ranks = request.num_gpus
+    if request.layout == "ddp":
+        return plan.host_bytes
+    if request.layout == "fsdp2":
+        waiting = math.ceil(plan.host_bytes / ranks)
+        if not request.offload_parameters:
+            return waiting
+        on_device = 0 if plan.host_bytes else sum(group.state_bytes * len(group.indices) for group in plan.groups)
+        shards = plan.groups[0].peak.parameters + max(group.gradient_bytes for group in plan.groups) + on_device
+        return waiting + math.ceil(shards / ranks)
+    waiting = 0
+    if request.method == "hift" and request.state != "device":
+        waiting = sum((group.state_bytes + _master_bytes(group)) * len(group.indices) for group in plan.groups)
+    weights = plan.groups[0].peak.parameters if request.offload_parameters else 0
+    return math.ceil((waiting + weights) / ranks)

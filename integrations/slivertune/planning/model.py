@@ -1,0 +1,143 @@
+"""The model of a plan: the classes of the real one, from its configuration, without data."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+
+from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
+from slivertune.planning.four_bit import hold_in_4bit
+from slivertune.planning.kernels import GpuKernels
+from slivertune.planning.request import PlanRequest
+from slivertune.tokentune import TokenTune
+
+
+def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
+    """Make the model that a run trains, on the meta device, in training mode, with what its method puts into it.
+
+    Args:
+        request: Names the head, the dtype of the weights and the method.
+        config: The model's configuration; it is only read.
+
+    Returns:
+        A transformers model, or a PEFT model around one.
+
+    Raises:
+        ValueError: If the configuration is not that of a model with such a head.
+        ImportError: If the method needs a package that is not installed.
+    """
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    auto: Any = AutoModelForCausalLM
+    if request.task == "classification":
+        auto = AutoModelForSequenceClassification
+        config.num_labels = request.num_labels
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+    is_bf16 = request.precision in ("bf16", "mixed_hi")
+    with torch.device("meta"):
+        model: Any = auto.from_config(config, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+        if request.load_in_4bit:
+            hold_in_4bit(model, torch.bfloat16 if is_bf16 else torch.float32)
+        if request.gradient_checkpointing:
+            # torch takes function modes off for the time of a backward, in which checkpoints are computed again.
+            contexts = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), GpuKernels())}
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=contexts)
+        if request.method == "lora":
+            model = _with_adapters(model, request)
+    return model.train()
+
+
+def give_sizes(model: nn.Module) -> None:
+    """Replace what lies on the meta device by tensors that say they lie where the model computes.
+
+    Args:
+        model: The model; changed. Called among tensors without data. Parameters that are tied stay tied.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in replaced:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = replaced[id(parameter)]
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+@contextmanager
+def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Put on the model what a run hooks on it, for a time: the chunked loss, the selection of tokens.
+
+    Args:
+        request: Says what.
+        model: The model, among tensors without data.
+
+    Yields:
+        What had to be left out or was computed from sizes, for people to read.
+    """
+    notes: tuple[str, ...] = ()
+    with ExitStack() as stack:
+        if request.task == "causal_lm" and request.chunked_cross_entropy:
+            reason = why_not_chunked(model)
+            if reason is None:
+                stack.enter_context(attach_chunked_cross_entropy(model))
+            else:
+                notes = (f"the loss is computed from all logits: {reason}",)
+        if request.token_ratio is not None:
+            stack.enter_context(TokenTune(ratio=request.token_ratio).attach(model))
+        if request.load_in_4bit:
+            notes += ("products with 4-bit weights are computed from their sizes",)
+        if request.method == "sft":
+            notes += ("SFT's search for weights to grow is computed from its sizes",)
+        yield notes
+
+
+def make_batch(request: PlanRequest) -> dict[str, torch.Tensor]:
+    """Tokens and labels of one forward; no sequence is padded.
+
+    Args:
+        request: Batch and length.
+
+    Returns:
+        Arguments of the model's forward.
+    """
+    ids = torch.zeros(request.batch_size, request.seq_length, dtype=torch.long)
+    if request.task == "classification":
+        return {"input_ids": ids, "labels": torch.zeros(request.batch_size, dtype=torch.long)}
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def _with_adapters(model: Any, request: PlanRequest) -> Any:
+    try:
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
+    except ImportError as error:
+        raise ImportError("method='lora' is PEFT's; install slivertune[peft], or take another method") from error
+    config = LoraConfig(
+        task_type="CAUSAL_LM" if request.task == "causal_lm" else "SEQ_CLS",
+        r=request.lora_rank,
+        lora_alpha=2 * request.lora_rank,
+        lora_dropout=0.0,
+        target_modules="all-linear",
+    )
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks by the name that transformers 5.23 retires.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        adapted: Any = get_peft_model(model, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+            parameter.data = parameter.data.float()
+    if request.load_in_4bit:
+        # PEFT's layer beside 4-bit weights leaves casts to autocast.
+        for module in adapted.modules():
+            if isinstance(module, LoraLayer):
+                module.cast_input_dtype_enabled = False
+    return adapted

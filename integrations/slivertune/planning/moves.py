@@ -1,0 +1,272 @@
+"""The settings that `--fit` may change, in the order of what they cost.
+
+First comes what leaves an update as it is and costs next to no time; then what leaves it as it is and costs time, the
+cheapest first; then what changes the arithmetic of an update, the slightest first; last what makes a step several times
+as slow, or changes the data. Nothing that decides what is trained is ever changed: method, group size, ranks,
+densities, token ratios.
+
+A move is only planned where it can change what is too large, which the parts of the last peak tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from slivertune.planning.byte_text import format_bytes
+from slivertune.planning.need import Limits, Need
+from slivertune.planning.request import PlanRequest
+
+SMALL_PIECE_BYTES = 32 * 2**20
+"""HiFT's pieces where the default ones (128 MiB) do not fit: copies of this size still fill a PCIe bus."""
+BUSY_TOKENS = 2048
+"""Tokens of a forward that keep a GPU busy: its multiplications are then bound by arithmetic and not by reading the
+weights (a card does some 150 to 300 operations in bf16 in the time it reads a byte), so that parts of this size take
+hardly longer."""
+_LENGTH_STEP = 128
+"""Sequence lengths are tried in multiples of this, the tiles of attention and matrix kernels."""
+
+Question = Callable[[Need, Limits], str | None]
+"""Why a move can't help there; None if it might."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """A setting that a search may change."""
+
+    title: str
+    """What it does."""
+    cost: str
+    """What it costs, and why it stands where it does in the order."""
+    fields: tuple[str, ...]
+    """Left alone where the user set one of these."""
+    options: Callable[[PlanRequest], Sequence[PlanRequest]]
+    """The request with the setting changed, from the cheapest value to the one that needs least; none where there is
+    nothing to change."""
+    cannot_help: Question
+    """Asked of the last plan."""
+    shrinks_weights: bool = False
+    """Whether it makes the weights on the GPU smaller: where these alone do not fit, nothing else helps."""
+
+
+def all_moves(min_seq_length: int | None = None) -> tuple[Move, ...]:
+    """The moves, from the cheapest to the costliest.
+
+    Args:
+        min_seq_length: How short sequences may become; None keeps them.
+    """
+    return (
+        Move(
+            title="smaller pieces of masters and state on the GPU",
+            cost="the same update; more and smaller copies, which still fill the bus",
+            fields=("stream_bytes",),
+            options=_smaller_pieces,
+            cannot_help=_no_state_on_device,
+        ),
+        Move(
+            title="split masters",
+            cost="the same update to the bit; the host keeps the half of a master that its weight lacks",
+            fields=("master", "precision"),
+            options=_split_masters,
+            cannot_help=_host_is_large_enough,
+        ),
+        Move(
+            title="the batch in parts, with accumulation",
+            cost=f"the same update; a forward keeps {BUSY_TOKENS:,} tokens or more, which keep a GPU busy",
+            fields=("gradient_accumulation_steps",),
+            options=lambda request: _parts_of_batch(request, fewest_tokens=BUSY_TOKENS),
+            cannot_help=_no_activations_at_peak,
+        ),
+        Move(
+            title="gradient checkpointing",
+            cost="the same update; each block is computed once more, about a third of a dense step's time",
+            fields=("gradient_checkpointing",),
+            options=_checkpointing,
+            cannot_help=_no_activations_at_peak,
+        ),
+        Move(
+            title="the batch in smaller parts, with accumulation",
+            cost=f"the same update; forwards of less than {BUSY_TOKENS:,} tokens may leave a GPU waiting for memory",
+            fields=("gradient_accumulation_steps",),
+            options=lambda request: _parts_of_batch(request, fewest_tokens=1),
+            cannot_help=_no_activations_at_peak,
+        ),
+        Move(
+            title="8-bit optimizer state",
+            cost="moments of 8 bits in place of 32 (bitsandbytes): the update changes a little, quality hardly",
+            fields=("optimizer",),
+            options=_eight_bit_state,
+            cannot_help=_no_state_that_is_too_large,
+        ),
+        Move(
+            title="stepping in backward",
+            cost="the same update, but gradients can't be clipped or accumulated: --max_grad_norm 0",
+            fields=("step_in_backward", "gradient_accumulation_steps"),
+            options=_step_in_backward,
+            cannot_help=_no_gradients_at_peak,
+        ),
+        Move(
+            title="masters and state on disk",
+            cost="the same update; each step reads and writes its group's state, so it is as fast as the disk",
+            fields=("state",),
+            options=_state_on_disk,
+            cannot_help=_host_is_large_enough,
+        ),
+        Move(
+            title="bf16 weights without masters",
+            cost="steps smaller than a weight's last bit are lost (8 bits), which small learning rates feel",
+            fields=("precision", "master"),
+            options=_no_masters,
+            cannot_help=_no_masters_at_peak,
+            shrinks_weights=True,
+        ),
+        Move(
+            title="frozen weights in 4 bits",
+            cost="the frozen weights are rounded to NF4, and unpacked at each use",
+            fields=("load_in_4bit", "precision"),
+            options=_four_bits,
+            cannot_help=_gpu_is_large_enough,
+            shrinks_weights=True,
+        ),
+        Move(
+            title="weights on the host, streamed layer by layer",
+            cost="the same update; all weights cross the bus in each forward and backward, several times a step's time "
+            "with small batches",
+            fields=("layout", "offload_parameters", "num_gpus"),
+            options=_offload,
+            cannot_help=_gpu_is_large_enough,
+            shrinks_weights=True,
+        ),
+        Move(
+            title="shorter sequences",
+            cost="longer rows of the data are cut; only as far as --min_seq_length allows",
+            fields=(),
+            options=lambda request: _shorter(request, min_seq_length),
+            cannot_help=_no_activations_at_peak,
+        ),
+    )
+
+
+def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
+    streams = request.method == "hift" and request.state != "device" and request.stream_bytes > SMALL_PIECE_BYTES
+    return [replace(request, stream_bytes=SMALL_PIECE_BYTES)] if streams else []
+
+
+def _split_masters(request: PlanRequest) -> list[PlanRequest]:
+    whole = request.master_kind == "fp32" and request.state != "device"
+    return _changed(request, master="split") if whole else []
+
+
+def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanRequest]:
+    if request.step_in_backward:
+        return []
+    parts = [
+        size
+        for size in range(request.batch_size - 1, 0, -1)
+        if request.batch_size % size == 0 and size * request.seq_length >= fewest_tokens
+    ]
+    times = request.gradient_accumulation_steps
+    return [
+        replace(request, batch_size=size, gradient_accumulation_steps=times * request.batch_size // size)
+        for size in parts
+    ]
+
+
+def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
+    return [] if request.gradient_checkpointing else [replace(request, gradient_checkpointing=True)]
+
+
+def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
+    is_adam = request.optimizer == "adamw" and request.method != "sft"
+    return _changed(request, optimizer="adamw8bit") if is_adam else []
+
+
+def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
+    may = request.method == "hift" and request.layout == "single" and request.gradient_accumulation_steps == 1
+    return [replace(request, step_in_backward=True)] if may and not request.step_in_backward else []
+
+
+def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
+    return _changed(request, state="disk") if request.method == "hift" and request.state == "host" else []
+
+
+def _no_masters(request: PlanRequest) -> list[PlanRequest]:
+    return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
+
+
+def _four_bits(request: PlanRequest) -> list[PlanRequest]:
+    may = request.method in ("lora", "sft") and not request.load_in_4bit and request.layout == "single"
+    if not may:
+        return []
+    return [replace(request, load_in_4bit=True, precision="fp32" if request.precision == "fp32" else "bf16")]
+
+
+def _offload(request: PlanRequest) -> list[PlanRequest]:
+    if request.offload_parameters or request.load_in_4bit or request.layout != "single":
+        return []
+    return _changed(request, layout="fsdp2", offload_parameters=True, step_in_backward=False)
+
+
+def _shorter(request: PlanRequest, minimum: int | None) -> list[PlanRequest]:
+    if minimum is None or minimum >= request.seq_length:
+        return []
+    lengths = [length for length in range(request.seq_length - 1, minimum, -1) if length % _LENGTH_STEP == 0]
+    return [replace(request, seq_length=length) for length in (*lengths, minimum)]
+
+
+def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
+    """The request with other settings; none where these do not go together with the rest."""
+    try:
+        return [replace(request, **changes)]
+    except ValueError:
+        return []
+
+
+def _gpu_is_large_enough(need: Need, limits: Limits) -> str | None:
+    return None if need.missing_device_bytes(limits) else "it would spare the GPU, which is large enough"
+
+
+def _host_is_large_enough(need: Need, limits: Limits) -> str | None:
+    return None if need.missing_host_bytes(limits) else "it would spare the host, which is large enough"
+
+
+def _no_activations_at_peak(need: Need, limits: Limits) -> str | None:
+    if need.plan.peak.phase == "step":
+        return "the peak is in the optimizer's step, where no activations live"
+    return _gpu_is_large_enough(need, limits)
+
+
+def _no_gradients_at_peak(need: Need, limits: Limits) -> str | None:
+    if not need.plan.peak.gradients:
+        return "no gradients live at the peak"
+    return _gpu_is_large_enough(need, limits)
+
+
+def _no_state_on_device(need: Need, limits: Limits) -> str | None:
+    if not need.plan.peak.state:
+        return "no masters or optimizer state are on the GPU at the peak"
+    return _gpu_is_large_enough(need, limits)
+
+
+def _no_state_that_is_too_large(need: Need, limits: Limits) -> str | None:
+    if need.missing_host_bytes(limits):
+        return None
+    if _comes_in_pieces(need.plan.request):
+        size = format_bytes(need.plan.request.stream_bytes)
+        return f"state is on the GPU in pieces of {size}, whatever its precision"
+    return _no_state_on_device(need, limits)
+
+
+def _no_masters_at_peak(need: Need, limits: Limits) -> str | None:
+    if need.missing_host_bytes(limits):
+        return None
+    request = need.plan.request
+    if request.precision == "mixed_hi" and _comes_in_pieces(request):
+        size = format_bytes(request.stream_bytes)
+        return f"masters are on the GPU in pieces of {size}, and the weights are bf16 already"
+    return _gpu_is_large_enough(need, limits)
+
+
+def _comes_in_pieces(request: PlanRequest) -> bool:
+    return request.method == "hift" and request.state != "device" and request.stream_bytes > 0

@@ -1,0 +1,47 @@
+"""The optimizers that a plan knows by name, as `slivertune train` builds them on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slivertune.planning.request import OptimizerName
+
+_LEARNING_RATE = 1e-4
+
+
+def optimizer_of(name: OptimizerName) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Which class and arguments a name stands for.
+
+    AdamW is fused, as the Trainer has it; of the others torch's GPU path, which takes all tensors of a call together
+    (`foreach`), decides the temporaries.
+
+    Args:
+        name: The name.
+
+    Returns:
+        The class, and keyword arguments of its constructor.
+    """
+    if name == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor, {"lr": _LEARNING_RATE, "scale_parameter": False, "relative_step": False}
+    if name == "adamw8bit":
+        return _adamw8bit(), {"lr": _LEARNING_RATE}
+    if name == "adamw":
+        return torch.optim.AdamW, {"lr": _LEARNING_RATE, "fused": True}
+    if name == "adagrad":
+        return torch.optim.Adagrad, {"lr": _LEARNING_RATE, "foreach": True}
+    momentum = 0.9 if name == "sgd_momentum" else 0.0
+    return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": momentum, "foreach": True}
+
+
+def _adamw8bit() -> type[torch.optim.Optimizer]:
+    try:
+        from bitsandbytes.optim.adamw import AdamW8bit
+    except ImportError as error:
+        raise ImportError(
+            "optimizer='adamw8bit' is bitsandbytes'; install slivertune[bitsandbytes], or take another optimizer"
+        ) from error
+    return AdamW8bit

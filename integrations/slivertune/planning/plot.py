@@ -1,0 +1,177 @@
+"""The parts of a peak as a picture: by value of a swept field, or by group."""
+
+from __future__ import annotations
+
+import importlib.util
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slivertune.planning.answer import Answer, SweepAnswer
+from slivertune.planning.byte_text import common_unit, format_bytes
+from slivertune.planning.plan import Moment
+from slivertune.planning.report import PART_TITLES, describe_request
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which those see apart, too, who do not see all colours.
+_COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "state": "#009E73", "residual": "#CC79A7"}
+_ALLOWANCE_COLOUR = "#BBBBBB"
+_LIMIT_COLOUR = "#D55E00"
+_BAR_WIDTH = 0.62
+_FEWEST_PLACES = 4
+"""Fewer bars are drawn as slim as this many would be."""
+_LINE_CHARACTERS = 88
+_DOTS_PER_INCH = 150
+
+
+def require_matplotlib() -> None:
+    """Say how to install what draws, before anything is planned.
+
+    Raises:
+        ImportError: If matplotlib is not installed, naming the extra.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib, which is not installed; pip install 'slivertune[plot]'")
+
+
+def draw(answer: Answer | SweepAnswer, path: Path) -> None:
+    """Draw an answer.
+
+    Args:
+        answer: What was found out.
+        path: The PNG to write.
+
+    Raises:
+        OSError: If it can't be written.
+    """
+    figure = sweep_figure(answer) if isinstance(answer, SweepAnswer) else groups_figure(answer)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+
+
+def sweep_figure(answer: SweepAnswer) -> Figure:
+    """The parts of the peak and the allowance for each value, and the limit as a line.
+
+    Args:
+        answer: What was found out.
+    """
+    needs = [need for _, need in answer.needs]
+    labels = [_value_label(answer.field, value) for value, _ in answer.needs]
+    title = f"{needs[0].plan.request.method} on {answer.model.name}"
+    return _figure(
+        labels=labels,
+        moments=[need.plan.peak for need in needs],
+        allowances=[need.allowance.total for need in needs],
+        limit=None if answer.limits is None else answer.limits.device_bytes,
+        title=title,
+        subtitle=describe_request(needs[0].plan.request, without=answer.field),
+        x_label=f"{answer.field}{_unit_of_field(answer.field)}",
+    )
+
+
+def groups_figure(answer: Answer) -> Figure:
+    """The parts of each distinct group's peak; of a method without groups, of the one peak that there is.
+
+    Args:
+        answer: What was found out.
+    """
+    plan = answer.need.plan
+    labels = [
+        group.name if len(group.indices) == 1 else f"{group.name}\n(and {len(group.indices) - 1} alike)"
+        for group in plan.groups
+    ]
+    return _figure(
+        labels=labels,
+        moments=[group.peak for group in plan.groups],
+        allowances=[answer.need.allowance.total] * len(labels),
+        limit=None if answer.limits is None else answer.limits.device_bytes,
+        title=f"{plan.request.method} on {answer.model.name}",
+        subtitle=describe_request(plan.request),
+        x_label="group that trains" if plan.request.method == "hift" else "update",
+    )
+
+
+def _figure(
+    *,
+    labels: Sequence[str],
+    moments: Sequence[Moment],
+    allowances: Sequence[int],
+    limit: int | None,
+    title: str,
+    subtitle: str,
+    x_label: str,
+) -> Figure:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    totals = [moment.total + allowance for moment, allowance in zip(moments, allowances, strict=True)]
+    unit, size = common_unit(max(totals))
+    figure = Figure(figsize=(max(7.5, 1.5 + 1.1 * len(labels)), 5.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _stack(axes, moments, allowances, size)
+    _mark(axes, totals, limit, size)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylabel(f"memory of one GPU at the peak ({unit})")
+    axes.set_xlabel(x_label)
+    heading = "\n".join((title, *textwrap.wrap(subtitle, _LINE_CHARACTERS)))
+    axes.set_title(heading, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.yaxis.grid(visible=True, color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    return figure
+
+
+def _stack(axes: Axes, moments: Sequence[Moment], allowances: Sequence[int], size: int) -> None:
+    places = range(len(moments))
+    width = _BAR_WIDTH * min(1.0, len(moments) / _FEWEST_PLACES)
+    base = [0.0] * len(moments)
+    for kind, name in PART_TITLES.items():
+        heights = [getattr(moment, kind) / size for moment in moments]
+        axes.bar(places, heights, width=width, bottom=base, color=_COLOURS[kind], label=name)
+        base = [low + height for low, height in zip(base, heights, strict=True)]
+    axes.bar(
+        places,
+        [allowance / size for allowance in allowances],
+        width=width,
+        bottom=base,
+        color="white",
+        edgecolor=_ALLOWANCE_COLOUR,
+        hatch="////",
+        linewidth=0,
+        label="allowance",
+    )
+
+
+def _mark(axes: Axes, totals: Sequence[int], limit: int | None, size: int) -> None:
+    """Write each total over its bar, in the limit's colour if it is too large; draw the limit."""
+    for place, total in enumerate(totals):
+        axes.annotate(
+            f"{total / size:,.1f}",
+            (place, total / size),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color="#333333" if limit is None or total <= limit else _LIMIT_COLOUR,
+        )
+    top = max(totals)
+    if limit is not None:
+        label = f"limit, {format_bytes(limit)}"
+        axes.axhline(limit / size, color=_LIMIT_COLOUR, linestyle="--", linewidth=1.2, label=label)
+        top = max(top, limit)
+    axes.set_ylim(0, 1.1 * top / size)
+
+
+def _value_label(field: str, value: Any) -> str:
+    if field.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _unit_of_field(field: str) -> str:
+    return {"seq_length": " (tokens)", "batch_size": " (sequences)", "stream_bytes": ""}.get(field, "")

@@ -1,0 +1,263 @@
+"""`--fit`: the least costly settings under which a run fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from slivertune.planning.byte_text import format_bytes
+from slivertune.planning.moves import Move
+from slivertune.planning.need import Limits, Need
+from slivertune.planning.request import PlanRequest
+
+NeedOf = Callable[[PlanRequest], Need]
+"""Plans a request; costs seconds."""
+Tell = Callable[[str], None]
+"""Shows progress."""
+
+_START_PRECISION = {"hift": "mixed_hi", "dense": "mixed", "sft": "bf16", "lora": "bf16"}
+"""Where nothing is said: what `slivertune train --bf16` does for each method."""
+
+
+class DoesNotFitError(ValueError):
+    """Nothing that may be changed makes the run fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A setting that a search changed."""
+
+    title: str
+    """What it does."""
+    cost: str
+    """What it costs."""
+    changes: dict[str, tuple[Any, Any]]
+    """Fields of the request, before and after."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What a search came to."""
+
+    start: Need
+    """What the run takes as it was asked for."""
+    need: Need
+    """What it takes as it was changed; it fits."""
+    steps: tuple[Step, ...]
+    """What was changed for it, the cheapest first; what proved needless in the end is not among them."""
+    skipped: tuple[tuple[str, str], ...]
+    """What was looked at and not changed, and why."""
+    num_plans: int
+    """Plans that were made."""
+
+
+def start_of_search(given: dict[str, Any]) -> PlanRequest:
+    """The run from which a search sets out: what the user set, and bf16 arithmetic where they left it open.
+
+    Args:
+        given: Fields of `PlanRequest` that the user set.
+
+    Raises:
+        ValueError: If these contradict each other.
+    """
+    method = given.get("method", PlanRequest().method)
+    # What the method can't be is PlanRequest's to say.
+    return PlanRequest(**{"precision": _START_PRECISION.get(method, "fp32"), **given})
+
+
+def search(
+    start: PlanRequest,
+    moves: Sequence[Move],
+    limits: Limits,
+    need_of: NeedOf,
+    *,
+    fixed: Collection[str] = (),
+    tell: Tell = lambda line: None,
+) -> Found:
+    """Change settings in the order of their cost until the run fits; then take back what proved needless.
+
+    Args:
+        start: Where from.
+        moves: What may be changed, the cheapest first.
+        limits: What there is.
+        need_of: Plans a request.
+        fixed: Fields that stay as they are.
+        tell: Told of each plan.
+
+    Returns:
+        The settings found.
+
+    Raises:
+        DoesNotFitError: If none are; says the least that would fit.
+        ValueError: If the run can't be planned at all.
+    """
+    return _Search(moves, limits, need_of, fixed, tell).run(start)
+
+
+class _Search:
+    def __init__(
+        self, moves: Sequence[Move], limits: Limits, need_of: NeedOf, fixed: Collection[str], tell: Tell
+    ) -> None:
+        self._moves = moves
+        self._limits = limits
+        self._need_of = need_of
+        self._fixed = frozenset(fixed)
+        self._tell = tell
+        self._needs: dict[PlanRequest, Need] = {}
+        self._reasons: dict[int, str] = {}
+
+    def run(self, start: PlanRequest) -> Found:
+        need = as_asked = self._plan(start)
+        taken: list[tuple[Move, Need, Need]] = []
+        remaining = list(self._moves)
+        while not need.fits(self._limits):
+            move = self._next(remaining, need)
+            if move is None:
+                raise DoesNotFitError(self._complaint(start, need))
+            remaining.remove(move)
+            better = self._take(move, need)
+            if better is not None:
+                taken.append((move, need, better))
+                need = better
+        need, steps = self._take_back(need, taken)
+        return Found(
+            start=as_asked, need=need, steps=tuple(steps), skipped=self._skipped(steps), num_plans=len(self._needs)
+        )
+
+    def _plan(self, request: PlanRequest) -> Need:
+        if request not in self._needs:
+            self._needs[request] = self._need_of(request)
+            need = self._needs[request]
+            verdict = "fits" if need.fits(self._limits) else "does not fit"
+            self._tell(f"plan {len(self._needs)}: {format_bytes(need.device_bytes)} with the allowance, {verdict}")
+        return self._needs[request]
+
+    def _next(self, remaining: Sequence[Move], need: Need) -> Move | None:
+        """The cheapest move that can help; where the weights alone do not fit, of those that make them smaller."""
+        able = []
+        for move in remaining:
+            reason = self._reason_against(move, need)
+            if reason is None:
+                able.append(move)
+            else:
+                self._reasons[id(move)] = reason
+        if self._weights_alone_are_too_large(need):
+            weights_first = [move for move in able if move.shrinks_weights]
+            able = weights_first or able
+        return able[0] if able else None
+
+    def _reason_against(self, move: Move, need: Need) -> str | None:
+        set_by_user = [name for name in move.fields if name in self._fixed]
+        if not move.options(need.plan.request):
+            return ""
+        if set_by_user:
+            return f"--{set_by_user[0]} was set"
+        return move.cannot_help(need, self._limits)
+
+    def _weights_alone_are_too_large(self, need: Need) -> bool:
+        request = need.plan.request
+        fixed_bytes = need.allowance.total - need.allowance.fragmentation
+        return not request.offload_parameters and need.plan.peak.parameters + fixed_bytes > self._limits.device_bytes
+
+    def _take(self, move: Move, need: Need) -> Need | None:
+        """The cheapest value of a move that fits, or that which needs least; None if it gains nothing."""
+        options = move.options(need.plan.request)
+        try:
+            least = self._plan(options[-1])
+        except (ValueError, ImportError) as error:
+            self._reasons[id(move)] = f"can't be planned: {' '.join(str(error).split())}"
+            return None
+        if self._missing(least) >= self._missing(need):
+            self._reasons[id(move)] = "it was planned, and gained nothing"
+            return None
+        return self._cheapest_fitting(options) if least.fits(self._limits) else least
+
+    def _cheapest_fitting(self, options: Sequence[PlanRequest]) -> Need:
+        """The first of the options that fits; the last does, and each needs no more than those before it."""
+        low, high = 0, len(options) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self._plan(options[middle]).fits(self._limits):
+                high = middle
+            else:
+                low = middle + 1
+        return self._plan(options[high])
+
+    def _missing(self, need: Need) -> int:
+        return need.missing_device_bytes(self._limits) + need.missing_host_bytes(self._limits)
+
+    def _take_back(self, need: Need, taken: Sequence[tuple[Move, Need, Need]]) -> tuple[Need, list[Step]]:
+        """Undo what a later, costlier move made needless, the costliest first."""
+        kept: list[tuple[Move, Need, Need]] = list(taken)
+        for entry in sorted(taken[:-1], key=lambda entry: self._moves.index(entry[0]), reverse=True):
+            move, before, _ = entry
+            names = list(_changes(before.plan.request, entry[2].plan.request))
+            now = need.plan.request
+            values = (before.plan.request, *move.options(before.plan.request))
+            options = [_with_fields(now, value, names) for value in values]
+            # What needs more than the present value: the present one fits, and so does all that follows it.
+            options = options[: options.index(now) + 1] if now in options else [options[0], now]
+            need = self._cheapest_fitting(options)
+            if need.plan.request == options[0]:
+                kept.remove(entry)
+                self._reasons[id(move)] = "needless after a costlier setting that had to be changed"
+        return need, self._steps(kept, need)
+
+    def _steps(self, kept: Sequence[tuple[Move, Need, Need]], final: Need) -> list[Step]:
+        """Each changed field once, at the costliest move that changed it, with its first and its final value."""
+        steps: list[Step] = []
+        ordered = sorted(kept, key=lambda entry: self._moves.index(entry[0]))
+        first: dict[str, Any] = {}
+        changed = [_changes(before.plan.request, after.plan.request) for _, before, after in ordered]
+        for names in changed:
+            first = {**{name: old for name, (old, _) in names.items()}, **first}
+        for number, (move, _, _) in enumerate(ordered):
+            later = {name for names in changed[number + 1 :] for name in names}
+            changes = {
+                name: (first[name], getattr(final.plan.request, name)) for name in changed[number] if name not in later
+            }
+            if changes:
+                steps.append(Step(title=move.title, cost=move.cost, changes=changes))
+        return steps
+
+    def _skipped(self, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
+        done = {step.title for step in steps}
+        reasons = ((move.title, self._reasons.get(id(move), "")) for move in self._moves if move.title not in done)
+        return tuple((title, reason) for title, reason in reasons if reason)
+
+    def _complaint(self, start: PlanRequest, need: Need) -> str:
+        least = min(self._needs.values(), key=lambda each: (self._missing(each), each.device_bytes))
+        changed = ", ".join(f"--{name} {_typed(new)}" for name, (_, new) in _changes(start, least.plan.request).items())
+        parts = f"{format_bytes(least.plan.peak_bytes)} at the peak, {format_bytes(least.allowance.total)} of allowance"
+        text = (
+            f"nothing that may be changed makes this fit {format_bytes(self._limits.device_bytes)}; the smallest GPU "
+            f"that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: {parts})"
+        )
+        if self._limits.host_bytes is not None:
+            text += f", beside {format_bytes(least.host_bytes)} of host memory"
+        text += f", with {changed}" if changed else ", as asked"
+        in_the_way = {
+            name: None
+            for move in self._moves
+            if move.options(least.plan.request)
+            for name in move.fields
+            if name in self._fixed
+        }
+        if in_the_way:
+            text += f"; not changed, as you set it: {', '.join(f'--{name}' for name in in_the_way)}"
+        return text
+
+
+def _changes(old: PlanRequest, new: PlanRequest) -> dict[str, tuple[Any, Any]]:
+    """Fields that differ, with both values."""
+    pairs = {item.name: (getattr(old, item.name), getattr(new, item.name)) for item in fields(PlanRequest)}
+    return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
+
+
+def _with_fields(request: PlanRequest, source: PlanRequest, names: Sequence[str]) -> PlanRequest:
+    return replace(request, **{name: getattr(source, name) for name in names})
+
+
+def _typed(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

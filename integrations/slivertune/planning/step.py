@@ -1,0 +1,135 @@
+"""One real step under the ledger: the peak, when it came, and what each trained parameter's gradient took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slivertune.ledger import Census, Ledger, claim
+from slivertune.planning.fake import Answers
+from slivertune.planning.plan import Phase
+
+Forward = Callable[[], torch.Tensor]
+"""Runs the model on a batch and returns the loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPeak:
+    """The largest total of a step."""
+
+    census: Census
+    """Bytes alive at that moment."""
+    phase: Phase
+    """What the step did then."""
+    highest: Census
+    """Each kind's own largest value in the step."""
+    gradients: int
+    """Bytes of gradients alive when the backward was over."""
+    activations: int
+    """The largest residual until then."""
+    before_step: Census
+    """Bytes alive at the largest total until the update began."""
+    after: Census
+    """Bytes alive when the step was over."""
+
+
+def measure_step(
+    ledger: Ledger, forward: Forward, optimizer: torch.optim.Optimizer, *, num_backwards: int = 1
+) -> StepPeak:
+    """Run a forward, its backward and the update.
+
+    Args:
+        ledger: Counts; entered.
+        forward: The model's forward.
+        optimizer: Holds the parameters that train.
+        num_backwards: Forwards and backwards before the update; the third is like the second.
+
+    Returns:
+        The step's peak.
+    """
+    ledger.reset_peak()
+    rise = _Rise(ledger)
+    for _ in range(num_backwards):
+        loss = forward()
+        rise.note("forward")
+        with Answers():
+            loss.backward()
+        del loss
+        rise.note("backward")
+    gradients, activations = ledger.current().gradients, ledger.highest.residual
+    before_step = ledger.peak
+    with Answers():
+        optimizer.step()
+        optimizer.zero_grad()
+    claim_state(optimizer)
+    rise.note("step")
+    return StepPeak(
+        census=ledger.peak,
+        phase=rise.phase,
+        highest=ledger.highest,
+        gradients=gradients,
+        activations=activations,
+        before_step=before_step,
+        after=ledger.current(),
+    )
+
+
+class _Rise:
+    """Notes in which phase a ledger's peak, which only grows, got its height."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._height = -1
+        self.phase: Phase = "forward"
+
+    def note(self, phase: Phase) -> None:
+        """A phase is over."""
+        height = self._ledger.peak.device
+        if height > self._height:
+            self._height, self.phase = height, phase
+
+
+def claim_state(optimizer: torch.optim.Optimizer) -> None:
+    """Tell ledgers of the state of an optimizer that does not tell them itself."""
+    for values in optimizer.state.values():
+        for value in values.values() if isinstance(values, dict) else ():
+            if isinstance(value, torch.Tensor):
+                claim(value, "state")
+
+
+def largest_of(peaks: Iterable[StepPeak]) -> StepPeak:
+    """The step with the largest total on the device."""
+    return max(peaks, key=lambda peak: peak.census.device)
+
+
+class GradientMeter:
+    """Notes how large the gradient of each parameter was, the moment it was complete.
+
+    Args:
+        model: Its parameters are watched, those that train now or later.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._bytes: dict[int, int] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note)
+
+    def bytes_of(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Bytes of the gradients that these had when last seen, together."""
+        return sum(self._bytes.get(id(parameter), 0) for parameter in parameters)
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self._bytes[id(parameter)] = parameter.grad.nbytes
+
+
+@contextmanager
+def autocast_of(enabled: bool) -> Iterator[None]:
+    """Autocast to bf16, or nothing."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        yield

@@ -1,0 +1,106 @@
+"""What SFT puts on a model: hooks or layers on the trained tensors, and the holder of the deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from slivertune.sft.averaging import Averaging
+from slivertune.sft.config import PhiGradient
+from slivertune.sft.holder import HOLDER_NAME, DeltaHolder
+from slivertune.sft.linear import DeltaLayer
+from slivertune.sft.names import name_before
+from slivertune.sft.weight import SparseWeight
+
+
+class Attachment:
+    """Hooks, layers and holder, put on and taken off together.
+
+    Args:
+        model: The model.
+        weights: The trained tensors.
+        holder: Holds their deltas.
+        averaging: Is told of each gradient.
+        phi_gradient: How the layer form computes gradients.
+    """
+
+    layer_class = DeltaLayer
+    """Adds the deltas in the layer form; planning, whose 4-bit weights are sizes alone, takes another."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Sequence[SparseWeight],
+        holder: DeltaHolder,
+        averaging: Averaging,
+        phi_gradient: PhiGradient,
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._holder = holder
+        self._averaging = averaging
+        self._phi_gradient = phi_gradient
+        self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._is_on = False
+        self._handles: list[RemovableHandle] = []
+        self._layers: list[DeltaLayer] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model has it."""
+        return self._is_on
+
+    def put_on(self, *, with_holder: bool = True) -> None:
+        """Freeze the model, and see to each trained tensor's gradient.
+
+        Args:
+            with_holder: Whether the deltas are to be parameters of the model.
+        """
+        self._is_on = True
+        self._model.requires_grad_(False)
+        for at, weight in enumerate(self._weights):
+            if weight.merged:
+                weight.target.parameter.requires_grad_(True)
+                hook = self._taker(at, weight)
+                self._handles.append(weight.target.parameter.register_post_accumulate_grad_hook(hook))
+            else:
+                self._layers.append(self.layer_class(weight, at, self._averaging, self._phi_gradient))
+        if not self._averaging.exchange.is_alone:
+            self._handles += self._averaging.watch(self._model)
+        # On a layer, as a model that is a container would count it among its layers and call it.
+        if with_holder:
+            self._owner.add_module(HOLDER_NAME, self._holder)
+
+    def take_off(self) -> None:
+        """Leave the model without any of it, still frozen."""
+        for handle in self._handles:
+            handle.remove()
+        for layer in self._layers:
+            layer.remove()
+        self._handles, self._layers = [], []
+        if hasattr(self._owner, HOLDER_NAME):
+            delattr(self._owner, HOLDER_NAME)
+        self._is_on = False
+
+    def thaw(self) -> None:
+        """Let `requires_grad` be as it was before the first `put_on`."""
+        for name, parameter in self._model.named_parameters():
+            was_trainable = self._was_trainable.get(name_before(name, self._was_trainable))
+            parameter.requires_grad_(parameter.requires_grad if was_trainable is None else was_trainable)
+
+    @property
+    def _owner(self) -> nn.Module:
+        return self._weights[0].target.module
+
+    def _taker(self, at: int, weight: SparseWeight) -> Callable[[torch.Tensor], None]:
+        def take(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                serial = self._averaging.begin()
+                weight.take(parameter.grad)
+                self._averaging.show(at, parameter.grad.reshape(-1), 0, weight.indices, serial)
+                parameter.grad = None
+
+        return take

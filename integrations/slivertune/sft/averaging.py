@@ -1,0 +1,175 @@
+"""When the ranks' gradients become one: at the end of a backward, and in it while candidates are being chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from slivertune.sft.exchange import ALONE, NOWHERE, Exchange, Place
+from slivertune.sft.growth import GrowthEstimator
+from slivertune.sft.holder import DeltaHolder
+from slivertune.sft.weight import SparseWeight
+
+BUCKET_ELEMENTS = 2**24
+"""Elements that are averaged together, 64 MiB; bounds the temporary of an update's averages."""
+
+
+class Averaging:
+    """Averages the gradients of the deltas over the ranks, so that every rank does the same update and selection.
+
+    - At the end of the backward that is the last before an update: the deltas' gradients, and those of the growth
+      candidates, by one small all-reduce (or one for each 2^24 elements). What comes later, as clipping, sees means.
+    - In the backwards of an estimation phase's first update: the candidates. A tensor's dense gradient exists only in
+      its hook, so the ranks meet there: each names the largest entries of its own gradient, and the values of all ranks
+      at all these positions are averaged.
+
+    The ranks meet by the tensor's number, and where one has no gradient for it (an expert without a token), that rank
+    joins with zeros before it goes on; so they need not have the same tensors, nor in the same order.
+
+    Alone, all of this does nothing.
+
+    Args:
+        weights: The trained tensors.
+        holder: Counts updates.
+    """
+
+    def __init__(self, weights: Sequence[SparseWeight], holder: DeltaHolder) -> None:
+        self.exchange: Exchange = ALONE
+        self._weights = weights
+        self._holder = holder
+        self._waits_for_end = False
+        self._has_own = False
+
+    @property
+    def has_own(self) -> bool:
+        """Whether there are gradients that are this rank's alone."""
+        return self._has_own
+
+    def watch(self, model: nn.Module) -> list[RemovableHandle]:
+        """See backwards begin at the model's outputs.
+
+        The end of a backward can be waited for from inside it alone, and inside a reentrant checkpoint that is the end
+        of the checkpoint's own. Without this, averaging happens there, too often but rightly.
+        """
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            # A backward that raised has never come to its end.
+            self._waits_for_end = False
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            for leaf in _tensors(output):
+                if leaf.requires_grad:
+                    leaf.register_hook(lambda gradient: self._await_end())
+
+        return [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+
+    def begin(self) -> int:
+        """Note that a gradient arrives, and see to it that it is averaged.
+
+        Returns:
+            The number of the running update.
+
+        Raises:
+            RuntimeError: If other ranks train, and nothing averages.
+        """
+        if self.exchange.is_alone:
+            self.exchange.check()
+        else:
+            self._has_own = True
+            self._await_end()
+        return self._holder.begin()
+
+    def forget(self) -> None:
+        """The gradients were dropped."""
+        self._has_own = False
+
+    def show(self, at: int, gradient: torch.Tensor, start: int, active: torch.Tensor, serial: int) -> None:
+        """Show a part of a dense gradient to the tensor's growth estimators; it is only read.
+
+        Args:
+            at: The tensor's number.
+            gradient: Any floating dtype, shape (n,), contiguous; the parts of a gradient come in order.
+            start: Position of its first element in the flattened tensor.
+            active: int32, sorted: the tensor's trained positions.
+            serial: The running update.
+        """
+        is_end = start + gradient.numel() == self._weights[at].target.num_elements
+        for end, estimator in self._weights[at].estimators.items():
+            estimator.begin(serial)
+            if estimator.has_candidates:
+                estimator.feed(gradient, start, active)
+            else:
+                feed = partial(estimator.feed, gradient, start, active, self.exchange)
+                self._in_turn(Place(at, end, start, gradient.numel()), feed)
+                if is_end:
+                    estimator.end_backward()
+
+    def _in_turn(self, place: Place, act: Callable[[], None]) -> None:
+        while (first := self.exchange.earliest(place, self._weights[0].device)) != place:
+            self._join(first)
+        act()
+
+    def _join(self, place: Place) -> None:
+        weight = self._weights[place.weight]
+        estimator = weight.estimators[place.end]
+        weight.follow(weight.device)
+        estimator.begin(self._holder.begin())
+        estimator.join(place.start, place.length, weight.device, self.exchange)
+        if place.start + place.length == weight.target.num_elements:
+            estimator.end_backward()
+
+    def _await_end(self) -> None:
+        if self._waits_for_end or self.exchange.is_alone:
+            return
+        self._waits_for_end = True
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(self._end_backward)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._waits_for_end = False
+        if any(not estimator.has_candidates for estimator in self._estimators()):
+            self._in_turn(NOWHERE, lambda: None)
+        if self.exchange.is_last():
+            for bucket in _buckets(self._weights):
+                self._average(bucket)
+            self._has_own = False
+
+    def _estimators(self) -> Iterator[GrowthEstimator]:
+        for weight in self._weights:
+            yield from weight.estimators.values()
+
+    def _average(self, weights: Sequence[SparseWeight]) -> None:
+        """Average what some tensors gathered; where no rank has a gradient for a tensor, it stays without."""
+        is_present = torch.tensor([float(weight.phi.grad is not None) for weight in weights], device=weights[0].device)
+        gathered = [weight.gathered(self._holder.serial) for weight in weights]
+        self.exchange.mean_([is_present, *(tensor for tensors in gathered for tensor in tensors)])
+        for weight, tensors, share in zip(weights, gathered, is_present.tolist(), strict=True):
+            if share:
+                weight.accept(tensors, self._holder.begin())
+
+
+def _buckets(weights: Sequence[SparseWeight]) -> Iterator[list[SparseWeight]]:
+    bucket: list[SparseWeight] = []
+    size = 0
+    for weight in weights:
+        own = sum(weight.gathered_sizes())
+        if bucket and size + own > BUCKET_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(weight)
+        size += own
+    yield bucket
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in a model's output, whatever holds them."""
+    # Some models' outputs are plain objects that no tree knows.
+    leaves = tree_leaves(output if not hasattr(output, "__dict__") else [output, list(vars(output).values())])
+    return [leaf for leaf in {id(leaf): leaf for leaf in leaves}.values() if isinstance(leaf, torch.Tensor)]

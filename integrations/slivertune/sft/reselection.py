@@ -1,0 +1,113 @@
+"""Estimation phases and reselections of all tensors together (SFT, section 3.2; redistribution is not in the paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slivertune.sft.allotment import Contender, share_out
+from slivertune.sft.config import SFTConfig
+from slivertune.sft.growth import POOL_FACTOR, GrowthEstimator
+from slivertune.sft.holder import DeltaHolder
+from slivertune.sft.schedule import Schedule
+from slivertune.sft.selection import largest_of
+from slivertune.sft.weight import Proposal, SparseWeight
+
+
+class Reselection:
+    """Renews the choice of trained weights. What it does follows from the tensors' state alone, as on every rank.
+
+    Args:
+        weights: The trained tensors.
+        shares: Trained weights of each, at first.
+        schedule: When, and how many.
+        config: Settings.
+    """
+
+    estimator_class = GrowthEstimator
+    """Follows the candidates; planning, which has no values to choose by, takes another."""
+
+    def __init__(
+        self, weights: Sequence[SparseWeight], shares: Sequence[int], schedule: Schedule, config: SFTConfig
+    ) -> None:
+        self._weights = weights
+        self._shares = {weight.name: share for weight, share in zip(weights, shares, strict=True)}
+        self._schedule = schedule
+        self._config = config
+
+    def open_phases(self, updates: int) -> None:
+        """Give estimators to the tensors that will grow at the end of a phase that the next update belongs to.
+
+        Args:
+            updates: Finished ones (t).
+        """
+        upcoming = self._schedule.next_reselection(updates)
+        for end in self._schedule.open_phases(updates):
+            for weight in self._weights:
+                num_active, num_elements = weight.num_active, weight.target.num_elements
+                grows = num_active < num_elements and self._schedule.num_replaced(end, num_active) > 0
+                if not grows or end in weight.estimators:
+                    continue
+                num_spare = 0 if end == upcoming else self._schedule.most_replaced_later(num_active)
+                weight.estimators[end] = self.estimator_class(
+                    num_elements, num_active, num_spare=num_spare, packed=self._config.packed
+                )
+
+    def end_estimates(self, updates: int, holder: DeltaHolder) -> None:
+        """Count the running update's gradients in the phases that it belongs to.
+
+        Args:
+            updates: Those that are finished.
+            holder: Knows the running one, and what its gradients were multiplied by.
+        """
+        scale = holder.scale()
+        for end in self._schedule.open_phases(updates):
+            found = {each.name: each.estimators[end] for each in self._weights if end in each.estimators}
+            if self._config.redistribute:
+                self._share_candidates(found)
+            for estimator in found.values():
+                estimator.end_step(holder.serial, scale)
+
+    def _share_candidates(self, estimators: Mapping[str, GrowthEstimator]) -> None:
+        """After a phase's first update: as many candidates as ever, but from the tensors with the largest gradients."""
+        pools = {name: each.pool_magnitudes() for name, each in estimators.items()}
+        filled = {name: pool for name, pool in pools.items() if pool is not None}
+        if not filled:
+            return
+        contenders = [Contender(scores=pool, num_kept=0, share=self._shares[name]) for name, pool in filled.items()]
+        total = sum(estimators[name].num_candidates for name in filled)
+        for name, count in zip(filled, share_out(contenders, total), strict=True):
+            estimators[name].num_candidates = count
+
+    def reselect(self, updates: int, options: Mapping[str, Any]) -> None:
+        """Drop and grow weights of every tensor (SFT, section 3.2).
+
+        Args:
+            updates: t, a time of reselection.
+            options: Those of the param group.
+        """
+        proposals: list[tuple[SparseWeight, Proposal]] = []
+        for weight in self._weights:
+            num_replaced = self._schedule.num_replaced(updates, weight.num_active)
+            breadth = POOL_FACTOR if self._config.redistribute else 1
+            proposal = weight.propose(updates, num_replaced, breadth) if num_replaced else None
+            weight.estimators.pop(updates, None)
+            if proposal is not None:
+                proposals.append((weight, proposal))
+        for (weight, proposal), count in zip(proposals, self._num_grown(proposals), strict=True):
+            grown = largest_of(proposal.scores, count)
+            weight.replace(proposal.dropped, grown, proposal, options)
+
+    def _num_grown(self, proposals: list[tuple[SparseWeight, Proposal]]) -> list[int]:
+        dropped = [int(proposal.dropped.sum()) for _, proposal in proposals]
+        if not self._config.redistribute or not proposals:
+            return dropped
+        contenders = [
+            Contender(
+                scores=proposal.scores,
+                num_kept=weight.num_active - int(proposal.dropped.sum()),
+                share=self._shares[weight.name],
+            )
+            for weight, proposal in proposals
+        ]
+        return share_out(contenders, sum(dropped))

@@ -1,0 +1,50 @@
+"""What `slivertune train` sees to under each layout, beside what `slivertune.attach` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+
+from slivertune.parallel.layout import Layout, layout_of
+
+
+def settle_layout(trainer: Trainer) -> Layout:
+    """Name a Trainer's layout, and let ZeRO-3 gather the weights when a model is saved.
+
+    Args:
+        trainer: Has not trained yet.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: If nothing can be trained under it.
+    """
+    layout = layout_of(trainer.accelerator)
+    if layout == "zero3":
+        plugin: Any = trainer.accelerator.state.deepspeed_plugin
+        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return layout
+
+
+def save_whole_model(trainer: Trainer, folder: Path) -> None:
+    """Save the model as a plain checkpoint, whatever it is sharded into. All processes call it, and the first writes.
+
+    Args:
+        trainer: Has trained.
+        folder: Where to; the same on all processes.
+    """
+    if layout_of(trainer.accelerator) != "fsdp2":
+        trainer.save_model(str(folder))
+        return
+    # The Trainer would write what each rank holds, unless it was told otherwise before it began.
+    model: Any = trainer.model
+    gathered = trainer.accelerator.get_state_dict(model)
+    if trainer.args.should_save:
+        # On CPUs gathered tensors may still be on their way, which a copy waits for.
+        whole = {name: value.clone() for name, value in gathered.items()}
+        trainer.accelerator.unwrap_model(model).save_pretrained(folder, state_dict=whole)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)

@@ -1,0 +1,192 @@
+"""The processes of one run: what the first decides for all, who waits for whom, and which of them speaks.
+
+They talk through the store that their launcher's addresses lead to, and so before torch.distributed has begun, without
+a timeout that a long preparation could run into.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+_Value = TypeVar("_Value")
+
+_POLL_S = 0.05
+_JOIN_TIMEOUT = timedelta(minutes=10)
+"""How long a process waits for the others to start."""
+_PATIENCE_S = 5.0
+"""How long a failing process waits for the first to say the same."""
+_START_PATIENCE_S = 120.0
+"""The same before training, where all processes meet the same errors, but one may be far behind."""
+_NUM_SHOWN = 4
+
+
+class SilentError(Exception):
+    """Another process has failed, and says why."""
+
+
+class Peers:
+    """This process among those of a run.
+
+    Args:
+        rank: Its number.
+        world_size: How many there are.
+        local_rank: Its number on its machine.
+        store: Seen by all of them; None where it is alone.
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, local_rank: int = 0, store: Any = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._local_rank = local_rank
+        self._store = store
+        self._stage = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks, decides and writes."""
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """What to call it in an error: nothing where it is alone."""
+        return "" if self.world_size == 1 else f" on rank {self.rank}"
+
+    def agree_on(self, name: str, value: Any) -> None:
+        """Compare what all processes must share.
+
+        Args:
+            name: What it is.
+            value: Compared by `==`.
+
+        Raises:
+            ValueError: On every process, with the values that differ from the first one's.
+        """
+        if self._store is None:
+            return
+        self._put(f"{name}/{self.rank}", value)
+        values = [self._wait_for(f"{name}/{rank}") for rank in range(self.world_size)]
+        others = [f"rank {rank} {each!r}" for rank, each in enumerate(values) if each != values[0]]
+        if others:
+            shown = ", ".join(others if len(others) <= _NUM_SHOWN else [*others[:_NUM_SHOWN], "..."])
+            raise ValueError(f"the processes were given different {name}: rank 0 {values[0]!r}, {shown}")
+
+    def decide(self, name: str, choose: Callable[[], _Value]) -> _Value:
+        """Let the first process choose for all.
+
+        Args:
+            name: What is chosen; used once in a run.
+            choose: Called by the first process alone; its result can be pickled.
+
+        Raises:
+            SilentError: On the others, if it failed there.
+        """
+        chosen: _Value = self._lead(name, choose, lambda value: value) if self.is_first else self._follow(name)
+        return chosen
+
+    def first_here(self, name: str, do: Callable[[], _Value]) -> _Value:
+        """Let one process of each machine do something that leaves files behind, and then all others.
+
+        Args:
+            name: What is done; used once in a run.
+            do: Called by all.
+
+        Raises:
+            SilentError: On those that wait, if it failed.
+        """
+        place = f"{name} on {socket.gethostname()}"
+        if self._local_rank > 0:
+            self._follow(place)
+            return do()
+        return self._lead(place, do, lambda value: None)
+
+    def reach(self, stage: int) -> None:
+        """Note that this process has come so far: 1, its arguments hold together; 2, it is ready to train.
+
+        Args:
+            stage: The number.
+        """
+        self._stage = stage
+        if self._store is not None and self.is_first:
+            self._put(f"stage/{stage}", True)
+
+    def speaks(self, text: str) -> bool:
+        """Whether this process is the one to say how it failed; call it once, and then `has_spoken`.
+
+        The first one always is. Another waits whether the first says the same.
+
+        Args:
+            text: What went wrong.
+        """
+        if self._store is None or self.is_first:
+            return True
+        patience = _START_PATIENCE_S if self._stage < 2 else _PATIENCE_S
+        deadline = time.monotonic() + patience
+        try:
+            while time.monotonic() < deadline:
+                if self._store.check(["spoken"]):
+                    return bool(pickle.loads(self._store.get("spoken")) != text)
+                if self._store.check([f"stage/{self._stage + 1}"]):
+                    return True
+                time.sleep(_POLL_S)
+        except RuntimeError:
+            # The store has ended with its process.
+            return True
+        return True
+
+    def await_word(self) -> None:
+        """Wait until the first process has said what went wrong: launchers end all others when one has ended."""
+        if not self.is_first:
+            self.speaks("")
+
+    def has_spoken(self, text: str) -> None:
+        """Tell the others what was said, and give them a moment to hear it before this process ends."""
+        if self._store is not None and self.is_first:
+            self._put("spoken", text)
+            time.sleep(1.0)
+
+    def _lead(self, name: str, do: Callable[[], _Value], shared: Callable[[_Value], Any]) -> _Value:
+        try:
+            value = do()
+        except BaseException:
+            self._put(name, (False, None))
+            raise
+        self._put(name, (True, shared(value)))
+        return value
+
+    def _follow(self, name: str) -> Any:
+        has_succeeded, value = self._wait_for(name)
+        if not has_succeeded:
+            raise SilentError(f"another process failed in: {name}")
+        return value
+
+    def _put(self, name: str, value: Any) -> None:
+        if self._store is not None:
+            self._store.set(name, pickle.dumps(value))
+
+    def _wait_for(self, name: str) -> Any:
+        while not self._store.check([name]):
+            time.sleep(_POLL_S)
+        return pickle.loads(self._store.get(name))
+
+
+def join_peers() -> Peers:
+    """Find the other processes of this run, where a launcher has started several.
+
+    Returns:
+        This process among them.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return Peers()
+    rank = int(os.environ["RANK"])
+    store, _, _ = next(rendezvous("env://", rank, world_size, timeout=_JOIN_TIMEOUT))
+    return Peers(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), PrefixStore("slivertune", store))

@@ -1,0 +1,434 @@
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from slivertune import (
+    SFT,
+    HiFT,
+    HiFTConfig,
+    SFTConfig,
+    TokenTune,
+    attach_chunked_cross_entropy,
+    why_not_chunked,
+)
+from slivertune.chunked_loss.handle import ChunkedLossError
+from tests.helpers.architectures import (
+    BART,
+    BLOOM,
+    DECODER,
+    ENCODER,
+    GPT2,
+    OPT,
+    SIZES,
+    llama,
+    lora_llama,
+)
+from tests.helpers.models import tiny_llama, token_batches, twin, weights
+
+hf: Any = transformers
+SMALL = 600
+"""Bytes of a chunk: several chunks of rows and of classes in the tiny models."""
+SCALED = {name: value for name, value in DECODER.items() if name != "head_dim"}
+
+
+def mamba() -> nn.Module:
+    config = hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)
+    model: nn.Module = hf.MambaForCausalLM(config)
+    return model
+
+
+SERVED: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "llama, tied": lambda: llama(tie_word_embeddings=True),
+    "llama, bf16": lambda: llama().to(torch.bfloat16),
+    "mixtral with its routers' loss": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**DECODER, num_local_experts=2, output_router_logits=True)
+    ),
+    "gemma2 without a cap": lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**DECODER, final_logit_softcapping=None)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)),
+    "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(**OPT, word_embed_proj_dim=16)),
+    "falcon": lambda: hf.FalconForCausalLM(hf.FalconConfig(**SIZES)),
+    "bloom": lambda: hf.BloomForCausalLM(hf.BloomConfig(**BLOOM)),
+    "neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**ENCODER)),
+    "mamba, which widens its logits": mamba,
+    "mamba, bf16": lambda: mamba().to(torch.bfloat16),
+}
+NOT_SERVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "gemma2": (lambda: hf.Gemma2ForCausalLM(hf.Gemma2Config(**DECODER)), "changes its head's output"),
+    "cohere": (lambda: hf.CohereForCausalLM(hf.CohereConfig(**SCALED, eos_token_id=1)), "changes its head's output"),
+    "granite": (
+        lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**SCALED, logits_scaling=3.0)),
+        "changes its head's output",
+    ),
+    "bart": (
+        lambda: hf.BartForCausalLM(hf.BartConfig(**{**BART, "decoder_layers": 2})),
+        "does not compute its loss by model.loss_function",
+    ),
+    "bert": (lambda: hf.BertForMaskedLM(hf.BertConfig(**ENCODER)), "its loss function is 'ForMaskedLMLoss'"),
+    "a classifier": (
+        lambda: hf.LlamaForSequenceClassification(hf.LlamaConfig(**DECODER)),
+        "its head is none, not a plain linear layer",
+    ),
+    "a head with an adapter": (lora_llama, "its head is ModulesToSaveWrapper, not a plain linear layer"),
+    "no transformers model": (lambda: nn.Linear(2, 2), "Linear holds no transformers model"),
+}
+
+
+def made(build: Callable[[], nn.Module]) -> Any:
+    """A model in training, without dropout, which would differ from one forward to the next."""
+    torch.manual_seed(0)
+    model = build().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for module in model.modules():
+        for name in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(1, 25).reshape(2, 12)
+    labels = ids.clone()
+    labels[0, 3:5] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(model: Any, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
+    """Loss, gradients and output of one training forward."""
+    model.zero_grad()
+    output = model(**{**batch(), **more})
+    output.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return output.loss.detach(), found, output
+
+
+def assert_same_step(one: Any, other: Any, tolerance: float = 1e-5) -> None:
+    """Loss and gradients agree; `tolerance` is relative to each gradient's norm."""
+    torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=0)
+    assert one[1].keys() == other[1].keys()
+    for name, gradient in one[1].items():
+        distance = float((gradient.double() - other[1][name].double()).norm())
+        # Biases of keys have a gradient of zero but for rounding.
+        assert distance <= tolerance * float(other[1][name].double().norm()) + 1e-8, name
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All that a handle could leave behind."""
+    found = {}
+    for path, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_modules", "_buffers")}
+        found[path] = {key: dict(value) if isinstance(value, dict) else value for key, value in own.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_loss_and_gradients_are_those_of_the_plain_model(name: str) -> None:
+    model = made(SERVED[name])
+    assert why_not_chunked(model) is None
+    # bf16 gradients round at other places in rows that the kernel sums in another order: 2^-8 and a little.
+    tolerance = 1e-2 if "bf16" in name else 1e-5
+    for more in ({}, {"num_items_in_batch": torch.tensor(31)}):
+        expected = step(model, **more)
+        with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+            found = step(model, **more)
+        assert found[2].logits.shape == (2, 12, 0)
+        assert_same_step(found, expected, tolerance)
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_a_model_that_cant_be_served_is_told_apart_beforehand(name: str) -> None:
+    build, reason = NOT_SERVED[name]
+    model = made(build)
+    before, rng = state_of(model), torch.random.get_rng_state()
+    found = why_not_chunked(model)
+    assert found is not None and reason in found
+    assert state_of(model) == before and torch.equal(torch.random.get_rng_state(), rng)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "cohere", "granite"])
+def test_a_loss_that_would_be_wrong_is_an_error(name: str) -> None:
+    model = made(NOT_SERVED[name][0])
+    expected = step(model)
+    handle = attach_chunked_cross_entropy(model)
+    with pytest.raises(ChunkedLossError, match=r"changes its head's output .*remove\(\) the handle"):
+        model(**batch())
+    handle.remove()
+    assert_same_step(step(model), expected, 0.0)
+
+
+@pytest.mark.parametrize("name", ["bert", "a classifier", "a head with an adapter", "no transformers model"])
+def test_other_heads_and_losses_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"can't be chunked: its (head|loss)|holds no transformers model"):
+        attach_chunked_cross_entropy(made(NOT_SERVED[name][0]))
+
+
+def test_the_model_is_as_before_when_the_handle_is_gone() -> None:
+    model = made(llama)
+    before = state_of(model)
+    handle = attach_chunked_cross_entropy(model)
+    assert state_of(model) != before
+    handle.remove()
+    assert state_of(model) == before
+    handle.remove()
+    with pytest.raises(KeyError), attach_chunked_cross_entropy(model):
+        raise KeyError
+    assert state_of(model) == before
+    attach_chunked_cross_entropy(model).remove()
+
+
+def test_only_training_with_labels_is_changed() -> None:
+    model = made(llama)
+    ids = {"input_ids": batch()["input_ids"]}
+
+    def answers() -> list[torch.Tensor]:
+        found = [model.train()(**ids).logits]
+        with torch.no_grad():
+            found += [model(**batch()).logits, model.eval()(**batch()).logits, model(**batch()).loss]
+        found += [model(**batch()).logits, model.generate(**ids, max_new_tokens=3, do_sample=False, pad_token_id=0)]
+        found.append(model.lm_head(torch.ones(1, 16)))
+        return found
+
+    expected = answers()
+    with attach_chunked_cross_entropy(model):
+        for one, other in zip(answers(), expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_evaluation_is_chunked_where_that_is_asked_for() -> None:
+    model = made(llama).eval()
+    expected = model(**batch())
+    with attach_chunked_cross_entropy(model, evaluation=True, chunk_bytes=SMALL), torch.no_grad():
+        found = model(**batch())
+        assert torch.equal(model(batch()["input_ids"]).logits, expected.logits)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    assert found.logits.shape == (2, 12, 0)
+
+
+def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
+    model = made(llama)
+    shifted = batch()["labels"].roll(-1, 1)
+    expected = step(model, shift_labels=shifted)
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        assert_same_step(step(model, shift_labels=shifted), expected)
+    assert not torch.equal(expected[0], step(model)[0])
+
+
+def test_labels_may_be_given_by_position_and_outputs_be_a_tuple() -> None:
+    model = made(llama)
+    arguments = (batch()["input_ids"], None, None, None, None, batch()["labels"])
+    expected = model(*arguments).loss
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        loss, logits = model(*arguments, return_dict=False)[:2]
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert logits.shape == (2, 12, 0)
+
+
+def test_one_model_has_one_handle() -> None:
+    model = made(llama)
+    with attach_chunked_cross_entropy(model), pytest.raises(RuntimeError, match="in chunks already"):
+        attach_chunked_cross_entropy(model)
+
+
+def test_a_loss_of_the_users_own_is_refused() -> None:
+    model = made(llama)
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
+    reason = why_not_chunked(model)
+    assert reason is not None and "its loss function is '<lambda>'" in reason
+
+
+def test_a_head_that_is_wrapped_later_is_found_out() -> None:
+    model = made(llama)
+    handle = attach_chunked_cross_entropy(model)
+    model.lm_head.forward = lambda hidden: nn.functional.linear(hidden, 2 * model.lm_head.weight)
+    with pytest.raises(ChunkedLossError, match="forward was replaced after the handle was attached"):
+        model(**batch())
+    handle.remove()
+    assert model(**batch()).logits.shape == (2, 12, 32)
+
+
+def test_a_forward_that_failed_leaves_the_head_as_it_is() -> None:
+    model = made(llama)
+    expected = model.lm_head(torch.ones(1, 16))
+    with attach_chunked_cross_entropy(model):
+        with pytest.raises(IndexError):
+            model(input_ids=torch.tensor([[99]]), labels=torch.tensor([[1]]))
+        assert torch.equal(model.lm_head(torch.ones(1, 16)), expected)
+
+
+def test_a_copy_of_the_model_has_no_handle() -> None:
+    model = made(llama)
+    expected = step(model)
+    with attach_chunked_cross_entropy(model):
+        other = copy.deepcopy(model)
+        found = step(other)
+        assert found[2].logits.shape == (2, 12, 32)
+        assert_same_step(found, expected, 0.0)
+    with TokenTune(ratio=0.5).attach(model), attach_chunked_cross_entropy(model):
+        other = copy.deepcopy(model)
+        assert other.loss_function is ForCausalLMLoss, "a copy must not hold the handle of its original"
+        assert_same_step(step(other), expected, 0.0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_nothing(reentrant: bool) -> None:
+    model = made(llama)
+    expected = step(model)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        assert_same_step(step(model), expected)
+
+
+def test_micro_batches_add_up() -> None:
+    model = made(llama)
+    num_items = (batch()["labels"][:, 1:] != -100).sum()
+    expected = step(model)[1]
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        for row in range(2):
+            part = {name: value[row : row + 1] for name, value in batch().items()}
+            model(**part, num_items_in_batch=num_items).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-7)
+
+
+def test_autocast_is_followed() -> None:
+    model = made(llama)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(**batch()).loss
+        with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+            found = model(**batch()).loss
+    # Scores are rounded to bf16 at the same place.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+    assert not torch.equal(found, model(**batch()).loss)
+
+
+def test_the_weight_is_read_inside_the_heads_own_forward() -> None:
+    # As engines do that gather a weight before a module's forward and let go of it afterwards.
+    model = made(llama)
+    model.lm_head.weight.requires_grad_(False)
+    expected = step(model)
+    whole = model.lm_head.weight.data
+    model.lm_head.weight.data = torch.zeros_like(whole)
+
+    def gather(module: Any, args: Any) -> None:
+        module.weight.data = whole
+
+    def release(module: Any, args: Any, output: Any) -> None:
+        module.weight.data = torch.zeros_like(whole)
+
+    model.lm_head.register_forward_pre_hook(gather)
+    model.lm_head.register_forward_hook(release)
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        assert_same_step(step(model), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("order", ["bottom2up", "top2down"])
+def test_hift_trains_the_same_with_the_head_active_and_frozen(order: Any, tied: bool) -> None:
+    start = tiny_llama(tied=tied)
+    models = []
+    for chunked in (False, True):
+        model = twin(start)
+        handle = attach_chunked_cross_entropy(model, chunk_bytes=SMALL) if chunked else None
+        optimizer = HiFT(model, torch.optim.SGD, lr=0.1, config=HiFTConfig(order=order))
+        for one in token_batches(2 * optimizer.num_groups):
+            model(**one).loss.backward()
+            head = model.get_output_embeddings().weight  # type: ignore[operator]
+            assert (head.grad is not None) is bool(head.requires_grad)
+            optimizer.step()
+        if handle is not None:
+            handle.remove()
+        models.append(weights(model))
+    for name, value in models[0].items():
+        # SGD keeps errors as small as the gradients' own.
+        torch.testing.assert_close(models[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_sft_takes_the_heads_active_entries_out_of_its_gradient() -> None:
+    start = tiny_llama()
+    deltas = []
+    for chunked in (False, True):
+        model = twin(start)
+        handle = attach_chunked_cross_entropy(model, chunk_bytes=SMALL) if chunked else None
+        config = SFTConfig(
+            density=0.1, form="optimizer", targets=["lm_head", "q_proj"], selection="momentum", reselection_interval=3
+        )
+        optimizer = SFT(model, config=config, lr=1e-2, total_steps=8)
+        for one in token_batches(8):
+            model(**one).loss.backward()
+            optimizer.step()
+        if handle is not None:
+            handle.remove()
+        deltas.append(optimizer.deltas())
+    assert "lm_head.weight" in deltas[0]
+    for name, delta in deltas[0].items():
+        assert torch.equal(deltas[1][name].indices, delta.indices)
+        torch.testing.assert_close(deltas[1][name].values, delta.values, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("four_bit", [False, True])
+def test_adapters_under_a_plain_head(four_bit: bool) -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_llama()
+    if four_bit:
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            old = layer.self_attn.q_proj
+            new = bitsandbytes.nn.Linear4bit(old.in_features, old.out_features, bias=False, quant_type="nf4")
+            new.load_state_dict({"weight": old.weight.data})
+            layer.self_attn.q_proj = new.to("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.train()
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    expected = step(adapted)
+    assert why_not_chunked(adapted) is None
+    with attach_chunked_cross_entropy(adapted, chunk_bytes=SMALL):
+        found = step(adapted)
+    assert found[2].logits.shape == (2, 12, 0)
+    assert_same_step(found, expected)
+
+
+@pytest.mark.parametrize("num_items", [None, torch.tensor(40)], ids=["mean", "num_items"])
+@pytest.mark.parametrize("chunked_first", [False, True])
+@pytest.mark.parametrize("removed_first", ["tokens", "chunks"])
+def test_tokentune_scores_its_selected_rows_in_chunks(
+    removed_first: str, chunked_first: bool, num_items: torch.Tensor | None
+) -> None:
+    model = made(llama)
+    dense = step(model)
+    before = state_of(model)
+    with TokenTune(ratio=0.4, seed=3).attach(model):
+        expected = step(model, num_items_in_batch=num_items)
+    assert not torch.equal(expected[0], dense[0])
+    handles = {}
+    for name in ("chunks", "tokens") if chunked_first else ("tokens", "chunks"):
+        if name == "tokens":
+            handles[name] = TokenTune(ratio=0.4, seed=3).attach(model)
+        else:
+            handles[name] = attach_chunked_cross_entropy(model, chunk_bytes=SMALL)
+    found = step(model, num_items_in_batch=num_items)
+    assert found[2].logits.shape == (2, 5, 0)
+    assert_same_step(found, expected)
+    handles.pop(removed_first).remove()
+    if removed_first == "tokens":
+        assert_same_step(step(model), dense)
+    else:
+        assert step(model)[2].logits.shape == (2, 5, 32)
+    handles.popitem()[1].remove()
+    assert state_of(model) == before
+    assert_same_step(step(model), dense, 0.0)

@@ -1,0 +1,128 @@
+"""Starts a script under a launch preset, `torchrun` or `deepspeed`, on CPUs, and reads what each rank reported.
+
+A preset is launched as it stands. The command line lowers the number of its processes to what two cores bear, and the
+environment takes the GPUs away; nothing else is overridden, so that what the preset says decides what the script sees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+import slivertune
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+MAX_PROCESSES = 2
+Report = dict[str, Any]
+
+
+class LaunchError(AssertionError):
+    """A launched command failed, hung, or left ranks without a report."""
+
+
+def environment(programs: Path | None = None, **variables: str) -> dict[str, str]:
+    """The environment of a launched command: this interpreter's programs and packages, CPUs alone, one thread each."""
+    first = [] if programs is None else [str(programs)]
+    source_root = Path(slivertune.__file__).resolve().parents[1]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+    return {
+        **inherited,
+        "PATH": os.pathsep.join([*first, str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join([str(source_root), str(CHECKOUT)]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+
+
+def launch_preset(preset: Path, script: Sequence[str], folder: Path, *, options: Sequence[str] = ()) -> list[Report]:
+    """Launch a script under a preset with at most two processes.
+
+    Args:
+        preset: The preset's YAML file.
+        script: The script and its arguments; it reports with `report`.
+        folder: Working folder, in which nothing but the reports lie.
+        options: For `accelerate launch`, after those that lower the number of processes.
+
+    Returns:
+        What each rank reported, by rank.
+
+    Raises:
+        LaunchError: If it failed, hung, or another number of ranks reported than was asked for.
+    """
+    settings = yaml.safe_load(preset.read_text(encoding="utf-8"))
+    num_processes = min(settings["num_processes"], MAX_PROCESSES)
+    lowered = ["--num_processes", str(num_processes), "--main_process_port", "0"]
+    command = ["accelerate", "launch", "--config_file", str(preset), *lowered, *options, *script]
+    return launch(command, folder, num_processes)
+
+
+def launch(
+    command: Sequence[str],
+    folder: Path,
+    num_ranks: int,
+    *,
+    variables: Mapping[str, str] | None = None,
+    programs: Path | None = None,
+    timeout_s: float = 240,
+) -> list[Report]:
+    """Run a command and read what each rank reported.
+
+    Args:
+        command: The command.
+        folder: Its working folder.
+        num_ranks: Ranks that must report.
+        variables: Of the environment, on top of `environment()`.
+        programs: A folder of programs that come before all others.
+        timeout_s: Seconds until it counts as hung.
+
+    Returns:
+        What each rank reported, by rank.
+
+    Raises:
+        LaunchError: With everything that was printed.
+    """
+    process = subprocess.Popen(
+        list(command),
+        cwd=folder,
+        env=environment(programs, SLIVERTUNE_REPORTS=str(folder), **(variables or {})),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=timeout_s)
+        ended = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        ended = f"hung for {timeout_s} s"
+    paths = sorted(folder.glob("rank-*.json"), key=lambda path: int(path.stem.removeprefix("rank-")))
+    if process.returncode != 0 or [path.stem for path in paths] != [f"rank-{rank}" for rank in range(num_ranks)]:
+        names = ", ".join(path.name for path in paths) or "none"
+        raise LaunchError(f"{shlex.join(command)}\n{ended}; reports of {num_ranks} ranks: {names}\n{printed}")
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def report(rank: int, facts: Report) -> None:
+    """Write what a rank saw; called by the launched script.
+
+    Args:
+        rank: The rank.
+        facts: What JSON holds.
+    """
+    path = Path(os.environ["SLIVERTUNE_REPORTS"]) / f"rank-{rank}.json"
+    if path.exists():
+        raise FileExistsError(f"two processes call themselves rank {rank}")
+    path.write_text(json.dumps(facts), encoding="utf-8")

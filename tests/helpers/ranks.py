@@ -1,0 +1,142 @@
+"""Runs a function on several ranks: processes of their own, gloo over a file, one thread each."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class RankError(AssertionError):
+    """A rank failed, hung or vanished."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout_s: float = 180,
+    collective_timeout_s: float = 60,
+    env: Mapping[str, str] | None = None,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
+    """Run `function(rank, num_ranks, *args)` on every rank of a new gloo group.
+
+    Args:
+        function: A module's own function; its result is pickled.
+        num_ranks: Ranks.
+        *args: Picklable.
+        timeout_s: Seconds until a rank that has not returned counts as hung.
+        collective_timeout_s: Seconds until a collective raises.
+        env: Set in every rank before torch.distributed starts, as `{"DS_ACCELERATOR": "cpu"}`.
+        may_die: Ranks that may vanish without a result, which is None then.
+
+    Returns:
+        The result of each rank.
+
+    Raises:
+        RankError: With the traceback of every rank that failed, or the names of those that hung.
+    """
+    with tempfile.TemporaryDirectory(prefix="slivertune-ranks-") as folder:
+        environment = {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port()),
+            "OMP_NUM_THREADS": "1",
+            **(env or {}),
+        }
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(
+                target=_work, args=(function, rank, num_ranks, folder, environment, collective_timeout_s, args)
+            )
+            for rank in range(num_ranks)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+            process.join()
+        return _collect(Path(folder), num_ranks, hung, may_die, timeout_s)
+
+
+def _collect(folder: Path, num_ranks: int, hung: list[int], may_die: tuple[int, ...], timeout_s: float) -> list[Any]:
+    results, failures = [], []
+    for rank in range(num_ranks):
+        path = folder / f"{rank}.result"
+        if not path.exists():
+            results.append(None)
+            if rank not in may_die:
+                failures.append(
+                    f"rank {rank} did not return within {timeout_s} s" if rank in hung else f"rank {rank} vanished"
+                )
+            continue
+        succeeded, value = pickle.loads(path.read_bytes())
+        results.append(value)
+        if not succeeded:
+            failures.append(f"rank {rank} failed:\n{value}")
+    if failures:
+        raise RankError("\n".join(failures))
+    return results
+
+
+def _work(
+    function: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    folder: str,
+    environment: dict[str, str],
+    collective_timeout_s: float,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    outcome: tuple[bool, Any]
+    try:
+        store = dist.FileStore(f"{folder}/store", num_ranks)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=collective_timeout_s)
+        )
+        torch.manual_seed(0)
+        outcome = (True, function(rank, num_ranks, *args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    temporary = Path(folder) / f"{rank}.partial"
+    temporary.write_bytes(pickle.dumps(outcome))
+    temporary.rename(Path(folder) / f"{rank}.result")
+    if outcome[0]:
+        _leave_together(folder, rank, num_ranks)
+    # Engines leave threads and groups behind whose teardown has aborted processes after their work was done.
+    os._exit(0)
+
+
+def _leave_together(folder: str, rank: int, num_ranks: int) -> None:
+    """Wait for the others' results, so that no rank's end breaks a connection that another still needs."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if all((Path(folder) / f"{other}.result").exists() for other in range(num_ranks)):
+            return
+        time.sleep(0.02)
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,499 @@
+"""Steps inside the backward: the same bits with one gradient alive, and no update left half done in silence."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import HiFT, HiFTConfig, Ledger
+from tests.helpers.accelerator import one_device
+from tests.helpers.models import (
+    LAYERS,
+    ODD_LAYERS,
+    assert_all_moved,
+    assert_same_bits,
+    assert_same_tree,
+    differing,
+    label_batches,
+    odd_model,
+    tiny_bert,
+    tiny_gpt2,
+    tiny_llama,
+    token_batches,
+    twin,
+    weights,
+)
+from tests.helpers.reference import decay_split, grouped_optimizer, train
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, CountingSGD, cosine
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+STEPS = 2 * LAYERS + 2
+"""Two cycles and a piece: first turns, which create state, and later ones."""
+
+
+def pair(
+    model: nn.Module,
+    name: str = "AdamW",
+    *,
+    batches: Any = None,
+    steps: int = STEPS,
+    checkpointing: dict[str, Any] | None = None,
+    **config: Any,
+) -> tuple[nn.Module, nn.Module]:
+    """Twins after the same run, stepped after the backward and in it."""
+    optimizer_class, options = OPTIMIZERS[name]
+    batches = batches or token_batches(steps, vocab=int(model.config.vocab_size))  # type: ignore[union-attr, arg-type]
+    made = []
+    for in_backward in (False, True):
+        other = twin(model)
+        if checkpointing is not None:
+            other.activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)  # type: ignore[operator]
+        hift = HiFT(other, optimizer_class, config=HiFTConfig(step_in_backward=in_backward, **config), **options)
+        scheduler = cosine(hift, steps) if options["lr"] is not None else None
+        train(other, hift, batches, steps, scheduler=scheduler)
+        assert hift.updates == steps
+        made.append(other)
+    assert_all_moved(made[0], weights(model))
+    return made[0], made[1]
+
+
+@DTYPES
+@pytest.mark.parametrize("place", ["streamed", "whole tensors", "device"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "own hyperparameter"])
+def test_no_bit_differs_from_a_step_after_the_backward(name: str, place: str, dtype: torch.dtype) -> None:
+    config: dict[str, Any] = {
+        "streamed": {"stream_bytes": 4096},
+        "whole tensors": {"stream_bytes": 0},
+        "device": {"state": "device"},
+    }[place]
+    assert_same_bits(*pair(tiny_llama(dtype, vocab=BIG_VOCAB), name, **config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"master": "split", "stream_bytes": 4096},
+        {"master": "none"},
+        {"state": "discard", "steps_per_group": 2},
+        {"layers_per_group": 2, "stream_bytes": 20_000},
+        {"layers_per_group": LAYERS, "order": "top2down"},
+        {"steps_per_group": 3, "order": "random", "seed": 3},
+    ],
+    ids=lambda config: " ".join(f"{key}={value}" for key, value in config.items()),
+)
+def test_no_setting_changes_a_bit(config: dict[str, Any]) -> None:
+    steps = 2 * LAYERS * config.get("steps_per_group", 1) + 2
+    assert_same_bits(*pair(tiny_llama(torch.bfloat16), steps=steps, **config))
+
+
+def test_state_on_disk_changes_no_bit(tmp_path: Path) -> None:
+    assert_same_bits(*pair(tiny_llama(torch.bfloat16), state="disk", state_dir=str(tmp_path), stream_bytes=4096))
+
+
+@DTYPES
+@pytest.mark.parametrize("layers_per_group", [1, 2])
+def test_a_tied_embedding_is_stepped_once_when_both_uses_have_given(layers_per_group: int, dtype: torch.dtype) -> None:
+    assert_same_bits(*pair(tiny_llama(dtype, tied=True), layers_per_group=layers_per_group))
+    assert_same_bits(*pair(tiny_gpt2(dtype), layers_per_group=layers_per_group))
+
+
+def test_a_classifier_and_odd_parameters_too() -> None:
+    assert_same_bits(*pair(tiny_bert(), batches=label_batches(STEPS)))
+    model = odd_model(torch.bfloat16, fp32_gates=True)
+    made = []
+    for in_backward in (False, True):
+        other = twin(model)
+        config = HiFTConfig(layers=ODD_LAYERS, stream_bytes=4096, step_in_backward=in_backward)
+        train(other, HiFT(other, torch.optim.AdamW, config=config, lr=1e-2), token_batches(10), 10)
+        made.append(other)
+    assert_same_bits(*made)
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 2, LAYERS])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_changes_no_bit(reentrant: bool, layers_per_group: int) -> None:
+    model = tiny_llama(torch.bfloat16)
+    checkpointing = {"use_reentrant": reentrant}
+    assert_same_bits(*pair(model, layers_per_group=layers_per_group, checkpointing=checkpointing))
+
+
+def test_param_groups_of_a_wrapped_optimizer_are_followed() -> None:
+    model = tiny_llama(torch.bfloat16)
+    made = []
+    for in_backward in (False, True):
+        other = twin(model)
+        base = grouped_optimizer(other, torch.optim.AdamW, decay_split(other), lr=1e-2)
+        hift = HiFT.wrap(base, other, config=HiFTConfig(step_in_backward=in_backward, stream_bytes=4096))
+        train(other, hift, token_batches(STEPS), STEPS, scheduler=cosine(hift, STEPS))
+        made.append(other)
+    assert_same_bits(*made)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
+def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> None:
+    model = tiny_llama(torch.bfloat16)
+    optimizer_class, options = OPTIMIZERS[name]
+    made = []
+    for place in ({"step_in_backward": True}, {}, {"state": "device"}):
+        other: Any = twin(model)
+        # Weights are cut, so that slices get their first state in a turn in which others are on their way already.
+        config = HiFTConfig(layers_per_group=LAYERS, stream_bytes=4096, **place)  # type: ignore[arg-type]
+        hift = HiFT(other, optimizer_class, config=config, **options)
+        for index, batch in enumerate(token_batches(6)):
+            output = other(**batch)
+            # Every other step, the first among them, trains the embedding alone.
+            loss = output.loss if index % 2 else other.model.embed_tokens(batch["input_ids"]).square().sum()
+            loss.backward()
+            hift.step()
+        made.append(other)
+    assert_same_bits(made[0], made[1])
+    assert_same_bits(made[1], made[2])
+    assert_all_moved(made[0], weights(model))
+
+
+def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.5)
+    batches = token_batches(2 * LAYERS)
+    for update, batch in enumerate(batches):
+        hift.param_groups[0]["lr"] = 0.5 - 0.01 * update
+        before = weights(model)
+        loss = model(**batch).loss
+        gradients: dict[str, torch.Tensor] = {}
+        active = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        reference = twin(model)
+        reference(**batch).loss.backward()
+        gradients = {name: p.grad for name, p in reference.named_parameters() if name in active and p.grad is not None}
+        loss.backward()
+        hift.step()
+        held = 0.5 if update < LAYERS else 0.5 - 0.01 * LAYERS
+        assert hift.held_lr == [held] and hift.param_groups[0]["lr"] == 0.5 - 0.01 * update
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(model.get_parameter(name).data, before[name] - held * gradient)
+
+
+@pytest.mark.parametrize("modes", [(False, True), (True, False), (True, True)])
+def test_a_run_resumes_in_mid_cycle_in_either_mode(modes: tuple[bool, bool]) -> None:
+    first = tiny_llama(torch.bfloat16)
+    whole, batches = twin(first), token_batches(STEPS)
+    options: dict[str, Any] = {"lr": 1e-2}
+    train(whole, HiFT(whole, torch.optim.AdamW, **options), batches, STEPS)
+    saving = HiFT(first, torch.optim.AdamW, config=HiFTConfig(step_in_backward=modes[0], stream_bytes=4096), **options)
+    train(first, saving, batches, 7)
+    saved = copy.deepcopy(saving.state_dict())
+    second = tiny_llama(torch.bfloat16, seed=5)
+    second.load_state_dict(first.state_dict())
+    loading = HiFT(second, torch.optim.AdamW, config=HiFTConfig(step_in_backward=modes[1]), **options)
+    loading.load_state_dict(saved)
+    assert_same_tree(loading.state_dict()["state"], saved["state"])
+    train(second, loading, batches, STEPS - 7, start=7)
+    assert_same_bits(second, whole)
+
+
+def test_own_hyperparameters_of_a_class_declared_elementwise_are_kept() -> None:
+    model = tiny_llama()
+    batches, made = token_batches(STEPS), []
+    for in_backward in (False, True):
+        first, second = twin(model), twin(model)
+        config = HiFTConfig(step_in_backward=in_backward, elementwise=True, stream_bytes=4096)
+        saving = HiFT(first, CountingSGD, config=config, lr=0.5)
+        train(first, saving, batches, 7)
+        saved = copy.deepcopy(saving.state_dict())
+        second.load_state_dict(first.state_dict())
+        loading = HiFT(second, CountingSGD, config=config, lr=0.5)
+        loading.load_state_dict(saved)
+        assert_same_tree(loading.state_dict()["own"], saved["own"])
+        train(second, loading, batches, STEPS - 7, start=7)
+        assert loading.state_dict()["own"][0] == {0: {"k": 3}}
+        made.append(second)
+    assert_same_bits(*made)
+
+
+@pytest.mark.parametrize("place", ["streamed", "device"])
+def test_about_one_gradient_is_alive_and_two_pieces_of_state(place: str) -> None:
+    stream_bytes = 64 * 1024
+    found = {}
+    for in_backward in (False, True):
+        model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+        config = HiFTConfig(
+            step_in_backward=in_backward,
+            layers_per_group=LAYERS,
+            **({"stream_bytes": stream_bytes} if place == "streamed" else {"state": "device"}),  # type: ignore[arg-type]
+        )
+        hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
+        batches = token_batches(3, vocab=BIG_VOCAB)
+        train(model, hift, batches, 2)
+        with Ledger(model) as ledger:
+            model(**batches[2]).loss.backward()
+            assert all(parameter.grad is None for parameter in model.parameters()) is in_backward
+            hift.step()
+        found[in_backward] = ledger.highest
+    largest = max(parameter.nbytes for parameter in tiny_llama(torch.bfloat16, vocab=BIG_VOCAB).parameters())
+    everything = sum(parameter.nbytes for parameter in tiny_llama(torch.bfloat16, vocab=BIG_VOCAB).parameters())
+    assert found[False].gradients == everything
+    # The engine computes the two gradients of one node (a product's weight and the next) before either is stepped.
+    assert largest <= found[True].gradients <= largest + 2 * 48 * 32 * 2
+    if place == "streamed":
+        assert 0 < found[True].state <= 2 * stream_bytes
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_second_backward_before_step_is_an_error_that_comes_back_until_a_state_is_loaded(
+    reentrant: bool | None,
+) -> None:
+    model: Any = tiny_llama(torch.bfloat16)
+    if reentrant is not None:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=True, layers_per_group=2), lr=1e-2)
+    batches = token_batches(4)
+    train(model, hift, batches, 1)
+    saved, kept = copy.deepcopy(hift.state_dict()), weights(model)
+    model(**batches[1]).loss.backward()
+    after_one = weights(model)
+    with pytest.raises(RuntimeError, match="got a second gradient before step"):
+        model(**batches[2]).loss.backward()
+    assert differing(weights(model), after_one) == [], "the second backward must not change a weight"
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="second gradient"):
+            hift.step()
+    with pytest.raises(RuntimeError, match="second gradient"):
+        model(**batches[2]).loss.backward()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(kept[name])
+    hift.load_state_dict(saved)
+    expected: Any = tiny_llama(torch.bfloat16)
+    train(expected, HiFT(expected, torch.optim.AdamW, config=HiFTConfig(layers_per_group=2), lr=1e-2), batches, 4)
+    train(model, hift, batches, 3, start=1)
+    assert_same_bits(model, expected)
+
+
+class _Fails(torch.autograd.Function):
+    """Ends a backward with an error when it is passed."""
+
+    error: type[BaseException] = RuntimeError
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise _Fails.error("stopped here")
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("layers_per_group", [2, LAYERS])
+def test_a_backward_that_fails_in_its_middle_is_an_error_at_the_step(
+    layers_per_group: int, reentrant: bool | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Fails, "error", error)
+    model: Any = tiny_llama()
+    if reentrant is not None:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    config = HiFTConfig(step_in_backward=True, layers_per_group=layers_per_group)
+    hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+    batches = token_batches(3)
+    # With two layers a group, the second and third block have their turn now; it fails between the two.
+    train(model, hift, batches, 1)
+    saved, kept = copy.deepcopy(hift.state_dict()), weights(model)
+
+    def fail(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return _Fails.apply(output)  # type: ignore[no-untyped-call]
+
+    hook = model.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(error, match="stopped here"):
+        model(**batches[1]).loss.backward()
+    hook.remove()
+    assert differing(weights(model), kept), "the layers above were stepped, or this tests nothing"
+    for call in (hift.step, hift.step, hift.state_dict):
+        with pytest.raises(RuntimeError, match=r"did not end .* weights of\s+its group were stepped|is open"):
+            call()
+    with pytest.raises(RuntimeError, match=r"did not end|second gradient"):
+        model(**batches[1]).loss.backward()
+    model.load_state_dict(kept)
+    hift.load_state_dict(saved)
+    train(model, hift, batches, 2, start=1)
+    assert hift.updates == 3
+
+
+def test_a_backward_that_fails_before_the_active_group_may_be_run_again() -> None:
+    model: Any = tiny_llama()
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=True), lr=1e-2)
+    before, batch = weights(model), token_batches(1)[0]
+    hook = model.model.norm.register_forward_hook(lambda module, inputs, output: _Fails.apply(output))
+    with pytest.raises(RuntimeError, match="stopped here"):
+        model(**batch).loss.backward()
+    hook.remove()
+    hift.step()
+    assert hift.updates == 0 and differing(weights(model), before) == []
+    model(**batch).loss.backward()
+    hift.step()
+    assert hift.updates == 1 and differing(weights(model), before) == ["model.embed_tokens.weight"]
+
+
+def test_a_step_that_fails_in_the_backward_is_an_error_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    config = HiFTConfig(step_in_backward=True, layers_per_group=LAYERS, state="device")
+    hift = HiFT(model, torch.optim.SGD, config=config, lr=0.1)
+    calls = []
+    original = torch.optim.SGD.step
+
+    def step(self: Any, closure: Any = None) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("no room")
+        return original(self, closure)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", step)
+    with pytest.raises(MemoryError, match="no room"):
+        model(**token_batches(1)[0]).loss.backward()
+    with pytest.raises(RuntimeError, match=r"failed at model\.\S+ \(MemoryError\), after 3 other weights .*checkpoint"):
+        hift.step()
+
+
+def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(torch.bfloat16)
+    config = HiFTConfig(state="disk", state_dir=str(tmp_path), step_in_backward=True)
+    hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+    expected = twin(model)
+    batches, before = token_batches(3), weights(model)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OSError, match=re.escape(str(tmp_path))):
+            model(**batches[0]).loss.backward()
+    assert differing(weights(model), before) == []
+    train(model, hift, batches, 3)
+    train(expected, HiFT(expected, torch.optim.AdamW, lr=1e-2), batches, 3)
+    assert_same_bits(model, expected)
+
+
+def test_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    assert hift.step() is None and hift.updates == 0
+    embedding = model.get_parameter("model.embed_tokens.weight")
+    embedding.grad = torch.ones_like(embedding)
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight has a gradient that no backward has brought"):
+        hift.step()
+
+
+def test_a_closure_is_refused() -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"step\(closure\).*run the backward, then call step"):
+        hift.step(lambda: 0.0)
+
+
+def test_a_state_is_not_saved_between_a_backward_and_its_step() -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    model(**token_batches(1)[0]).loss.backward()
+    with pytest.raises(RuntimeError, match=r"call step\(\) before state_dict"):
+        hift.state_dict()
+    hift.step()
+    assert hift.state_dict()["hift"]["updates"] == 1
+
+
+class _SecondMoment(torch.optim.AdamW):
+    """A subclass may do anything with the whole group."""
+
+
+def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
+    model = tiny_llama()
+    config = HiFTConfig(step_in_backward=True)
+    with pytest.raises(ValueError, match=r"_SecondMoment may look at the whole group; declare elementwise=True"):
+        HiFT(model, _SecondMoment, config=config, lr=0.1)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    HiFT(model, _SecondMoment, config=HiFTConfig(step_in_backward=True, elementwise=True), lr=0.1)
+    with pytest.raises(ValueError, match="step_in_backward='yes' must be True or False"):
+        HiFTConfig(step_in_backward="yes")  # type: ignore[arg-type]
+
+
+def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    before = weights(model)
+    with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="fp16 autocast needs a GradScaler"):
+        model(**token_batches(1)[0])
+    with torch.autocast("cpu", torch.float16), torch.no_grad():
+        model(**token_batches(1)[0])
+    assert differing(weights(model), before) == []
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**token_batches(1)[0]).loss
+    loss.backward()
+    hift.step()
+    assert hift.updates == 1
+
+
+def test_fp16_autocast_by_accelerate_is_refused_too() -> None:
+    with one_device() as accelerator:
+        model = tiny_llama()
+        hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+        prepared, _ = accelerator.prepare(model, hift)
+        # As accelerate wraps it for mixed_precision="fp16", which it does not take on a CPU.
+        prepared.forward = torch.autocast("cpu", torch.float16)(prepared.forward)
+        with pytest.raises(RuntimeError, match="fp16 autocast needs a GradScaler"):
+            prepared(**token_batches(1)[0])
+
+
+def test_a_grad_scaler_is_refused() -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(**token_batches(1)[0]).loss).backward()
+    with pytest.raises(RuntimeError, match="a GradScaler unscales gradients after the backward"):
+        scaler.step(hift)
+    plain = tiny_llama()
+    usual = HiFT(plain, torch.optim.SGD, lr=0.1)
+    scaler.scale(plain(**token_batches(1)[0]).loss).backward()
+    scaler.step(usual)
+    assert usual.updates == 1
+
+
+def test_detach_and_copies_step_nothing() -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True, layers_per_group=LAYERS), lr=0.1)
+    before, batch = weights(model), token_batches(1)[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(**batch).loss.backward()
+        assert differing(weights(other), before) == []
+        assert all(parameter.grad is not None for parameter in other.parameters())
+        hooks = [*other._forward_hooks.values(), *other._forward_pre_hooks.values()]
+        assert {getattr(hook, "function", None) for hook in hooks} == {None}, "a copy must not hold the optimizer"
+    assert not hift.updates
+    hift.detach()
+    num_hooks = len(model._forward_hooks) + len(model._forward_pre_hooks)
+    assert num_hooks == 0
+    model(**batch).loss.backward()
+    assert differing(weights(model), before) == []
+
+
+def test_accelerate_runs_it_as_any_optimizer() -> None:
+    expected = tiny_llama()
+    model = twin(expected)
+    batches = token_batches(LAYERS + 1)
+    train(expected, HiFT(expected, torch.optim.AdamW, lr=1e-2), batches, len(batches))
+    with one_device() as accelerator:
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=True), lr=1e-2)
+        prepared, optimizer = accelerator.prepare(model, hift)
+        for batch in batches:
+            accelerator.backward(prepared(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bits(model, expected)

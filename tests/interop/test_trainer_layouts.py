@@ -1,0 +1,268 @@
+"""HiFT and SFT under a stock Trainer on ZeRO-1, 2, 3 and FSDP2: two ranks against one process on the whole batch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import slivertune
+from slivertune import HiFTConfig, SFTConfig
+from slivertune.training.layouts import save_whole_model
+from tests.helpers.models import tiny_llama
+from tests.helpers.ranks import run_ranks
+from tests.interop.test_trainer_ranks import BATCH, RANKS, UPDATES, StopAfter, collate, rows
+
+ZERO = {"zero1": 1, "zero2": 2, "zero3": 3}
+LAYOUTS = (*ZERO, "fsdp2")
+SFT_LAYOUTS = ("zero2", "zero3", "fsdp2")
+STOP = 7
+HIFT = HiFTConfig()
+# So dense that every weight is in the pool of candidates, as it is in one process.
+SFT = SFTConfig(density=0.4, reselection_interval=6, estimation_steps=2)
+OPTIONS: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": UPDATES}
+
+
+class Whole(TrainerCallback):
+    """Remembers the whole weights after each update, gathered from the ranks."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.weights.append(whole_weights(kwargs["model"]))
+
+
+def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                found[name] = parameter.detach().clone()
+        else:
+            value = parameter.detach()
+            found[name] = getattr(value, "full_tensor", value.clone)().clone()
+    return found
+
+
+def layout_arguments(layout: str | None) -> dict[str, Any]:
+    if layout not in ZERO:
+        return {"use_cpu": True}
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": ZERO[layout],
+            "reduce_bucket_size": 20000,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
+    return {"deepspeed": config, "accelerator_config": {"use_configured_state": True}}
+
+
+@contextmanager
+def states(layout: str | None) -> Iterator[None]:
+    """Accelerate's process-wide state, on CPUs; it would choose neither of these by itself."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if layout in ZERO:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+    try:
+        yield
+    finally:
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def force_fsdp2(trainer: Trainer) -> None:
+    """What a Trainer would be with GPUs and `fsdp_config={"version": 2, ...}`."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    state: Any = trainer.accelerator.state
+    # Accelerate's own place for it too: other objects of its state take it from there.
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    trainer.is_fsdp_enabled = True
+
+
+def train(
+    output: Path,
+    batch: int,
+    layout: str | None,
+    config: Any = HIFT,
+    *,
+    resume: Any = None,
+    stop: int = 10**6,
+    **options: Any,
+) -> tuple[Trainer, list[dict[str, torch.Tensor]]]:
+    watch = Whole()
+    arguments = {"save_strategy": "no", **OPTIONS, **options}
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        per_device_train_batch_size=batch,
+        train_sampling_strategy="sequential",
+        # Where a gradient is next to nothing, Adam's first step turns its rounding into a whole step.
+        adam_epsilon=1e-4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to="none",
+        dataloader_pin_memory=False,
+        **layout_arguments(layout),
+        **arguments,
+    )
+    trainer = Trainer(
+        model=tiny_llama(),
+        args=arguments,
+        train_dataset=rows(whole_labels=False),
+        eval_dataset=rows(whole_labels=False)[:4],
+        data_collator=collate,
+        callbacks=[watch, StopAfter(stop)],
+    )
+    if layout == "fsdp2":
+        force_fsdp2(trainer)
+    optimizer = slivertune.attach(trainer, config).optimizer
+    trainer.train(resume_from_checkpoint=resume)
+    if not isinstance(optimizer, slivertune.SFT):
+        return trainer, watch.weights
+    # Sharded weights stay as they were pretrained, so it is the deltas that tell.
+    deltas = optimizer.deltas().items()
+    found = {f"{name} at": each.indices for name, each in deltas} | {name: each.values for name, each in deltas}
+    return trainer, [{name: value.clone() for name, value in found.items()}]
+
+
+def on_a_rank(rank: int, world: int, folder: str, layouts: tuple[str, ...]) -> dict[str, Any]:
+    if "DS_ACCELERATOR" in os.environ:
+        import deepspeed
+
+        # DeepSpeed would first compile its shared-memory collectives for a minute; gloo does.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    found: dict[str, Any] = {}
+    for layout in layouts:
+        output = Path(folder) / layout
+        with states(layout):
+            trainer, weights = train(output, BATCH, layout, stop=STOP, save_strategy="steps", save_steps=STOP)
+            found[layout] = {
+                "world": trainer.args.world_size,
+                "type": str(trainer.accelerator.distributed_type),
+                "engine": type(trainer.model_wrapped).__name__,
+                "stage": trainer.accelerator.state.deepspeed_plugin.zero_stage if layout in ZERO else None,
+                "cut": weights,
+                "logs": trainer.state.log_history[:-1],
+            }
+            trainer.accelerator.free_memory()
+        with states(layout):
+            trainer, weights = train(output, BATCH, layout, resume=True)
+            loss = trainer.evaluate()["eval_loss"]
+            save_whole_model(trainer, output / "final")
+            found[layout] |= {"again": weights, "loss": loss}
+            trainer.accelerator.free_memory()
+        with states(layout):
+            found[layout]["whole"] = train(output / "whole", BATCH, layout)[1]
+        if layout in SFT_LAYOUTS:
+            saving: dict[str, Any] = {"stop": STOP, "save_strategy": "steps", "save_steps": STOP}
+            with states(layout):
+                train(output / "sft", BATCH, layout, SFT, **saving)
+            with states(layout):
+                found[layout]["sft again"] = train(output / "sft", BATCH, layout, SFT, resume=True)[1]
+            with states(layout):
+                found[layout]["sft whole"] = train(output / "sft whole", BATCH, layout, SFT)[1]
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    zero = run_ranks(on_a_rank, RANKS, str(folder), tuple(ZERO), env={"DS_ACCELERATOR": "cpu"}, timeout_s=420)
+    fsdp2 = run_ranks(on_a_rank, RANKS, str(folder), ("fsdp2",), timeout_s=240)
+    return [{**one, **other} for one, other in zip(zero, fsdp2, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[Trainer, list[dict[str, torch.Tensor]]]:
+    with states(None):
+        return train(folder / "alone", RANKS * BATCH, None)
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        # Sums over ranks, buckets and micro-batches are rounded in another order than sums over one batch.
+        torch.testing.assert_close(found[name], value, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_makes_the_updates_of_one_process(
+    layout: str, ranks: list[dict[str, Any]], alone: tuple[Trainer, list[dict[str, torch.Tensor]]]
+) -> None:
+    trainer, expected = alone
+    for rank in ranks:
+        ours = rank[layout]
+        assert ours["world"] == RANKS
+        assert ours["engine"] == ("DeepSpeedEngine" if layout in ZERO else "FSDPLlamaForCausalLM")
+        assert ours["stage"] == ZERO.get(layout)
+        for found, value in zip(ours["whole"], expected, strict=True):
+            assert_near(found, value)
+        for theirs, log in zip(trainer.state.log_history, ours["logs"], strict=False):
+            assert log["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+            assert log["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_resumed_in_mid_cycle_goes_on_as_if_it_had_not_stopped(layout: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        ours = rank[layout]
+        assert len(ours["cut"]) == STOP and len(ours["again"]) == UPDATES - STOP
+        last = dict(zip(("again", "whole"), (ours["again"][-1], ours["whole"][-1]), strict=True))
+        if layout == "zero3":
+            assert_near(last["again"], last["whole"])
+        else:
+            assert [name for name, value in last["whole"].items() if not torch.equal(value, last["again"][name])] == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_model_is_saved_as_a_plain_checkpoint(layout: str, ranks: list[dict[str, Any]], folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder / layout / "final")
+    saved = dict(model.named_parameters())
+    for name, value in ranks[0][layout]["again"][-1].items():
+        assert torch.equal(saved[name], value)
+    assert ranks[0][layout]["loss"] == ranks[1][layout]["loss"]
+
+
+@pytest.fixture(scope="module")
+def sft_alone(folder: Path) -> dict[str, torch.Tensor]:
+    with states(None):
+        return train(folder / "sft alone", RANKS * BATCH, None, SFT)[1][-1]
+
+
+@pytest.mark.parametrize("layout", SFT_LAYOUTS)
+def test_sft_makes_the_updates_of_one_process_and_resumes(
+    layout: str, ranks: list[dict[str, Any]], sft_alone: dict[str, torch.Tensor]
+) -> None:
+    for rank in ranks:
+        (whole,), (again,) = rank[layout]["sft whole"], rank[layout]["sft again"]
+        assert_near(whole, sft_alone)
+        assert [name for name, value in whole.items() if not torch.equal(value, again[name])] == []

@@ -1,0 +1,226 @@
+"""`slivertune.initialize`: DeepSpeed's arguments, configs with "auto", schedules, and the example that shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+
+from slivertune import HiFT
+from slivertune.parallel.initialize import initialize, resolve_config
+from tests.conftest import CHECKOUT
+from tests.helpers.models import tiny_llama
+from tests.helpers.ranks import run_ranks
+from tests.parallel.zero_runs import Case, engine_config, factor, make_batch, make_model, make_optimizer, quiet
+
+AUTO: dict[str, Any] = {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+def test_auto_means_the_models_dtype_and_width_no_accumulation_and_no_clipping() -> None:
+    resolved = resolve_config(AUTO, tiny_llama(torch.bfloat16))
+    assert resolved == {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 32 * 32},
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+    }
+    assert resolve_config(AUTO, tiny_llama())["bf16"] == {"enabled": False}
+    assert AUTO["gradient_clipping"] == "auto", "the caller's dictionary stays as it is"
+
+
+def test_a_config_may_be_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(AUTO), encoding="utf-8")
+    assert (
+        resolve_config(path, tiny_llama())
+        == resolve_config(str(path), tiny_llama())
+        == resolve_config(AUTO, tiny_llama())
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_configs_of_the_presets_resolve_with_a_batch_size(stage: int) -> None:
+    config = json.loads((CHECKOUT / "ds_configs" / f"zero{stage}.json").read_text(encoding="utf-8"))
+    resolved = resolve_config({**config, "train_micro_batch_size_per_gpu": 2}, tiny_llama())
+    assert "auto" not in json.dumps(resolved)
+
+
+def test_a_batch_size_nobody_fills_in_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="write train_micro_batch_size_per_gpu"):
+        resolve_config({**AUTO, "train_micro_batch_size_per_gpu": "auto"}, tiny_llama())
+
+
+def test_a_width_nobody_knows_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"but the model has no config\.hidden_size"):
+        resolve_config(AUTO, torch.nn.Linear(2, 2))
+
+
+def test_arguments_that_do_not_go_together_are_refused() -> None:
+    model = tiny_llama()
+    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-3)
+    with pytest.raises(ValueError, match="needs the model"):
+        initialize(optimizer=optimizer, config=AUTO)
+    with pytest.raises(ValueError, match="needs DeepSpeed's config"):
+        initialize(model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="model_parameters are the optimizer's own"):
+        initialize(model=model, optimizer=optimizer, config=AUTO, model_parameters=model.parameters())
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    model = tiny_llama()
+    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-3)
+    model(**make_batch(0, 0, 0)).loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="has already made 1 updates"):
+        initialize(model=model, optimizer=optimizer, config=AUTO)
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: value[0] for name, value in make_batch(index, 0, 0).items()}
+
+
+def use(rank: int, num_ranks: int) -> dict[str, Any]:
+    quiet()
+    results: dict[str, Any] = {}
+    case = Case(stage=2, bare=True)
+
+    model = make_model(case)
+    hift = make_optimizer(model, case)
+    schedule = LambdaLR(hift, factor)
+    # The config through `args`, as DeepSpeed's own launcher scripts have it, and the schedule as an instance.
+    arguments = SimpleNamespace(local_rank=rank, deepspeed_config=engine_config(case))
+    engine, optimizer, loader, scheduler = initialize(
+        args=arguments, model=model, optimizer=hift, training_data=Rows(), lr_scheduler=schedule
+    )
+    results["same objects"] = optimizer is hift, scheduler is schedule
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader:
+            engine.backward(engine(**batch).loss)
+            engine.step()
+    results["warned"] = [str(each.message) for each in caught if "lr_scheduler" in str(each.message)]
+    results["updates"] = hift.updates, len(loader), hift.active_group
+    for name, call in {"step": hift.step, "state_dict": hift.state_dict}.items():
+        try:
+            call()
+        except RuntimeError as error:
+            results[name] = str(error)
+    with torch.no_grad():
+        engine(**make_batch(0, 0, 0))
+    results["lr"] = engine.get_lr(), hift.held_lr
+    engine.destroy()
+    results["hooks left"] = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+    results["trainable"] = all(parameter.requires_grad for parameter in model.parameters())
+
+    model = make_model(case)
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, optimizer, _, _ = initialize(model=model, optimizer=plain, config=engine_config(case))
+    results["plain"] = type(optimizer).__name__, hasattr(engine, "hift_turns")
+    engine.destroy()
+
+    case = Case(stage=1, bare=True)
+    model = make_model(case)
+    config = engine_config(case)
+    del config["gradient_clipping"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine, *_ = initialize(model=model, optimizer=make_optimizer(model, case), config=config)
+    results["clipping"] = (
+        engine.gradient_clipping(),
+        [str(each.message) for each in caught if "clip" in str(each.message)],
+    )
+    engine.destroy()
+    return results
+
+
+@pytest.fixture(scope="module")
+def used() -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = run_ranks(use, 2, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
+    return ranks
+
+
+def test_hift_the_schedule_and_a_loader_come_back(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        assert rank["same objects"] == (True, True)
+        # 16 rows, two a rank and step; the fifth update is group 4's.
+        assert rank["updates"] == (4, 4, 4)
+
+
+def test_a_schedule_that_runs_after_the_engine_is_not_told_to_be_early(used: list[dict[str, Any]]) -> None:
+    assert [rank["warned"] for rank in used] == [[], []]
+
+
+def test_the_optimizer_itself_no_longer_steps(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        assert "DeepSpeed's ZeRO-2 engine" in rank["step"]
+        assert "DeepSpeed's ZeRO-2 engine" in rank["state_dict"]
+
+
+def test_destroying_the_engine_takes_all_groups_hooks_from_the_model(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        assert rank["hooks left"] == 0
+        assert rank["trainable"]
+
+
+def test_any_other_optimizer_is_deepspeeds_own_affair(used: list[dict[str, Any]]) -> None:
+    assert [rank["plain"] for rank in used] == [("DeepSpeedZeroOptimizer", False)] * 2
+
+
+def test_a_config_without_clipping_does_not_clip_and_says_so(used: list[dict[str, Any]]) -> None:
+    for rank in used:
+        norm, messages = rank["clipping"]
+        assert norm == 0.0
+        assert len(messages) == 1 and "has no gradient_clipping" in messages[0]
+
+
+def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    printed = []
+    for _ in range(2):
+        script = [str(CHECKOUT / "examples" / "deepspeed_hift.py"), "--steps=8", "--hidden=32", "--length=32"]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+                *("-m", "tests.parallel.without_compiling", *script, "--stage=2", f"--folder={tmp_path}/run"),
+            ],
+            cwd=CHECKOUT,
+            env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+        line = re.search(
+            r"ZeRO-2 on 2 ranks  (\d+) updates  loss ([\d.]+) .* on the device ([\d.]+) MB, on the host ([\d.]+) MB",
+            done.stdout,
+        )
+        assert line is not None, done.stdout
+        printed.append([float(value) for value in line.groups()])
+        assert "weights load without slivertune" in done.stdout
+    (first, loss, device, host), (second, later_loss, _, _) = printed
+    assert (first, second) == (8, 16), "the second start goes on"
+    assert 0 < later_loss < loss
+    assert 0 < device < host / 2

@@ -1,0 +1,270 @@
+"""Saving and resuming HiFT on DeepSpeed in mid-cycle, and the model in the end as any Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.ranks import run_ranks
+from tests.parallel.zero_runs import Case, Run, largest_difference, make_model
+
+CPU = {"DS_ACCELERATOR": "cpu"}
+STAGES = (1, 2, 3)
+BEFORE, AFTER = 8, 5
+"""Updates before and after the save: it falls into the second cycle of six, and the rest reaches the third."""
+
+
+def case_of(stage: int, bare: bool) -> Case:
+    return Case(
+        stage=stage,
+        bare=bare,
+        dtype=torch.bfloat16 if bare else torch.float32,
+        split_decay=True,
+        config_schedule=bare,
+        accumulation=1 if bare else 2,
+        clip=0.0 if bare else 0.05,
+    )
+
+
+@dataclass
+class Ended:
+    """What a rank held at the end of a run."""
+
+    masters: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+    """Every tensor of every group's optimizer, this rank's share."""
+    losses: list[float]
+    held_lr: list[float]
+    shown_lr: list[float]
+    updates: int
+
+
+def end(run: Run) -> Ended:
+    return Ended(
+        masters=run.masters(),
+        weights=run.weights(),
+        state={
+            f"{group}.{index}.{key}": value.clone()
+            for group, child in run.turns.children.items()
+            for index, master in enumerate(run.turns.mover(group).masters)
+            for key, value in child.optimizer.state[master].items()
+        },
+        losses=run.losses[-AFTER:],
+        held_lr=[float(lr) for lr in run.hift.held_lr],
+        shown_lr=[group["lr"] for group in run.hift.param_groups],
+        updates=run.hift.updates,
+    )
+
+
+def scribble(run: Run) -> None:
+    """Other weights than those the saved run began with, so that what is not loaded shows."""
+    import deepspeed
+
+    for parameter in run.model.parameters():
+        if run.case.stage == 3:
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.add_(1.0)
+        else:
+            parameter.data.add_(1.0)
+
+
+def save_and_resume(rank: int, num_ranks: int, stage: int, folder: str) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for way in ("engine", "accelerator"):
+        case = case_of(stage, way == "engine")
+        straight = Run(case, rank, num_ranks)
+        straight.train(BEFORE)
+        place = f"{folder}/{way}"
+        if way == "engine":
+            straight.engine.save_checkpoint(place)
+        else:
+            # As the Trainer does for PEFT models; groups that wait are frozen, but no one means them.
+            straight.accelerator.save_state(place, exclude_frozen_parameters=True)
+        straight.train(AFTER)
+        results[f"{way}, straight"] = end(straight)
+        results[f"{way}, exported"] = export(straight, f"{folder}/model")
+        straight.close()
+
+        resumed = Run(case, rank, num_ranks)
+        scribble(resumed)
+        if way == "engine":
+            loaded, _ = resumed.engine.load_checkpoint(place)
+            assert loaded is not None
+        else:
+            resumed.accelerator.load_state(place)
+        results[f"{way}, at the save"] = resumed.hift.updates, resumed.turns.active
+        resumed.train(AFTER)
+        results[f"{way}, resumed"] = end(resumed)
+        resumed.close()
+    results["refused"] = refusals(rank, num_ranks, stage, folder)
+    return results
+
+
+def export(run: Run, folder: str) -> dict[str, torch.Tensor]:
+    """Save the model for everyone in the ways that people do; return its weights."""
+    if run.accelerator is None:
+        run.engine.save_16bit_model(f"{folder}-engine", "pytorch_model.bin")
+        if run.rank == 0:
+            run.model.config.save_pretrained(f"{folder}-engine")  # type: ignore[operator,union-attr]
+    else:
+        gathered = run.accelerator.get_state_dict(run.engine)
+        model: Any = run.accelerator.unwrap_model(run.engine)
+        model.save_pretrained(
+            f"{folder}-accelerator", is_main_process=run.rank == 0, save_function=run.accelerator.save,
+            state_dict=gathered,
+        )  # fmt: skip
+    dist.barrier()
+    return run.weights()
+
+
+def refusals(rank: int, num_ranks: int, stage: int, folder: str) -> dict[str, str]:
+    messages = {}
+    place = Path(folder) / "engine"
+    other = Run(
+        Case(stage=stage, bare=True, dtype=torch.bfloat16, split_decay=True, layers_per_group=2), rank, num_ranks
+    )
+    messages["another grouping"] = refusal(other, str(place))
+    other.close()
+    run = Run(case_of(stage, True), rank, num_ranks)
+    messages["no file of ours"] = refusal(run, folder, tag="nothing")
+    dist.barrier()
+    own = place / f"global_step{BEFORE}" / "slivertune_hift_rank_1_of_2.pt"
+    if rank == 0:
+        own.rename(own.with_suffix(".away"))
+    dist.barrier()
+    messages["one rank's file is gone"] = refusal(run, str(place))
+    dist.barrier()
+    if rank == 0:
+        own.with_suffix(".away").write_bytes(own.with_suffix(".away").read_bytes())
+        own.write_bytes(b"half a file")
+    dist.barrier()
+    messages["one rank's file is damaged"] = refusal(run, str(place))
+    dist.barrier()
+    if rank == 0:
+        own.with_suffix(".away").rename(own)
+    dist.barrier()
+    # Nothing was changed by what was refused.
+    messages["state"] = f"{run.hift.updates} updates, group {run.turns.active}"
+    run.close()
+    return messages
+
+
+def refusal(run: Run, place: str, tag: str | None = None) -> str:
+    if tag is not None and run.rank == 0:
+        (Path(place) / tag).mkdir(exist_ok=True)
+    dist.barrier()
+    try:
+        run.engine.load_checkpoint(place, tag=tag)
+    except ValueError as error:
+        return str(error)
+    return "was not refused"
+
+
+@pytest.fixture(scope="module", params=STAGES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A stage, its folder, and what its two ranks came to."""
+    folder = tmp_path_factory.mktemp(f"zero{request.param}")
+    return request.param, folder, run_ranks(save_and_resume, 2, request.param, str(folder), env=CPU, timeout_s=600)
+
+
+@pytest.mark.parametrize("way", ["engine", "accelerator"])
+def test_a_resumed_run_has_the_bits_of_one_that_did_not_stop(saved: Any, way: str) -> None:
+    stage, _, ranks = saved
+    # Stage 3 has been measured to differ by so much in fp32; the other stages give the same bits.
+    tolerance = 5e-6 if stage == 3 else 0.0
+    for results in ranks:
+        straight, resumed = results[f"{way}, straight"], results[f"{way}, resumed"]
+        assert straight.updates == resumed.updates == BEFORE + AFTER
+        assert largest_difference(resumed.masters, straight.masters) <= tolerance
+        assert largest_difference(resumed.weights, straight.weights) <= (tolerance if way == "accelerator" else 0.0)
+        assert largest_difference(resumed.state, straight.state) <= tolerance
+        assert resumed.losses == pytest.approx(straight.losses, abs=tolerance)
+
+
+@pytest.mark.parametrize("way", ["engine", "accelerator"])
+def test_the_turn_and_the_learning_rates_are_resumed(saved: Any, way: str) -> None:
+    _, _, ranks = saved
+    for results in ranks:
+        straight, resumed = results[f"{way}, straight"], results[f"{way}, resumed"]
+        assert results[f"{way}, at the save"] == (BEFORE, BEFORE % 6)
+        assert resumed.held_lr == straight.held_lr
+        assert resumed.shown_lr == straight.shown_lr
+        assert straight.held_lr != straight.shown_lr
+
+
+def test_a_checkpoint_has_a_file_of_each_rank_and_nothing_half_written(saved: Any) -> None:
+    _, folder, _ = saved
+    for place in (folder / "engine" / f"global_step{BEFORE}", folder / "accelerator" / "pytorch_model"):
+        names = sorted(path.name for path in place.iterdir() if "hift" in path.name)
+        assert names == ["slivertune_hift_rank_0_of_2.pt", "slivertune_hift_rank_1_of_2.pt"]
+    assert (folder / "engine" / "latest").read_text() == f"global_step{BEFORE}"
+
+
+def test_a_rank_file_is_read_without_running_code(saved: Any) -> None:
+    _, folder, _ = saved
+    path = folder / "engine" / f"global_step{BEFORE}" / "slivertune_hift_rank_0_of_2.pt"
+    held = torch.load(path, weights_only=True)
+    # Five of six groups; DeepSpeed's own file has the active one.
+    assert sorted(held["groups"]) == sorted(str(group) for group in range(6) if group != BEFORE % 6)
+
+
+@pytest.mark.parametrize("way", ["engine", "accelerator"])
+def test_the_final_model_loads_without_this_library(saved: Any, way: str) -> None:
+    stage, folder, ranks = saved
+    dtype = case_of(stage, way == "engine").dtype
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model-{way}", dtype=dtype)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert largest_difference(weights, ranks[0][f"{way}, exported"]) == 0
+
+
+def test_deepspeeds_own_script_finds_all_groups_in_a_checkpoint_of_stages_2_and_3(saved: Any) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    stage, folder, _ = saved
+    found = get_fp32_state_dict_from_zero_checkpoint(str(folder / "engine"))
+    weights = {name: p.shape for name, p in make_model(case_of(stage, True)).named_parameters()}
+    if stage == 1:
+        # DeepSpeed keeps what is frozen apart from stage 2 on; its script then finds the active group alone.
+        block = f"model.layers.{BEFORE % 6 - 1}."
+        weights = {name: shape for name, shape in weights.items() if name.startswith(block)}
+    assert {name: value.shape for name, value in found.items()} == weights
+
+
+def test_what_does_not_belong_to_the_run_is_refused_on_every_rank(saved: Any) -> None:
+    _, _, ranks = saved
+    for rank, results in enumerate(ranks):
+        messages = results["refused"]
+        assert "has another grouping (layers_per_group, layers): 6 groups" in messages["another grouping"]
+        assert "was not saved by HiFT" in messages["no file of ours"]
+        gone, damaged = messages["one rank's file is gone"], messages["one rank's file is damaged"]
+        if rank == 1:
+            assert "the checkpoint is damaged, use another" in gone and "can't be read" in damaged
+        else:
+            assert "the ranks disagree on the checkpoint" in gone and "on rank 1" in gone
+            assert "the ranks disagree on the checkpoint" in damaged
+        assert messages["state"] == "0 updates, group 0"
+
+
+def resume_on_three(rank: int, num_ranks: int, folder: str) -> str:
+    run = Run(case_of(2, True), rank, num_ranks)
+    return refusal(run, folder)
+
+
+def save_on_two(rank: int, num_ranks: int, folder: str) -> None:
+    run = Run(case_of(2, True), rank, num_ranks)
+    run.train(1)
+    run.engine.save_checkpoint(folder)
+
+
+def test_another_number_of_ranks_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    run_ranks(save_on_two, 2, str(tmp_path), env=CPU, timeout_s=600)
+    for message in run_ranks(resume_on_three, 3, str(tmp_path), env=CPU, timeout_s=600):
+        assert "was saved by 2 ranks, and this run has 3" in message
+        assert "Resume with 2 processes" in message and "save_16bit_model" in message

@@ -1,0 +1,190 @@
+"""Real runs of tiny models on the CPU, by the library's plain use, counted by its ledger."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+)
+
+from slivertune.chunked_loss import attach_chunked_cross_entropy
+from slivertune.hift import HiFT, HiFTConfig
+from slivertune.ledger import Ledger, claim
+from slivertune.planning.request import PlanRequest
+from slivertune.sft import SFT, SFTConfig, adam
+from slivertune.tokentune import TokenTune
+
+LLAMA = LlamaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=128,
+)
+# No dropout: on the CPU its noise takes four bytes an element, on a GPU one.
+ROBERTA = RobertaConfig(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    max_position_embeddings=130,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+
+
+def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
+    """A model with weights, as a script of the library would set it up."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if request.precision in ("bf16", "mixed_hi") else torch.float32
+    auto: Any = AutoModelForCausalLM if request.task == "causal_lm" else AutoModelForSequenceClassification
+    model = auto.from_config(config, dtype=dtype)
+    model.config.use_cache = False
+    if request.load_in_4bit:
+        quantise(model)
+    if request.gradient_checkpointing:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    if request.method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        task_type = "CAUSAL_LM" if request.task == "causal_lm" else "SEQ_CLS"
+        adapters = LoraConfig(task_type=task_type, r=request.lora_rank, lora_alpha=32, target_modules="all-linear")
+        with warnings.catch_warnings():
+            # PEFT 0.21 asks by the name that transformers 5.23 retires.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            model = get_peft_model(model, adapters)
+    if request.task == "causal_lm" and request.chunked_cross_entropy:
+        attach_chunked_cross_entropy(model)
+    if request.token_ratio is not None:
+        TokenTune(ratio=request.token_ratio).attach(model)
+    return model.train()
+
+
+def quantise(model: Any) -> None:
+    """Put the linear layers of the blocks into bitsandbytes' NF4."""
+    from bitsandbytes.nn import Linear4bit
+
+    for parent in list(model.model.layers.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                layer = Linear4bit(
+                    child.in_features,
+                    child.out_features,
+                    bias=False,
+                    compute_dtype=child.weight.dtype,
+                    quant_type="nf4",
+                )
+                layer.weight.data.copy_(child.weight.data)
+                layer.support_avx512bf16_for_cpu = False
+                setattr(parent, name, layer.to("cpu"))
+
+
+def real_batch(request: PlanRequest, config: Any) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, config.vocab_size, (request.batch_size, request.seq_length))
+    return {"input_ids": ids, "labels": ids if request.task == "causal_lm" else ids[:, 0] % 2}
+
+
+def base_optimizer(request: PlanRequest) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    if request.optimizer == "adamw":
+        return torch.optim.AdamW, {"lr": 1e-3, "fused": True}
+    if request.optimizer == "adagrad":
+        return torch.optim.Adagrad, {"lr": 1e-3, "foreach": True}
+    if request.optimizer == "adafactor":
+        from transformers.optimization import Adafactor
+
+        return Adafactor, {"lr": 1e-3, "scale_parameter": False, "relative_step": False}
+    if request.optimizer == "adamw8bit":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit, {"lr": 1e-3}
+    return torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9 * (request.optimizer == "sgd_momentum"), "foreach": True}
+
+
+def real_optimizer(request: PlanRequest, model: nn.Module, *, estimation_steps: int = 2) -> torch.optim.Optimizer:
+    if request.method == "sft":
+        config = SFTConfig(
+            density=request.density,
+            selection=request.selection,
+            estimation_steps=estimation_steps,
+            reselection_interval=100 if request.selection == "accumulated_gradient" else 2,
+        )
+        return SFT(model, config=config, lr=1e-3, total_steps=1000)
+    optimizer_class, arguments = base_optimizer(request)
+    if request.method != "hift":
+        return optimizer_class([each for each in model.parameters() if each.requires_grad], **arguments)
+    settings = HiFTConfig(
+        layers_per_group=request.layers_per_group,
+        state=request.state,
+        master=request.master_kind,
+        stream_bytes=request.stream_bytes,
+        step_in_backward=request.step_in_backward,
+    )
+    return HiFT(model, optimizer_class, config=settings, **arguments)
+
+
+def run_for_real(
+    request: PlanRequest, config: PreTrainedConfig, *, num_steps: int | None = None, first: int = 0
+) -> Ledger:
+    """What a real run took.
+
+    Args:
+        request: The run.
+        config: The model.
+        num_steps: Updates; None for two of HiFT's cycles, or three updates of any other method.
+        first: The first update that counts.
+
+    Returns:
+        The ledger that counted it.
+    """
+    model, batch = real_model(request, config), real_batch(request, config)
+    optimizer = real_optimizer(request, model)
+    # SFT's tables of bias corrections outlive a run; here they are to be counted in each.
+    adam._corrections.cache_clear()
+    if num_steps is None:
+        num_steps = 2 * optimizer.cycle_length if isinstance(optimizer, HiFT) else 3
+    with Ledger(model) as ledger:
+        if isinstance(optimizer, SFT):
+            optimizer.claim_state()
+        _claim_scales(model, ledger)
+        for step in range(num_steps):
+            if step == first:
+                ledger.reset_peak()
+            autocast: Any = nullcontext()
+            if request.has_autocast:
+                autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+            with autocast:
+                loss = model(**batch).loss
+            loss.backward()
+            del loss
+            optimizer.step()
+            optimizer.zero_grad()
+            _claim_state(optimizer)
+    return ledger
+
+
+def _claim_state(optimizer: torch.optim.Optimizer) -> None:
+    for values in optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                claim(value, "state")
+
+
+def _claim_scales(model: nn.Module, ledger: Ledger) -> None:
+    """Count the scales of 4-bit weights, which hang on their parameters and are buffers of no module."""
+    for parameter in model.parameters():
+        state: Any = getattr(parameter, "quant_state", None)
+        if state is not None:
+            for tensor in (state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code):
+                claim(tensor, "parameters")
+                ledger.track([tensor])

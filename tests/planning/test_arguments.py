@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from slivertune.planning.arguments import Sweep, make_parser, parse_plan_arguments
+from slivertune.planning.request import PlanRequest
+
+MODEL = ("--model", "llama-2-7b")
+
+
+def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed() -> None:
+    typed = {
+        "method": "sft",
+        "optimizer": "sgd",
+        "precision": "mixed",
+        "task": "classification",
+        "num_labels": 5,
+        "batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "seq_length": 64,
+        "gradient_checkpointing": True,
+        "chunked_cross_entropy": False,
+        "token_ratio": 0.25,
+        "layers_per_group": 4,
+        "state": "disk",
+        "master": "split",
+        "stream_bytes": 2**25,
+        "step_in_backward": True,
+        "density": 0.5,
+        "selection": "momentum",
+        "lora_rank": 8,
+        "load_in_4bit": True,
+        "layout": "zero3",
+        "num_gpus": 4,
+        "offload_parameters": True,
+    }
+    assert typed.keys() == {item.name for item in fields(PlanRequest)}
+    words = [word for name, value in typed.items() for word in (f"--{name}", str(value).lower())]
+    assert parse_plan_arguments([*MODEL, *words]).given == typed
+    assert parse_plan_arguments(MODEL).given == {}
+
+
+def test_names_of_the_hf_trainer_switches_and_sizes_are_understood() -> None:
+    arguments = parse_plan_arguments(
+        [
+            *("--model_name_or_path", "x", "--per_device_train_batch_size", "8", "--max_length", "9"),
+            *("--gradient_checkpointing", "--no_chunked_cross_entropy", "--load_in_4bit", "no", "--stream_bytes", "0"),
+            *("--fit", "24GiB", "--fit_host", "64 GB", "--min_seq_length", "128", "--json"),
+        ]
+    )
+    assert arguments.model == "x"
+    assert arguments.given == {
+        "batch_size": 8,
+        "seq_length": 9,
+        "gradient_checkpointing": True,
+        "chunked_cross_entropy": False,
+        "load_in_4bit": False,
+        "stream_bytes": 0,
+    }
+    assert (arguments.fit_bytes, arguments.fit_host_bytes) == (24 * 2**30, 64 * 10**9)
+    assert (arguments.min_seq_length, arguments.json, arguments.sweep) == (128, True, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "sweep"),
+    [
+        ("seq_length=512,1024", Sweep(field="seq_length", values=(512, 1024))),
+        ("token_ratio=0.1,1", Sweep(field="token_ratio", values=(0.1, 1.0))),
+        ("stream_bytes=0,32MiB", Sweep(field="stream_bytes", values=(0, 2**25))),
+    ],
+)
+def test_a_sweep_is_a_numeric_field_and_its_values(text: str, sweep: Sweep) -> None:
+    assert parse_plan_arguments([*MODEL, "--sweep", text]).sweep == sweep
+
+
+def test_every_numeric_field_can_be_swept() -> None:
+    numeric = {item.name for item in fields(PlanRequest) if isinstance(item.default, (int, float))}
+    numeric -= {item.name for item in fields(PlanRequest) if isinstance(item.default, bool)}
+    for name in (*numeric, "token_ratio", "density"):
+        one = "0.5" if name in ("token_ratio", "density") else "1"
+        sweep = parse_plan_arguments([*MODEL, "--sweep", f"{name}={one}"]).sweep
+        assert sweep == Sweep(field=name, values=(float(one),))
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ([], "required: --model"),
+        ([*MODEL, "--nothing"], "unrecognized arguments: --nothing"),
+        ([*MODEL, "--method", "magic"], "argument --method: invalid choice: 'magic'"),
+        ([*MODEL, "--batch", "1"], "unrecognized arguments: --batch"),
+        ([*MODEL, "--gradient_checkpointing", "maybe"], "'maybe' is neither true nor false"),
+        ([*MODEL, "--fit", "24G"], "'24G' is no size; write it as 24GiB"),
+        ([*MODEL, "--fit", "0"], "--fit 0 must be more than nothing"),
+        ([*MODEL, "--fit_host", "1GiB"], "--fit_host is read by the search of --fit alone"),
+        ([*MODEL, "--min_seq_length", "1"], "--min_seq_length is read by the search of --fit alone"),
+        ([*MODEL, "--fit", "1GiB", "--min_seq_length", "0"], "--min_seq_length 0 must be at least 1"),
+        ([*MODEL, "--fit", "1GiB", "--fit_host", "1GiB", "--sweep", "batch_size=1"], "alone, without --sweep"),
+        ([*MODEL, "--sweep", "method=hift"], "'method=hift' is no sweep; write FIELD=V1,V2,... with one of batch_size"),
+        ([*MODEL, "--sweep", "seq_length"], "'seq_length' is no sweep"),
+        ([*MODEL, "--sweep", "seq_length=1,two"], "has a value that seq_length can't take"),
+        ([*MODEL, "--sweep", "seq_length="], "has a value that seq_length can't take"),
+        ([*MODEL, "--sweep", "seq_length=1,1"], "has a value twice"),
+        (
+            [*MODEL, "--sweep", "seq_length=1", "--seq_length", "2"],
+            "--seq_length 2 and --sweep seq_length=... both set",
+        ),
+        ([*MODEL, "--plot", "plan.pdf"], "--plot plan.pdf must end in .png"),
+        ([*MODEL, "--plot", "nowhere/plan.png"], "there is no folder nowhere; make it first"),
+    ],
+)
+def test_what_does_not_hold_together_is_an_error_that_names_it(
+    words: list[str], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(part)):
+        parse_plan_arguments(words)
+
+
+def test_help_names_the_default_of_each_field() -> None:
+    text = " ".join(make_parser().format_help().split())
+    for part in (
+        "how it is trained (hift)",
+        "tokens in a sequence (512)",
+        "compute the block again in backward (false)",
+    ):
+        assert part in text

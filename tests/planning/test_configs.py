@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+
+from slivertune.planning.configs import find_model
+from slivertune.planning.shipped import SHIPPED_MODELS
+from tests.planning.made import TINY_FIGURES, write_config
+
+
+def test_a_shipped_name_and_its_hub_id_need_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    for name in ("llama-3-8b", "Llama-3-8B", "meta-llama/Meta-Llama-3-8B"):
+        model = find_model(name)
+        config: Any = model.config
+        assert (config.vocab_size, config.num_key_value_heads, config.hidden_size) == (128256, 8, 4096)
+        assert model.name_or_path == "meta-llama/Meta-Llama-3-8B"
+        assert "come with slivertune" in model.source
+
+
+def test_a_folder_or_the_file_in_it_is_read_before_a_shipped_name_is_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_config(tmp_path / "llama-2-7b")
+    monkeypatch.chdir(tmp_path)
+    for name in ("llama-2-7b", "./llama-2-7b", "llama-2-7b/config.json"):
+        model = find_model(name)
+        assert getattr(model.config, "hidden_size", None) == 64
+        assert Path(model.name_or_path).name == "llama-2-7b"
+        assert model.source.endswith("config.json")
+
+
+def test_figures_that_older_versions_of_the_library_wrote_are_understood(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "old", torch_dtype="float16", rope_theta=5e5, transformers_version="4.30.0")
+    config: Any = find_model(str(folder)).config
+    assert config.rope_parameters["rope_theta"] == 5e5
+
+
+@pytest.mark.parametrize(
+    ("name", "tasks"),
+    [
+        ("llama-2-7b", ("causal_lm", "classification")),
+        ("gpt2-large", ("causal_lm", "classification")),
+        ("roberta-base", ("classification", "causal_lm")),
+    ],
+)
+def test_the_first_task_is_what_the_model_was_made_for(name: str, tasks: tuple[str, ...]) -> None:
+    assert find_model(name).tasks() == tasks
+
+
+def test_an_unknown_model_without_a_network_is_an_error_with_the_ways_out() -> None:
+    # The tests run offline (HF_HUB_OFFLINE).
+    with pytest.raises(ValueError, match=r"^there is no folder 'owner/absent', and the hub can't be reached") as caught:
+        find_model("owner/absent")
+    text = str(caught.value)
+    assert all(name in text for name in SHIPPED_MODELS)
+    assert "or a folder with the model's config.json" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("llama2-7b", "Did you mean llama-2-7b?"),
+        ("./absent", "there is no folder './absent'."),
+        ("a/b/c", "there is no folder 'a/b/c'."),
+    ],
+)
+def test_a_name_that_can_be_no_hub_id_or_is_near_a_shipped_one_is_told_so(name: str, part: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(part)):
+        find_model(name)
+
+
+def test_a_hub_model_in_the_cache_is_taken_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "models--owner--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    write_config(folder / "snapshots" / ("0" * 40))
+    real = huggingface_hub.try_to_load_from_cache
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *args: real(*args, cache_dir=str(tmp_path)))
+    model = find_model("owner/tiny")
+    assert getattr(model.config, "hidden_size", None) == 64
+    assert (model.name_or_path, model.source) == ("owner/tiny", "config.json of owner/tiny")
+
+
+@pytest.mark.parametrize(
+    ("kind", "when", "part"),
+    [
+        (RepositoryNotFoundError, "model_info", "the hub shows no model of that name (a private one needs `hf auth"),
+        (GatedRepoError, "hf_hub_download", "owner/x is gated: accept its terms on the hub and log in"),
+        (EntryNotFoundError, "hf_hub_download", "owner/x on the hub has no config.json"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_apart(kind: Any, when: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        # The hub's errors are otherwise made from its answers.
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **kwargs: None)
+    owner: Any = huggingface_hub.HfApi if when == "model_info" else huggingface_hub
+    monkeypatch.setattr(owner, when, refuse)
+    with pytest.raises(ValueError, match=re.escape(part)) as caught:
+        find_model("owner/x")
+    assert "Name one of llama-2-7b" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("{", "can't be read as JSON"),
+        ("[1]", "is no configuration of a transformer: it has no model_type"),
+        (json.dumps({"hidden_size": 3}), "is no configuration of a transformer: it has no model_type; name the folder"),
+        (json.dumps({"_class_name": "UNet2DConditionModel"}), "it has no model_type, but is of a UNet2DConditionModel"),
+        (json.dumps({"model_type": 3}), "it has no model_type"),
+        (json.dumps({"model_type": "resnet"}), "'resnet', which has neither a causal language model's head nor"),
+        (json.dumps({"model_type": "never_heard_of"}), "none of the installed transformers library's; a newer"),
+        (
+            json.dumps({"model_type": "never_heard_of", "auto_map": {}}),
+            "library's (it brings code of its own, which a plan never runs)",
+        ),
+        (json.dumps({**TINY_FIGURES, "hidden_size": "wide"}), "the figures of this 'llama' don't hold together"),
+    ],
+)
+def test_a_file_that_is_no_transformers_configuration_is_an_error_that_says_what_it_lacks(
+    content: str, part: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(part)):
+        find_model(str(tmp_path))
+
+
+def test_a_folder_without_a_configuration_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape("has no config.json; name one that a model was saved in")):
+        find_model(str(tmp_path))

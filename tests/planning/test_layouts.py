@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slivertune.planning import layouts
+from slivertune.planning.layouts import LayerSizes, sizes_of
+from slivertune.planning.make import make_plan
+from slivertune.planning.model import build_model
+from slivertune.planning.plan import Plan
+from slivertune.planning.request import Layout, PlanRequest
+from tests.planning.real import LLAMA
+
+ALONE = PlanRequest(precision="mixed_hi", gradient_checkpointing=True, batch_size=2, seq_length=64)
+
+
+def plan(layout: Layout, num_gpus: int, **settings: Any) -> Plan:
+    return make_plan(replace(ALONE, layout=layout, num_gpus=num_gpus, **settings), LLAMA)
+
+
+@pytest.fixture(scope="module")
+def sizes() -> LayerSizes:
+    return sizes_of(build_model(ALONE, LLAMA))
+
+
+@pytest.fixture(scope="module")
+def alone() -> Plan:
+    return make_plan(ALONE, LLAMA)
+
+
+def test_layers_are_measured_as_they_are_stored(sizes: LayerSizes) -> None:
+    block = 2 * (4 * 128 * 128 + 3 * 128 * 256 + 2 * 128)
+    table = 2 * 512 * 128
+    assert (sizes.largest_block, sizes.largest) == (block, block)
+    assert sizes.outside_blocks == 2 * table + 2 * 128
+    assert (sizes.largest_tensor, sizes.bucket_elements, sizes.itemsize) == (table, 128**2, 2)
+
+
+def test_ddp_adds_no_more_than_buckets_of_the_active_groups_gradients(alone: Plan) -> None:
+    shared = plan("ddp", 2)
+    for group, before in zip(shared.groups, alone.groups, strict=True):
+        assert before.peak.total <= group.peak.total <= before.peak.total + 1.01 * before.gradient_bytes
+    assert shared.host_bytes == alone.host_bytes
+
+
+def test_dense_ddp_keeps_buckets_as_large_as_all_gradients() -> None:
+    request = replace(ALONE, method="dense", precision="fp32")
+    before = make_plan(request, LLAMA)
+    shared = make_plan(replace(request, layout="ddp", num_gpus=4), LLAMA)
+    assert shared.peak_bytes == before.peak_bytes + before.gradient_bytes
+
+
+@pytest.mark.parametrize("layout", ["zero1", "zero2"])
+def test_zero_keeps_weights_and_shares_the_groups_state_out(layout: Any, alone: Plan, sizes: LayerSizes) -> None:
+    for ranks in (2, 4):
+        shared = plan(layout, ranks)
+        for group, before in zip(shared.groups, alone.groups, strict=True):
+            assert group.peak.parameters == before.peak.parameters
+            # AdamW's moments and the master, 12 bytes a parameter, and a step count a tensor.
+            assert group.peak.state == pytest.approx(12 * group.num_parameters / ranks, rel=1e-3)
+            assert group.peak.gradients <= before.gradient_bytes + sizes.bucket_elements * sizes.itemsize
+        assert shared.host_bytes == pytest.approx(12 * alone.num_parameters / ranks, rel=1e-3)
+
+
+def test_zero3_shares_the_weights_out_and_gathers_layers(alone: Plan) -> None:
+    for ranks in (2, 8):
+        peak = plan("zero3", ranks).peak
+        weights = alone.peak.parameters
+        # So small a model stays gathered whole.
+        assert peak.parameters == pytest.approx(weights / ranks + weights, abs=1)
+
+
+def test_zero3_lets_weights_go_beyond_those_that_it_leaves_gathered(
+    sizes: LayerSizes, alone: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "_MOST_LIVE_ELEMENTS", 0)
+    gathered = sizes.largest + sizes.largest_block
+    assert plan("zero3", 2).peak.parameters == pytest.approx(alone.peak.parameters / 2 + gathered, abs=1)
+
+
+def test_fsdp2_streams_a_ranks_part_of_the_state(sizes: LayerSizes, alone: Plan) -> None:
+    shared = plan("fsdp2", 4)
+    gathered = sizes.outside_blocks + 3 * sizes.largest_block
+    assert shared.peak.parameters == pytest.approx(alone.peak.parameters / 4 + gathered, abs=1)
+    assert shared.peak.state <= 2 * ALONE.stream_bytes
+    assert shared.host_bytes == pytest.approx(alone.host_bytes / 4, abs=1)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "zero3"])
+def test_parameters_on_the_host_leave_the_device_but_for_the_layers_at_work(layout: Any, sizes: LayerSizes) -> None:
+    kept, moved = plan(layout, 2), plan(layout, 2, offload_parameters=True)
+    gathered = sizes.outside_blocks + 3 * sizes.largest_block if layout == "fsdp2" else kept.parameter_bytes
+    assert moved.peak.parameters <= gathered
+    assert kept.peak.parameters - moved.peak.parameters == pytest.approx(kept.parameter_bytes / 2, rel=0.3)
+    assert moved.host_bytes > kept.host_bytes
+
+
+def test_a_plan_says_what_was_computed_from_sizes() -> None:
+    assert any("'zero3'" in note and "from sizes" in note for note in plan("zero3", 2).notes)

@@ -1,0 +1,87 @@
+"""The methods' own numbers: bytes of a trained weight, activations of selected tokens, bytes of a 4-bit weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from slivertune.planning.make import make_plan
+from slivertune.planning.request import PlanRequest
+from tests.planning.real import LLAMA
+
+SPARSE = PlanRequest(method="sft", precision="bf16", density=0.02, batch_size=2, seq_length=64)
+
+
+def test_sft_by_accumulated_gradients_takes_20_bytes_a_weight_and_36_inside_a_phase() -> None:
+    inside, outside = make_plan(SPARSE, LLAMA).groups
+    assert inside.num_parameters == outside.num_parameters
+    assert outside.state_bytes / outside.num_parameters == pytest.approx(20, rel=1e-3)
+    assert inside.state_bytes / inside.num_parameters == pytest.approx(36, rel=1e-3)
+    # The gathered gradient, in fp32; and one number more, which tells of clipping.
+    assert outside.gradient_bytes == 4 * outside.num_parameters + 4
+
+
+def test_sft_by_momentum_takes_10_bytes_a_weight_and_a_number_a_row_and_column() -> None:
+    (group,) = make_plan(replace(SPARSE, selection="momentum"), LLAMA).groups
+    block = 4 * (128 + 128) + 3 * (128 + 256)
+    assert group.state_bytes == pytest.approx(10 * group.num_parameters + 4 * 4 * block, rel=1e-3)
+
+
+def test_sft_trains_the_share_that_was_asked_for_and_the_models_parameters_stay_what_they_are() -> None:
+    plan = make_plan(SPARSE, LLAMA)
+    in_blocks = 4 * (4 * 128 * 128 + 3 * 128 * 256)
+    assert plan.num_trainable_peak == pytest.approx(0.02 * in_blocks, rel=1e-3)
+    dense = make_plan(replace(SPARSE, method="dense", density=None), LLAMA)
+    assert (plan.num_parameters, plan.parameter_bytes) == (dense.num_parameters, dense.parameter_bytes)
+
+
+WIDE = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8)
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.5])
+def test_selected_tokens_keep_their_share_of_activations_and_all_keys_and_values(ratio: float) -> None:
+    """The floor: r of what dense training saves, and the keys and values of the other tokens (TokenTune, section 3)."""
+    sizes: dict[str, Any] = {"method": "dense", "precision": "fp32", "batch_size": 4, "seq_length": 256}
+    dense = make_plan(PlanRequest(**sizes), WIDE).groups[0].activation_bytes
+    saved = make_plan(PlanRequest(token_ratio=ratio, **sizes), WIDE).groups[0].activation_bytes
+    keys_and_values = (1 - ratio) * 2 * 4 * 256 * 256 * 4 * 6
+    floor = ratio * dense + keys_and_values
+    # Above the floor: the residual stream and the rows of one layer at work, and the masks of selected queries.
+    assert floor <= saved <= floor + 0.13 * dense
+
+
+def test_a_4_bit_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
+    settings: dict[str, Any] = {"method": "lora", "precision": "bf16"}
+    whole = make_plan(PlanRequest(**settings), LLAMA)
+    coded = make_plan(PlanRequest(load_in_4bit=True, **settings), LLAMA)
+    assert coded.num_parameters == whole.num_parameters
+    in_blocks = 4 * (4 * 128 * 128 + 3 * 128 * 256)
+    norms = 9 * 128  # held in fp32 beside 4-bit weights, in bf16 otherwise
+    assert whole.parameter_bytes - coded.parameter_bytes == (2 - 0.5) * in_blocks - 2 * norms
+    scales = in_blocks / 64 * (1 + 4 / 256)
+    tables = 4 * 7 * (16 + 256 + 1) * 4
+    assert whole.peak.parameters - coded.peak.parameters == pytest.approx(
+        1.5 * in_blocks - 2 * norms - scales - tables, abs=64
+    )
+
+
+def test_adapters_are_all_that_trains() -> None:
+    plan = make_plan(PlanRequest(method="lora", lora_rank=8), LLAMA)
+    per_block = 8 * (4 * (128 + 128) + 3 * (128 + 256))
+    assert plan.num_trainable_peak == 4 * per_block
+    assert (plan.gradient_bytes, plan.state_bytes) == (4 * 4 * per_block, pytest.approx(8 * 4 * per_block, rel=1e-3))
+
+
+def test_the_json_has_the_promised_fields_and_they_add_up() -> None:
+    plan = make_plan(PlanRequest(precision="mixed_hi"), LLAMA)
+    found = plan.to_json()
+    peak = found["peak"]
+    parts = ("parameter_bytes", "gradient_bytes", "state_bytes", "residual_bytes")
+    assert sum(peak[part] for part in parts) == peak["total_bytes"] == found["peak_bytes"] == plan.peak_bytes
+    assert found["num_trainable_peak"] == max(group["num_parameters"] for group in found["groups"])
+    assert sum(group["num_parameters"] * len(group["indices"]) for group in found["groups"]) == found["num_parameters"]
+    assert found["parameter_bytes"] == 2 * found["num_parameters"] + 4 * found["num_trainable_peak"]
+    assert {"host_bytes", "disk_bytes", "notes", "request", *parts} < found.keys()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, make_allowance
+from slivertune.planning.need import Limits, need_of
+from slivertune.planning.request import PlanRequest
+from tests.planning.made import GIB, moment, simple_plan
+
+
+def test_an_allowance_adds_up_and_counts_collectives_on_several_gpus_alone() -> None:
+    one, four = make_allowance(moving_bytes=1000, num_gpus=1), make_allowance(moving_bytes=1000, num_gpus=4)
+    assert (one.context, one.workspace, one.collectives) == (CUDA_CONTEXT_BYTES, CUBLAS_WORKSPACE_BYTES, 0)
+    assert one.fragmentation == 50, "5 % of what moves"
+    assert one.total == CUDA_CONTEXT_BYTES + CUBLAS_WORKSPACE_BYTES + 50
+    assert four.total - one.total == four.collectives == 4 * 2**20 * 2 * 32
+    for allowance in (one, four):
+        parts = allowance.to_json()
+        assert parts.pop("total_bytes") == sum(parts.values()) == allowance.total
+
+
+@pytest.mark.parametrize(("offload", "moving"), [(False, 4 * GIB), (True, 16 * GIB)])
+def test_resident_weights_do_not_fragment_and_streamed_ones_do(offload: bool, moving: int) -> None:
+    layout = "fsdp2" if offload else "single"
+    request = PlanRequest(layout=layout, offload_parameters=offload)
+    need = need_of(simple_plan(request, moment(parameters=12 * GIB, gradients=GIB, state=GIB, residual=2 * GIB)))
+    assert need.allowance.fragmentation == round(0.05 * moving)
+    assert need.device_bytes == 16 * GIB + need.allowance.total
+
+
+def test_a_need_fits_to_the_byte_and_says_what_lacks() -> None:
+    need = need_of(simple_plan(PlanRequest(), moment(parameters=GIB), host_bytes=100))
+    exactly = Limits(device_bytes=need.device_bytes)
+    assert need.fits(exactly) and need.missing_device_bytes(exactly) == 0
+    less = Limits(device_bytes=need.device_bytes - 1)
+    assert not need.fits(less) and need.missing_device_bytes(less) == 1
+    for host_bytes, missing in ((99, 1), (100, 0)):
+        limits = Limits(device_bytes=need.device_bytes, host_bytes=host_bytes)
+        assert need.missing_host_bytes(limits) == missing
+        assert need.fits(limits) == (missing == 0)

@@ -1,0 +1,157 @@
+"""The plan of a tiny model against a real run of it, both on the CPU.
+
+The run is the library's plain use, on real weights, counted by the ledger through two whole cycles. A plan differs from
+it in what no operator on the CPU shows (temporaries inside a GPU's kernels), which is what the 3 % are for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedConfig
+
+from slivertune.planning.make import make_plan
+from slivertune.planning.request import PlanRequest
+from tests.planning.real import LLAMA, ROBERTA, run_for_real
+
+TOLERANCE = 0.03
+SIZES: dict[str, Any] = {"batch_size": 2, "seq_length": 64}
+
+
+def check(request: PlanRequest, config: PreTrainedConfig) -> None:
+    plan = make_plan(request, config)
+    real = run_for_real(request, config).peak
+    assert plan.peak_bytes == pytest.approx(real.device, rel=TOLERANCE), (plan.peak, real)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "task", "checkpointing"),
+    [
+        ("adamw", "causal_lm", False),
+        ("adamw", "classification", True),
+        ("sgd_momentum", "causal_lm", True),
+        ("sgd", "classification", False),
+        ("adagrad", "causal_lm", False),
+        ("adafactor", "causal_lm", True),
+        ("adamw8bit", "causal_lm", True),
+    ],
+)
+def test_dense_is_as_planned(optimizer: Any, task: Any, checkpointing: bool) -> None:
+    request = PlanRequest(method="dense", optimizer=optimizer, task=task, gradient_checkpointing=checkpointing, **SIZES)
+    check(request, LLAMA if task == "causal_lm" else ROBERTA)
+
+
+@pytest.mark.parametrize(
+    ("precision", "checkpointing", "stream_bytes", "task"),
+    [
+        ("fp32", False, 0, "causal_lm"),
+        ("fp32", True, 2**18, "classification"),
+        ("mixed_hi", False, 2**18, "causal_lm"),
+        ("mixed_hi", True, 2**18, "causal_lm"),
+        ("mixed_hi", True, 0, "classification"),
+        ("mixed_hi", False, 0, "causal_lm"),
+        ("bf16", True, 2**18, "causal_lm"),
+    ],
+)
+def test_hift_is_as_planned(precision: Any, checkpointing: bool, stream_bytes: int, task: Any) -> None:
+    request = PlanRequest(
+        precision=precision, gradient_checkpointing=checkpointing, stream_bytes=stream_bytes, task=task, **SIZES
+    )
+    check(request, LLAMA if task == "causal_lm" else ROBERTA)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adafactor", "adamw8bit"])
+def test_hift_around_other_optimizers_is_as_planned(optimizer: Any) -> None:
+    check(PlanRequest(precision="mixed_hi", optimizer=optimizer, gradient_checkpointing=True, **SIZES), LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("layers_per_group", "state", "master"),
+    [(1, "device", None), (2, "discard", None), (4, "host", None), (1, "host", "split"), (6, "host", None)],
+)
+def test_hift_with_its_state_anywhere_is_as_planned(layers_per_group: int, state: Any, master: Any) -> None:
+    request = PlanRequest(
+        precision="mixed_hi",
+        state=state,
+        master=master,
+        layers_per_group=layers_per_group,
+        gradient_checkpointing=True,
+        **SIZES,
+    )
+    check(request, LLAMA)
+
+
+def test_hift_that_steps_in_the_backward_is_as_planned() -> None:
+    check(PlanRequest(precision="mixed_hi", step_in_backward=True, gradient_checkpointing=True, **SIZES), LLAMA)
+
+
+def test_what_waits_on_the_host_is_as_planned() -> None:
+    request = PlanRequest(precision="mixed_hi", **SIZES)
+    assert make_plan(request, LLAMA).host_bytes == pytest.approx(
+        run_for_real(request, LLAMA).highest.host, rel=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("method", ["dense", "hift"])
+def test_a_causal_model_with_all_its_logits_is_as_planned(method: Any) -> None:
+    check(PlanRequest(method=method, chunked_cross_entropy=False, **SIZES), LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("method", "checkpointing", "four_bit", "task"),
+    [
+        ("lora", False, False, "causal_lm"),
+        ("lora", True, False, "classification"),
+        ("lora", False, True, "causal_lm"),
+        ("lora", True, True, "causal_lm"),
+    ],
+)
+def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: bool, task: Any) -> None:
+    request = PlanRequest(
+        method=method, load_in_4bit=four_bit, gradient_checkpointing=checkpointing, task=task, **SIZES
+    )
+    check(request, LLAMA if task == "causal_lm" else ROBERTA)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("dense", {}),
+        ("hift", {"precision": "mixed_hi"}),
+        ("hift", {"precision": "mixed_hi", "gradient_checkpointing": True}),
+        ("lora", {}),
+        ("lora", {"load_in_4bit": True}),
+        ("hift", {"task": "classification"}),
+    ],
+)
+def test_a_selection_of_tokens_is_as_planned(method: Any, settings: dict[str, Any]) -> None:
+    request = PlanRequest(method=method, token_ratio=0.3, **settings, **SIZES)
+    check(request, LLAMA if request.task == "causal_lm" else ROBERTA)
+
+
+SPARSE: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"precision": "bf16", "gradient_checkpointing": True},
+    {"precision": "fp32", "task": "classification"},
+    {"precision": "fp32", "load_in_4bit": True, "gradient_checkpointing": True},
+    {"precision": "bf16", "token_ratio": 0.3},
+]
+
+
+@pytest.mark.parametrize("settings", SPARSE)
+@pytest.mark.parametrize("density", [0.02, 0.2])
+def test_sparse_training_is_as_planned_inside_and_outside_of_a_phase(settings: dict[str, Any], density: float) -> None:
+    request = PlanRequest(method="sft", density=density, **settings, **SIZES)
+    config = LLAMA if request.task == "causal_lm" else ROBERTA
+    inside, outside = make_plan(request, config).groups
+    real = run_for_real(request, config, num_steps=2).peak
+    assert inside.peak.total == pytest.approx(real.device, rel=TOLERANCE), (inside.peak, real)
+    real = run_for_real(request, config, num_steps=4, first=2).peak
+    assert outside.peak.total == pytest.approx(real.device, rel=TOLERANCE), (outside.peak, real)
+
+
+@pytest.mark.parametrize("settings", SPARSE[:4])
+def test_sparse_training_by_momentum_is_as_planned(settings: dict[str, Any]) -> None:
+    request = PlanRequest(method="sft", selection="momentum", density=0.05, **settings, **SIZES)
+    check(request, LLAMA if request.task == "causal_lm" else ROBERTA)

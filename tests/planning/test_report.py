@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slivertune.planning.answer import Answer, SweepAnswer
+from slivertune.planning.moves import all_moves
+from slivertune.planning.need import Limits, Need, need_of
+from slivertune.planning.report import describe_request, print_answer, print_sweep
+from slivertune.planning.request import PlanRequest
+from slivertune.planning.search import Found, search
+from tests.planning.made import GIB, group, moment, plan, simple_plan, tiny_model
+
+MIB = 2**20
+BASE = "optimizer adamw, precision fp32, batch_size 1, seq_length 512"
+REQUEST = PlanRequest(precision="mixed_hi", gradient_checkpointing=True)
+EMBEDDING = group(0, "embedding", moment(0, "step", parameters=12 * GIB, state=300 * MIB))
+BLOCKS = group(
+    1,
+    "model.layers.0",
+    moment(1, parameters=12 * GIB, gradients=386 * MIB, state=192 * MIB, residual=3 * GIB),
+    num_alike=32,
+    num_parameters=202_383_360,
+)
+NEED = need_of(plan(REQUEST, EMBEDDING, BLOCKS, host_bytes=75 * GIB, notes=("a [odd] note",)))
+
+
+def text_of(answer: Answer | SweepAnswer) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=120)
+    if isinstance(answer, SweepAnswer):
+        print_sweep(answer, console)
+    else:
+        print_answer(answer, console)
+    return out.getvalue()
+
+
+def row_of(text: str, title: str) -> list[str]:
+    """The cells of a table's row."""
+    (line,) = [line for line in text.splitlines() if re.match(rf"│ +{re.escape(title)} ", line)]
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_the_parts_of_the_peak_the_allowance_and_the_groups_each_have_a_line() -> None:
+    text = text_of(Answer(model=tiny_model(), need=NEED))
+    allowance = NEED.allowance
+    assert "hift on tiny: 1,234,567 parameters, from a test" in text
+    assert row_of(text, "weights")[1] == "12.00 GiB"
+    assert row_of(text, "gradients")[1] == "386.0 MiB"
+    assert row_of(text, "masters and optimizer state")[1] == "192.0 MiB"
+    assert row_of(text, "activations and other")[1] == "3.00 GiB"
+    where = "in the backward, while model.layers.0 or one of 31 alike trains"
+    assert row_of(text, "peak")[1:] == ["15.56 GiB", where]
+    assert row_of(text, "CUDA context and kernels")[1:] == ["512.0 MiB", "allowance, not planned"]
+    assert row_of(text, "cuBLAS workspaces")[1:] == ["64.00 MiB", "allowance"]
+    assert row_of(text, "fragmentation")[1] == f"{allowance.fragmentation / MIB:.1f} MiB"
+    assert row_of(text, "a GPU must have")[1:] == [f"{NEED.device_bytes / GIB:.2f} GiB", ""]
+    assert row_of(text, "waits in host memory")[1] == "75.00 GiB"
+    assert "33 groups, one an update" in text
+    assert row_of(text, "model.layers.0 or one of 31 alike")[1:] == [
+        "202,383,360", "11 B", "17 B", "13 B", "15.56 GiB", "backward",
+    ]  # fmt: skip
+    assert row_of(text, "embedding")[-1] == "update"
+    assert "NCCL" not in text
+    assert "note: a [odd] note" in text
+    assert "to run it: slivertune train --model_name_or_path owner/tiny" in text
+    assert "--fit 24GiB finds settings" in text
+
+
+def test_a_limit_has_its_verdict() -> None:
+    enough = Limits(device_bytes=24 * GIB)
+    text = text_of(Answer(model=tiny_model(), need=NEED, limits=enough))
+    spare = (24 * GIB - NEED.device_bytes) / GIB
+    assert row_of(text, "a GPU must have")[2] == f"fits 24.00 GiB, {spare:.2f} GiB to spare"
+    assert "--fit 24GiB finds" not in text
+    text = text_of(Answer(model=tiny_model(), need=NEED, limits=Limits(device_bytes=10 * GIB)))
+    assert row_of(text, "a GPU must have")[2] == f"{NEED.device_bytes / GIB - 10:.2f} GiB more than 10.00 GiB"
+
+
+def test_a_run_without_groups_has_no_table_of_them_and_one_on_several_gpus_has_nccl() -> None:
+    request = PlanRequest(method="dense", layout="ddp", num_gpus=2)
+    text = text_of(Answer(model=tiny_model(), need=need_of(simple_plan(request, moment(parameters=GIB)))))
+    assert "groups" not in text and "to run it" not in text
+    assert row_of(text, "NCCL buffers")[1] == "256.0 MiB"
+    assert row_of(text, "peak")[2] == "in the backward"
+    assert "note: start it by accelerate launch --config_file $(slivertune path ddp) --num_processes 2" in text
+
+
+def test_kinds_of_updates_that_are_no_groups_are_called_so() -> None:
+    inside = group(0, "inside an estimation phase", moment(0, parameters=GIB, state=MIB))
+    outside = group(1, "outside of estimation phases", moment(1, parameters=GIB))
+    text = text_of(Answer(model=tiny_model(), need=need_of(plan(PlanRequest(method="sft"), inside, outside))))
+    assert "2 kinds of updates" in text and "groups, one an update" not in text
+    assert row_of(text, "peak")[2] == "in the backward, inside an estimation phase"
+
+
+def found_by_search() -> Found:
+    def memory_of(request: PlanRequest) -> Need:
+        activations = request.batch_size * (GIB // 8 if request.gradient_checkpointing else GIB)
+        return need_of(simple_plan(request, moment(parameters=GIB, residual=activations), host_bytes=9 * GIB))
+
+    limits = Limits(device_bytes=3 * GIB, host_bytes=10 * GIB)
+    return search(PlanRequest(batch_size=8), all_moves(), limits, memory_of, fixed=("optimizer",))
+
+
+def test_what_was_chosen_comes_with_its_gain_and_cost_and_what_was_left_with_its_reason() -> None:
+    found = found_by_search()
+    limits = Limits(device_bytes=3 * GIB)
+    text = text_of(Answer(model=tiny_model(), need=found.need, limits=limits, found=found))
+    before, after = found.start.device_bytes / GIB, found.need.device_bytes / GIB
+    assert f"\n{before:.2f} GiB needed as asked, {after:.2f} GiB as chosen:\n" in text
+    (chosen,) = [line for line in text.splitlines() if line.startswith("  chose")]
+    assert chosen.startswith("  chose  gradient checkpointing (gradient_checkpointing false -> true). Cost: the same")
+    assert "  left   8-bit optimizer state: --optimizer was set" in text
+
+
+def test_a_run_that_fits_as_asked_says_so() -> None:
+    found = Found(start=NEED, need=NEED, steps=(), skipped=(), num_plans=1)
+    text = text_of(Answer(model=tiny_model(), need=NEED, limits=Limits(device_bytes=24 * GIB), found=found))
+    assert f"{NEED.device_bytes / GIB:.2f} GiB needed as asked, which fits without any change" in text
+
+
+def test_the_json_has_the_plan_the_allowance_the_command_and_the_search() -> None:
+    found = found_by_search()
+    limits = Limits(device_bytes=3 * GIB, host_bytes=10 * GIB)
+    values = json.loads(json.dumps(Answer(model=tiny_model(), need=found.need, limits=limits, found=found).to_json()))
+    promised = {
+        "peak_bytes", "parameter_bytes", "gradient_bytes", "state_bytes", "residual_bytes", "host_bytes",
+        "num_parameters", "num_trainable_peak", "groups", "peak",
+    }  # fmt: skip
+    assert promised <= values.keys()
+    assert values["peak_bytes"] == values["peak"]["total_bytes"] == found.need.plan.peak_bytes
+    assert values["need_bytes"] == values["peak_bytes"] + values["allowance"]["total_bytes"]
+    assert values["model"] == "tiny"
+    assert values["command"].startswith("slivertune train --model_name_or_path owner/tiny --dataset")
+    fit = values["fit"]
+    assert (fit["limit_bytes"], fit["host_limit_bytes"], fit["fits"]) == (3 * GIB, 10 * GIB, True)
+    assert fit["num_plans"] == found.num_plans
+    (step,) = fit["steps"]
+    assert step["changes"] == {"gradient_checkpointing": {"from": False, "to": True}}
+    assert fit["need_bytes_as_asked"] > limits.device_bytes >= values["need_bytes"]
+    assert fit["host_bytes_as_asked"] == 9 * GIB
+    assert {"title": "8-bit optimizer state", "reason": "--optimizer was set"} in fit["skipped"]
+
+
+def sweep() -> SweepAnswer:
+    needs = tuple(
+        (length, need_of(simple_plan(PlanRequest(seq_length=length), moment(parameters=GIB, residual=length * MIB))))
+        for length in (512, 2048)
+    )
+    return SweepAnswer(
+        model=tiny_model(), field="seq_length", needs=needs, limits=Limits(device_bytes=2 * GIB + GIB // 4)
+    )
+
+
+def test_a_sweep_has_a_row_a_value_in_one_unit_and_says_what_fits() -> None:
+    text = text_of(sweep())
+    assert "on one GPU, in GiB" in text
+    assert row_of(text, "512")[:6] == ["512", "1.00", "0.00", "0.00", "0.50", "1.50"]
+    assert row_of(text, "512")[-1] == "yes"
+    assert row_of(text, "2048")[4] == "2.00" and row_of(text, "2048")[-1] == "no"
+    assert "seq_length 512" not in text, "what is swept is not among the settings"
+
+
+def test_the_json_of_a_sweep_is_one_object_with_a_plan_a_value() -> None:
+    values = json.loads(json.dumps(sweep().to_json()))
+    assert values["field"] == "seq_length"
+    assert [point["seq_length"] for point in values["sweep"]] == [512, 2048]
+    assert [point["fits"] for point in values["sweep"]] == [True, False]
+    assert [point["residual_bytes"] for point in values["sweep"]] == [512 * MIB, 2048 * MIB]
+    assert all("allowance" in point and "groups" in point for point in values["sweep"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, BASE),
+        (
+            {"stream_bytes": 2**25, "chunked_cross_entropy": False, "lora_rank": 3},
+            f"{BASE}, no chunked_cross_entropy, stream_bytes 32.00 MiB",
+        ),
+        (
+            {"method": "lora", "lora_rank": 3, "layers_per_group": 4, "load_in_4bit": True},
+            f"{BASE}, lora_rank 3, load_in_4bit",
+        ),
+    ],
+)
+def test_settings_are_told_where_they_differ_from_the_default_and_the_method_reads_them(
+    changes: dict[str, Any], line: str
+) -> None:
+    assert describe_request(PlanRequest(**changes)) == line

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slivertune.planning.request import PlanRequest
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "magic"}, "method='magic' must be one of 'dense', 'hift', 'sft', 'lora'"),
+        ({"optimizer": "adam"}, "optimizer='adam' must be one of"),
+        ({"precision": "fp16"}, "precision='fp16' must be one of"),
+        ({"batch_size": 0}, "batch_size=0 must be at least 1"),
+        ({"seq_length": 1.5}, "seq_length=1.5 must be an integer"),
+        ({"stream_bytes": -1}, "stream_bytes=-1 must be at least 0"),
+        ({"token_ratio": 0.0}, r"token_ratio=0.0 must be in \(0, 1\]"),
+        ({"density": 1.1}, r"density=1.1 must be in \(0, 1\]"),
+        ({"method": "dense", "precision": "mixed_hi"}, "'mixed_hi' is HiFT's, and method='dense' keeps no masters"),
+        ({"precision": "mixed_hi", "master": "none"}, "take precision='bf16'"),
+        ({"precision": "bf16", "master": "fp32"}, "take precision='mixed_hi'"),
+        ({"method": "sft", "optimizer": "sgd"}, "does not go with method='sft'"),
+        ({"method": "hift", "load_in_4bit": True}, "load_in_4bit goes with method='lora' or 'sft'"),
+        ({"method": "lora", "load_in_4bit": True, "precision": "mixed"}, "computes in precision 'bf16' or 'fp32'"),
+        ({"state": "device", "precision": "mixed_hi", "master": "split"}, "take master='fp32'"),
+        ({"method": "dense", "step_in_backward": True}, "step_in_backward is HiFT's"),
+        ({"step_in_backward": True, "gradient_accumulation_steps": 2}, "leave out one of the two"),
+        ({"layout": "ddp"}, "layout='ddp' needs at least 2 GPUs, and num_gpus=1"),
+        ({"num_gpus": 2}, "num_gpus=2 with layout='single'"),
+        ({"layout": "zero2", "num_gpus": 2, "offload_parameters": True}, "take layout='fsdp2' or 'zero3'"),
+        *(
+            ({"layout": layout, "num_gpus": 2, "step_in_backward": True}, f"with layout='{layout}', leave it out")
+            for layout in ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+        ),
+        *(
+            ({"layout": layout, "num_gpus": 2, "optimizer": optimizer}, "take optimizer='adamw'.*or layout='ddp'")
+            for layout in ("fsdp2", "zero1", "zero2", "zero3")
+            for optimizer in ("adamw8bit", "adafactor")
+        ),
+        ({"layout": "zero1", "num_gpus": 2, "optimizer": "adagrad"}, "or layout='ddp' or 'fsdp2'"),
+        ({"layout": "zero2", "num_gpus": 2, "state": "disk"}, "take state='host' or 'device'"),
+        ({"layout": "zero3", "num_gpus": 2, "precision": "bf16"}, "take precision='mixed_hi' with master='fp32'"),
+        (
+            {"layout": "zero3", "num_gpus": 2, "precision": "mixed_hi", "master": "split"},
+            "take precision='mixed_hi' with master='fp32'",
+        ),
+        (
+            {"layout": "fsdp2", "num_gpus": 2, "method": "sft", "load_in_4bit": True},
+            "with layout='ddp', 'zero1' or 'zero2'",
+        ),
+    ],
+)
+def test_what_can_not_be_planned_is_refused_with_a_way_out(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PlanRequest(**settings)
+
+
+def test_masters_and_autocast_follow_from_the_precision() -> None:
+    assert PlanRequest(precision="mixed_hi").master_kind == "fp32"
+    assert PlanRequest(precision="mixed_hi", master="split").master_kind == "split"
+    assert PlanRequest(precision="bf16").master_kind == "none"
+    assert [PlanRequest(precision="mixed").has_autocast, PlanRequest(precision="bf16").has_autocast] == [True, False]
+    assert PlanRequest(method="lora", precision="bf16").has_autocast, "adapters are fp32"
+
+
+def test_one_gpu_is_enough_where_parameters_wait_on_the_host() -> None:
+    assert PlanRequest(layout="fsdp2", offload_parameters=True).num_gpus == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layout": "ddp", "optimizer": "adamw8bit"},
+        {"layout": "fsdp2", "optimizer": "adagrad"},
+        {"layout": "zero3", "precision": "mixed_hi"},
+        {"layout": "ddp", "method": "sft", "load_in_4bit": True},
+        {"layout": "zero1", "method": "dense", "optimizer": "adagrad"},
+    ],
+)
+def test_what_training_allows_in_a_layout_is_planned(settings: dict[str, Any]) -> None:
+    assert PlanRequest(num_gpus=2, **settings).num_gpus == 2

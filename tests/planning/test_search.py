@@ -1,0 +1,258 @@
+"""The search against a made-up model of memory, whose least settings are known by hand."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, get_args
+
+import pytest
+
+from slivertune.planning.moves import BUSY_TOKENS, SMALL_PIECE_BYTES, all_moves
+from slivertune.planning.need import Limits, Need, need_of
+from slivertune.planning.request import Method, PlanRequest
+from slivertune.planning.search import DoesNotFitError, Found, search, start_of_search
+from tests.planning.made import GIB, moment, simple_plan
+
+MIB = 2**20
+WEIGHTS = 10 * GIB
+
+
+def memory_of(request: PlanRequest) -> Need:
+    """7B or so: activations by tokens, a group's gradients, pieces of state; all monotone in each setting."""
+    tokens = request.batch_size * request.seq_length
+    activations = tokens * (MIB // 4 if request.gradient_checkpointing else 2 * MIB)
+    gradients = 64 * MIB if request.step_in_backward else 512 * MIB
+    state_bytes = {"adamw": 8, "adamw8bit": 2}.get(request.optimizer, 4)
+    masters = {"fp32": 4, "split": 2, "none": 0}[request.master_kind]
+    weights = WEIGHTS if request.precision in ("bf16", "mixed_hi") else 2 * WEIGHTS
+    weights = weights // 4 if request.load_in_4bit else weights
+    host = 5 * (state_bytes + masters) * GIB
+    if request.method == "hift":
+        state = 2 * (request.stream_bytes or GIB)
+    else:
+        state, host, gradients = state_bytes * GIB, 0, WEIGHTS
+    if request.method in ("sft", "lora"):
+        gradients, state = 100 * MIB, 200 * MIB
+    if request.offload_parameters:
+        host, weights = host + weights, GIB
+    backward = moment(parameters=weights, gradients=gradients if request.gradient_accumulation_steps > 1 else 0,
+                      residual=activations)  # fmt: skip
+    step = moment(phase="step", parameters=weights, gradients=gradients, state=state)
+    peak = max(backward, step, key=lambda each: each.total)
+    return need_of(simple_plan(request, peak, host_bytes=0 if request.state == "disk" else host))
+
+
+def find(limit: int, *, host: int | None = None, min_seq_length: int | None = None, **given: Any) -> Found:
+    return search(
+        start_of_search(given),
+        all_moves(min_seq_length),
+        Limits(device_bytes=limit, host_bytes=host),
+        memory_of,
+        fixed=given,
+    )
+
+
+def chosen(found: Found) -> dict[str, Any]:
+    return {name: new for step in found.steps for name, (_, new) in step.changes.items()}
+
+
+def test_where_the_start_fits_nothing_is_changed_and_one_plan_is_made() -> None:
+    found = find(40 * GIB, batch_size=8)
+    assert (found.steps, found.num_plans) == ((), 1)
+    assert found.need.plan.request == PlanRequest(precision="mixed_hi", batch_size=8)
+
+
+@pytest.mark.parametrize(
+    ("method", "precision"), [("hift", "mixed_hi"), ("dense", "mixed"), ("sft", "bf16"), ("lora", "bf16")]
+)
+def test_a_search_starts_from_16_bit_arithmetic_unless_told_otherwise(method: Any, precision: str) -> None:
+    assert method in get_args(Method)
+    assert start_of_search({"method": method}).precision == precision
+    assert start_of_search({"method": method, "precision": "fp32"}).precision == "fp32"
+
+
+def test_a_batch_is_split_before_anything_is_computed_twice_and_no_finer_than_needed() -> None:
+    # 16 x 512 tokens take 16 GiB of activations, 8 take 8, 4 (2,048 tokens) take 4.
+    found = find(20 * GIB, batch_size=16)
+    assert chosen(found) == {"batch_size": 8, "gradient_accumulation_steps": 2}
+    assert not found.need.plan.request.gradient_checkpointing
+    assert found.need.fits(Limits(device_bytes=20 * GIB))
+
+
+def test_the_effective_batch_stays_whatever_is_chosen() -> None:
+    for limit in range(12, 30):
+        request = find(limit * GIB, batch_size=12, gradient_accumulation_steps=3).need.plan.request
+        assert request.batch_size * request.gradient_accumulation_steps == 36
+
+
+def test_checkpointing_comes_before_forwards_too_small_for_a_gpu_and_gives_the_batch_back() -> None:
+    # 2,048 tokens need 4 GiB without checkpointing; all 8 x 512 need 1 GiB with it.
+    found = find(13 * GIB, batch_size=8)
+    assert BUSY_TOKENS == 4 * 512
+    assert chosen(found) == {"gradient_checkpointing": True}
+    assert dict(found.skipped)["the batch in parts, with accumulation"].startswith("needless")
+
+
+def test_a_batch_that_fits_in_part_beside_checkpointing_is_given_back_in_part() -> None:
+    # One sequence takes 4 GiB without checkpointing, which is too much; with it 16 take 8 GiB, 8 take 4, 4 take 2.
+    found = find(15 * GIB, batch_size=16, seq_length=2048)
+    assert chosen(found) == {"batch_size": 4, "gradient_accumulation_steps": 4, "gradient_checkpointing": True}
+
+
+def test_smaller_pieces_are_taken_where_the_peak_is_in_the_step() -> None:
+    # The step needs 512 + 256 MiB beside the weights, a short forward next to nothing.
+    found = find(11 * GIB + 200 * MIB, seq_length=16)
+    assert chosen(found) == {"stream_bytes": SMALL_PIECE_BYTES}
+
+
+def test_stepping_in_backward_is_tried_without_accumulation_alone() -> None:
+    found = find(10 * GIB + 850 * MIB, seq_length=16)
+    assert chosen(found) == {"stream_bytes": SMALL_PIECE_BYTES, "step_in_backward": True}
+    with pytest.raises(DoesNotFitError):
+        find(10 * GIB + 850 * MIB, seq_length=16, gradient_accumulation_steps=2, layout="single")
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "changes"),
+    [
+        (60, {}),
+        (59, {"master": "split"}),
+        (49, {"optimizer": "adamw8bit"}),  # which has no need of split masters
+        (29, {"master": "split", "optimizer": "adamw8bit"}),
+        (19, {"state": "disk"}),
+    ],
+)
+def test_host_memory_is_spared_in_its_own_order(host_gib: int, changes: dict[str, Any]) -> None:
+    # 5 GiB for each byte a weight: 12 with fp32 masters, 10 with split ones, 4 with 8-bit state beside these.
+    assert chosen(find(40 * GIB, host=host_gib * GIB)) == changes
+
+
+def test_weights_that_do_not_fit_alone_are_streamed_and_nothing_else_is_tried_first() -> None:
+    seen: list[PlanRequest] = []
+
+    def watched(request: PlanRequest) -> Need:
+        seen.append(request)
+        return memory_of(request)
+
+    found = search(start_of_search({}), all_moves(), Limits(device_bytes=8 * GIB), watched)
+    assert chosen(found) == {"layout": "fsdp2", "offload_parameters": True}
+    assert seen[1].offload_parameters and not seen[1].gradient_checkpointing
+    assert found.num_plans == len(seen) == 2
+
+
+def test_dense_gives_up_masters_and_the_32_bits_of_its_state_before_it_streams_weights() -> None:
+    found = find(25 * GIB, method="dense")
+    assert chosen(found) == {"optimizer": "adamw8bit", "precision": "bf16"}
+    assert chosen(find(31 * GIB, method="dense")) == {"precision": "bf16"}, "fp32 weights alone take 20 GiB"
+
+
+def test_frozen_weights_are_put_into_4_bits() -> None:
+    assert chosen(find(8 * GIB, method="lora")) == {"load_in_4bit": True}
+    assert chosen(find(8 * GIB, method="sft")) == {"load_in_4bit": True}
+
+
+def test_sequences_are_shortened_only_where_that_is_allowed_and_no_more_than_needed() -> None:
+    limit = 12 * GIB
+    with pytest.raises(DoesNotFitError):
+        find(limit, seq_length=65536, layout="single")
+    found = find(limit, seq_length=65536, min_seq_length=64, layout="single")
+    length = chosen(found)["seq_length"]
+    assert length % 128 == 0
+    request = found.need.plan.request
+    assert not memory_of(replace(request, seq_length=length + 128)).fits(Limits(device_bytes=limit))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "least"),
+    [
+        ({"gradient_checkpointing": False}, {"batch_size": 1, "gradient_accumulation_steps": 8}),
+        ({"gradient_checkpointing": True}, {}),
+    ],
+)
+def test_what_the_user_set_is_not_changed_but_for_the_batch(fixed: dict[str, Any], least: dict[str, Any]) -> None:
+    found = find(13 * GIB, batch_size=8, **fixed)
+    assert chosen(found) == least
+    assert all(getattr(found.need.plan.request, name) == value for name, value in fixed.items())
+
+
+def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        find(2 * GIB, batch_size=4, layout="single", precision="mixed_hi")
+    text = str(caught.value)
+    assert text.startswith("nothing that may be changed makes this fit 2.00 GiB; the smallest GPU that would do has 1")
+    assert "--layout" in text and "not changed, as you set it" in text
+    match = re.search(r"\(([\d,]+) bytes", text)
+    assert match is not None
+    smallest = int(match[1].replace(",", ""))
+    given = {"batch_size": 4, "layout": "single", "precision": "mixed_hi"}
+    assert find(smallest, **given).need.device_bytes <= smallest
+    with pytest.raises(DoesNotFitError):
+        find(smallest - 1, **given)
+
+
+def test_an_impossible_fit_of_the_host_names_what_waits_there() -> None:
+    with pytest.raises(
+        DoesNotFitError, match=r"beside 60\.00 GiB of host memory, as asked; not changed, as you set it"
+    ):
+        find(40 * GIB, host=GIB, state="host", master="fp32", precision="mixed_hi", optimizer="adamw")
+
+
+def test_a_setting_that_can_not_be_planned_is_passed_over_with_the_reason() -> None:
+    def no_checkpoints(request: PlanRequest) -> Need:
+        if request.gradient_checkpointing:
+            raise ValueError("no\ncheckpoints here")
+        return memory_of(request)
+
+    found = search(start_of_search({"batch_size": 8}), all_moves(), Limits(device_bytes=13 * GIB), no_checkpoints)
+    assert chosen(found) == {"batch_size": 1, "gradient_accumulation_steps": 8}
+    assert dict(found.skipped)["gradient checkpointing"] == "can't be planned: no checkpoints here"
+
+
+def test_what_can_not_change_the_peak_is_not_planned() -> None:
+    seen: list[PlanRequest] = []
+
+    def watched(request: PlanRequest) -> Need:
+        seen.append(request)
+        return memory_of(request)
+
+    found = search(start_of_search({"batch_size": 16}), all_moves(), Limits(device_bytes=20 * GIB), watched)
+    assert all(request.optimizer == "adamw" and request.stream_bytes == 128 * MIB for request in seen)
+    reasons = dict(found.skipped)
+    assert reasons["smaller pieces of masters and state on the GPU"].startswith("no masters or optimizer state")
+    assert reasons["split masters"] == "it would spare the host, which is large enough"
+    assert reasons["8-bit optimizer state"] == "state is on the GPU in pieces of 128.0 MiB, whatever its precision"
+    assert len(seen) == len(set(seen)) == found.num_plans, "nothing is planned twice"
+
+
+def test_each_plan_is_told_of() -> None:
+    lines: list[str] = []
+    search(
+        start_of_search({"batch_size": 16}), all_moves(), Limits(device_bytes=20 * GIB), memory_of, tell=lines.append
+    )
+    assert lines[0].startswith("plan 1: ") and lines[0].endswith("GiB with the allowance, does not fit")
+    assert lines[-1].endswith("fits")
+
+
+@pytest.mark.parametrize("method", get_args(Method))
+def test_the_options_of_a_move_go_from_the_cheapest_to_the_least(method: Any) -> None:
+    start = start_of_search({"method": method, "batch_size": 24, "seq_length": 4096})
+    for move in all_moves(min_seq_length=100):
+        options = [start, *move.options(start)]
+        bytes_needed = [memory_of(option).device_bytes for option in options[1:]]
+        assert bytes_needed == sorted(bytes_needed, reverse=True), move.title
+        assert len(set(options)) == len(options), f"{move.title} offers what is there already"
+        for option in options[1:]:
+            changed = {name for name in ("method", "lora_rank", "density", "token_ratio", "layers_per_group")
+                       if getattr(option, name) != getattr(start, name)}  # fmt: skip
+            assert not changed, f"{move.title} changes what is trained"
+
+
+def test_a_search_never_needs_more_than_a_costlier_one_and_takes_no_more_than_it_must() -> None:
+    # The smaller the GPU, the more is changed: what a smaller one does without, a larger one does, too.
+    titles = [[step.title for step in find(limit * GIB, batch_size=32).steps] for limit in range(50, 9, -1)]
+    rank = {move.title: place for place, move in enumerate(all_moves())}
+    costs = [max((rank[title] for title in found), default=-1) for found in titles]
+    assert all(larger <= smaller for larger, smaller in pairwise(costs))
+    assert costs[0] == -1 and costs[-1] > rank["gradient checkpointing"]

@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slivertune.cli import main
+from slivertune.planning import verb
+from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
+from slivertune.planning.configs import find_model
+from slivertune.planning.make import make_plan
+from slivertune.planning.request import PlanRequest
+from tests.planning.made import write_config
+
+SMALL = ("--batch_size", "2", "--seq_length", "64")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a tiny Llama."""
+    return write_config(tmp_path_factory.mktemp("tiny"))
+
+
+def plan_json(capfd: pytest.CaptureFixture[str], folder: Path, *more: str) -> dict[str, Any]:
+    """What `slivertune plan --json` prints; it must end well."""
+    assert main(["plan", "--model", str(folder), *SMALL, "--json", *more]) == 0
+    values: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return values
+
+
+def test_with_json_standard_output_is_one_object_and_all_else_goes_to_standard_error(tiny: Path) -> None:
+    command = [sys.executable, "-m", "slivertune", "plan", "--model", str(tiny), "--json", "--fit", "1GiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert isinstance(json.loads(done.stdout), dict)
+    assert done.stderr.startswith("plan 1: ") and "with the allowance" in done.stderr
+
+
+def test_what_libraries_print_or_log_while_a_plan_is_made_does_not_reach_standard_output(
+    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noisy(*args: Any) -> Any:
+        print("hello from a library")
+        speaks.append(logging.getLogger("transformers.some.model").isEnabledFor(logging.WARNING))
+        return make_plan(*args)
+
+    speaks: list[bool] = []
+
+    monkeypatch.setattr(verb, "make_plan", noisy)
+    assert main(["plan", "--model", str(tiny), "--json"]) == 0
+    captured = capfd.readouterr()
+    assert isinstance(json.loads(captured.out), dict)
+    assert "hello from a library" in captured.err
+    assert speaks == [False], "transformers warns of what a model can't be used for, which no one asked"
+    assert logging.getLogger("transformers.some.model").isEnabledFor(logging.WARNING)
+
+
+def test_the_object_is_the_plan_that_the_library_makes(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    values = plan_json(capfd, tiny, "--precision", "mixed_hi", "--stream_bytes", "32KiB")
+    request = PlanRequest(precision="mixed_hi", batch_size=2, seq_length=64, stream_bytes=2**15)
+    plan = make_plan(request, find_model(str(tiny)).config)
+    expected = json.loads(json.dumps(plan.to_json()))
+    assert {name: values[name] for name in expected} == expected
+    allowance = values["allowance"]
+    fixed = CUDA_CONTEXT_BYTES + CUBLAS_WORKSPACE_BYTES
+    assert allowance["total_bytes"] == fixed + allowance["fragmentation_bytes"]
+    assert values["need_bytes"] == values["peak_bytes"] + allowance["total_bytes"]
+    assert values["model_source"] == str(tiny / "config.json")
+    assert values["command"].startswith(f"slivertune train --model_name_or_path {tiny} --dataset YOUR_DATA.jsonl")
+
+
+def test_people_get_a_table_and_the_next_command(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", str(tiny), *SMALL, "--precision", "mixed_hi"]) == 0
+    captured = capfd.readouterr()
+    for part in ("hift on ", "weights", "a GPU must have", "5 groups, one an update", "to run it: slivertune train"):
+        assert part in captured.out
+    assert captured.err == ""
+
+
+def test_a_task_that_is_not_named_is_what_the_model_was_made_for(
+    tmp_path: Path, tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    encoder = write_config(
+        tmp_path / "encoder", model_type="roberta", architectures=["RobertaForMaskedLM"], pad_token_id=1
+    )
+    assert plan_json(capfd, encoder)["request"]["task"] == "classification"
+    assert plan_json(capfd, tiny)["request"]["task"] == "causal_lm"
+    assert plan_json(capfd, tiny, "--task", "classification")["request"]["task"] == "classification"
+    vit = write_config(tmp_path / "whisper", model_type="clip_text_model")
+    assert main(["plan", "--model", str(vit), "--task", "causal_lm"]) == 2
+
+
+def test_a_fit_is_found_for_a_real_model_and_its_command_is_what_was_planned(
+    tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wide = plan_json(capfd, tiny, "--precision", "mixed_hi", "--batch_size", "64")
+    narrow = plan_json(
+        capfd, tiny, "--precision", "mixed_hi", "--batch_size", "32", "--gradient_accumulation_steps", "2"
+    )
+    assert narrow["need_bytes"] < wide["need_bytes"]
+    found = plan_json(capfd, tiny, "--batch_size", "64", "--fit", str(narrow["need_bytes"]))
+    assert found["request"] == narrow["request"]
+    assert {name: found[name] for name in ("peak", "need_bytes", "command")} == {
+        name: narrow[name] for name in ("peak", "need_bytes", "command")
+    }
+    (step,) = found["fit"]["steps"]
+    assert step["changes"] == {
+        "batch_size": {"from": 64, "to": 32},
+        "gradient_accumulation_steps": {"from": 1, "to": 2},
+    }
+    assert found["fit"]["need_bytes_as_asked"] == wide["need_bytes"]
+
+
+def test_an_impossible_fit_is_code_2_and_the_size_that_it_names_fits(
+    tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--model", str(tiny), *SMALL, "--layout", "single"]
+    assert main([*words, "--fit", "500MiB", "--json"]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    error = captured.err.splitlines()[-1]
+    assert error.startswith(
+        "slivertune plan: error: nothing that may be changed makes this fit 500.0 MiB; the smallest"
+    )
+    assert error.endswith("; not changed, as you set it: --layout")
+    smallest = error.partition("(")[2].partition(" bytes")[0].replace(",", "")
+    assert main([*words, "--fit", smallest]) == 0
+
+
+def test_a_sweep_has_a_plan_a_value_a_table_and_a_picture(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--model", str(tiny), "--sweep", "seq_length=32,128", "--fit", "1GiB"]
+    assert main([*words, "--json"]) == 0
+    values = json.loads(capfd.readouterr().out)
+    assert [point["seq_length"] for point in values["sweep"]] == [32, 128]
+    for point in values["sweep"]:
+        plan = make_plan(PlanRequest(seq_length=point["seq_length"]), find_model(str(tiny)).config)
+        assert point["peak_bytes"] == plan.peak_bytes
+        assert point["fits"] == (point["need_bytes"] <= 2**30)
+    assert main([*words, "--plot", str(tmp_path / "lengths.png")]) == 0
+    captured = capfd.readouterr()
+    assert "seq_length" in captured.out and f"drew {tmp_path / 'lengths.png'}" in captured.out
+    assert (tmp_path / "lengths.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "owner/absent"], "there is no folder 'owner/absent', and the hub can't be reached"),
+        (["--model", "{tiny}", "--layout", "zero3"], "layout='zero3' needs at least 2 GPUs, and num_gpus=1"),
+        (["--model", "{tiny}", "--batch_size", "0"], "batch_size=0 must be at least 1"),
+        (["--model", "{tiny}", "--sweep", "token_ratio=0.5,2"], "token_ratio=2.0 must be in (0, 1]"),
+        (
+            ["--model", "{tiny}", "--method", "dense", "--fit", "1GiB", "--load_in_4bit"],
+            "load_in_4bit goes with method",
+        ),
+        (["--model", "{tiny}", "--method", "magic"], "argument --method: invalid choice: 'magic'"),
+        ([], "the following arguments are required: --model"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(
+    words: list[str], message: str, tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *(word.format(tiny=tiny) for word in words), "--json"]) == 2
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"slivertune plan: error: {message}")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_configuration_that_is_no_transformer_is_code_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, figures, part in (
+        ("resnet", {"model_type": "resnet"}, "neither a causal language model's head nor a classifier's"),
+        ("unet", {"_class_name": "UNet2DConditionModel"}, "is no configuration of a transformer"),
+        ("mamba", {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}, ""),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(figures), encoding="utf-8")
+        assert main(["plan", "--model", str(tmp_path / name), *SMALL]) == 2, name
+        error = capfd.readouterr().err
+        assert error.startswith("slivertune plan: error: ") and part in error
+        assert error.count("\n") == 1, error
+
+
+def test_a_failure_is_code_1_with_a_traceback_on_request_and_ctrl_c_is_130(
+    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: BaseException = RuntimeError("it\nbroke")
+
+    def fail(*args: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(verb, "make_plan", fail)
+    assert main(["plan", "--model", str(tiny)]) == 1
+    assert capfd.readouterr().err == "slivertune plan: error: it broke\n"
+    assert main(["--debug", "plan", "--model", str(tiny)]) == 1
+    assert "Traceback" in capfd.readouterr().err
+    raised = KeyboardInterrupt()
+    assert main(["plan", "--model", str(tiny)]) == 130
+    assert capfd.readouterr().err == "\nslivertune plan: interrupted\n"
+
+
+def test_a_missing_matplotlib_is_told_of_before_anything_is_planned(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise ImportError("--plot needs matplotlib")
+
+    monkeypatch.setattr(verb, "require_matplotlib", refuse)
+    monkeypatch.setattr(verb, "make_plan", None)
+    assert main(["plan", "--model", str(tiny), "--plot", str(tmp_path / "x.png")]) == 1
+    assert capfd.readouterr().err == "slivertune plan: error: ImportError: --plot needs matplotlib\n"
+
+
+def test_matplotlib_is_imported_by_a_plot_alone(tiny: Path) -> None:
+    code = (
+        "import sys; from slivertune.cli import main; main(['plan', '--model', sys.argv[1], '--seq_length', '8']);"
+        "sys.exit('matplotlib' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tiny)], check=True, capture_output=True, timeout=300)
+
+
+def test_help_is_printed_and_the_list_of_verbs_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, part in ((["plan", "--help"], "--fit SIZE"), (["--help"], "settings that fit a GPU")):
+        with pytest.raises(SystemExit) as stop:
+            main(words)
+        assert stop.value.code == 0
+        assert part in capsys.readouterr().out

@@ -1,0 +1,162 @@
+"""`slivertune train` in two processes, as each launcher starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune.training.checkpoints import find_damage
+from tests.helpers.launching import environment
+from tests.training.tiny_runs import assert_same_bits, final_weights, saved_weights, train, train_arguments, write_texts
+
+TORCHRUN = ("torchrun", "--nproc_per_node=2", "--standalone", "-m", "slivertune")
+ACCELERATE = (
+    *("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no"),
+    *("--dynamo_backend=no", "--main_process_port=0", "-m", "slivertune"),
+)
+TIMEOUT_S = 240
+
+
+def start(command: tuple[str, ...], folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
+    """The exit code, what was printed, and what this command said on standard error, without the launcher's words."""
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"hung for {TIMEOUT_S} s\n{out}\n{err}")
+    return process.returncode, out, [line for line in err.splitlines() if line.startswith("slivertune train:")]
+
+
+def launch(launcher: tuple[str, ...], arguments: list[str], folder: Path) -> tuple[dict[str, Any], str]:
+    """Run the command, which must end well.
+
+    Returns:
+        What is in results.json, and what was printed.
+    """
+    process = start((*launcher, *arguments), folder)
+    code, out, said = finish(process)
+    assert (code, said) == (0, []), out
+    output = Path(arguments[arguments.index("--output_dir") + 1])
+    results: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
+    return results, out
+
+
+def assert_near(one: Path, other: Path) -> None:
+    first, second = final_weights(one), final_weights(other)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        # Sums over ranks are rounded in another order than sums over one batch.
+        torch.testing.assert_close(second[name], value, atol=2e-5, rtol=1e-4)
+
+
+# Where a gradient is next to nothing, Adam's first step turns its rounding into a whole step.
+STEPS = ("--max_steps", "12", "--save_steps", "5", "--adam_epsilon", "1e-4")
+
+
+def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resume(
+    tiny_base: Path, tmp_path: Path
+) -> None:
+    data = write_texts(tmp_path)
+    arguments = train_arguments(tiny_base, data, tmp_path / "two", *STEPS, method="hift")
+    results, out = launch(TORCHRUN, arguments, tmp_path)
+    assert (results["world_size"], results["layout"], results["method"]) == (2, "ddp", "hift")
+    assert "batch   4 rows an update: 2 at a time, on each of 2 ranks (ddp)" in out
+    assert "the memory ledger is rank 0's, one of 2" in out
+    assert out.count("evaluation before") == 1 and out.count("evaluation loss") == 1, "one process speaks"
+    alone = train(tiny_base, data, tmp_path / "one", *STEPS, "--per_device_train_batch_size", "4")
+    assert (alone["world_size"], alone["layout"]) == (1, "single")
+    assert_near(tmp_path / "one", tmp_path / "two")
+    assert results["before"]["eval_loss"] == pytest.approx(alone["before"]["eval_loss"], rel=1e-6)
+    assert results["after"]["eval_loss"] == pytest.approx(alone["after"]["eval_loss"], rel=1e-4)
+    assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
+    checkpoint = tmp_path / "two" / "checkpoint-5"
+    assert find_damage(checkpoint) is None and (checkpoint / "hift").is_dir()
+    more = ("--resume_from_checkpoint", str(checkpoint), "--output_dir", str(tmp_path / "again"))
+    again, out = launch(TORCHRUN, [*arguments, *more], tmp_path)
+    assert again["world_size"] == 2
+    assert again["before"] == results["before"], "known from the checkpoint"
+    assert_same_bits(tmp_path / "two", tmp_path / "again")
+
+
+def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path, tmp_path: Path) -> None:
+    reselection = ("--reselection_interval", "4", "--estimation_steps", "2")
+    more = ("--density", "0.1", *reselection, "--token_ratio", "0.5", "--max_steps", "9")
+    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out", *more, method="sft")
+    results, _ = launch(ACCELERATE, arguments, tmp_path)
+    assert (results["world_size"], results["layout"], results["method"]) == (2, "ddp", "sft")
+    assert results["settings"]["token_ratio"] == 0.5
+    assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
+    base, trained = saved_weights(tiny_base), saved_weights(tmp_path / "out" / "model")
+    changed = sum(int((base[name] != value).sum()) for name, value in trained.items())
+    assert 0 < changed <= results["num_trained"] * 1.01
+
+
+def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(tiny_base: Path, tmp_path: Path) -> None:
+    config = tmp_path / "zero2.json"
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    stage = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 20000}}
+    config.write_text(json.dumps({**dict.fromkeys(auto, "auto"), **stage}), encoding="utf-8")
+    data = write_texts(tmp_path)
+    arguments = train_arguments(tiny_base, data, tmp_path / "two", *STEPS, "--deepspeed", str(config), method="hift")
+    launcher = ("deepspeed", "--num_accelerators=2", "--master_port=29581", "--module", "slivertune")
+    results, _ = launch(launcher, arguments, tmp_path)
+    assert (results["world_size"], results["layout"]) == (2, "zero2")
+    train(tiny_base, data, tmp_path / "one", *STEPS, "--per_device_train_batch_size", "4")
+    assert_near(tmp_path / "one", tmp_path / "two")
+    assert find_damage(tmp_path / "two" / "checkpoint-10") is None
+
+
+def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(tiny_base: Path, tmp_path: Path) -> None:
+    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out")
+    code, _, said = finish(start((*TORCHRUN, *arguments, "--layers_per_group", "0"), tmp_path))
+    assert code != 0
+    assert len(said) == 1 and said[0].startswith("slivertune train: error: layers_per_group=0 must be")
+    # Each process gets another seed.
+    script = tmp_path / "start.sh"
+    script.write_text(f'exec {sys.executable} -m slivertune "$@" --seed $RANK\n', encoding="utf-8")
+    launcher = ("torchrun", "--nproc_per_node=2", "--standalone", "--no-python", "sh", str(script))
+    code, _, said = finish(start((*launcher, *arguments), tmp_path))
+    assert code != 0
+    (line,) = said
+    assert line.startswith("slivertune train: error: the processes were given different arguments: rank 0")
+    assert "'--seed', '0'" in line and "'--seed', '1'" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line(tiny_base: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    more = ("--max_steps", "5000", "--save_steps", "5", "--save_total_limit", "2", "--memory_ledger", "off")
+    arguments = train_arguments(tiny_base, write_texts(tmp_path), output, *more, method="dense")
+    process = start((*TORCHRUN, *arguments), tmp_path)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(output.glob("checkpoint-*/slivertune_checkpoint.json")) and time.monotonic() < deadline:
+        assert process.poll() is None, finish(process)
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, said = finish(process)
+    assert code != 0
+    (line,) = said
+    assert line.startswith("slivertune train: interrupted; the last whole checkpoint is ")
+    assert find_damage(Path(line.split("checkpoint is ")[1].split(";")[0])) is None

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slivertune.training import loss as loss_of_run
+from slivertune.training.loss import attach_loss
+from tests.helpers.architectures import DECODER
+from tests.helpers.models import tiny_llama, twin
+from tests.training.test_callbacks import make_trainer
+from tests.training.tiny import byte_tokenizer, llama_config, prepared, sentiment_splits, splits_of, word_tokenizer
+from tests.training.tiny_runs import COMBINATIONS, train, write_classes, write_texts
+
+hf: Any = transformers
+CAUSAL = prepared(splits_of({"text": ["a b c"] * 4}), byte_tokenizer(), llama_config(), task="causal_lm")
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most elements of a floating-point result whose last dimension is the vocabulary."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.vocab = vocab
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dim() == 3 and out.shape[-1] == self.vocab:
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_training_and_evaluation_hold_no_logits_and_end_where_the_plain_run_ends(tmp_path: Path) -> None:
+    plain, chunked = tiny_llama(), tiny_llama()
+    losses = []
+    for model, wanted in ((plain, False), (chunked, True)):
+        trainer = make_trainer(tmp_path, model=model, gradient_accumulation_steps=2)
+        handle = attach_loss(trainer, CAUSAL, pytest.fail, wanted=wanted)
+        with LargestLogits(97) as seen:
+            trainer.train()
+            losses.append(trainer.evaluate()["eval_loss"])
+        assert (seen.largest == 0) is wanted
+        if handle is not None:
+            handle.remove()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name, parameter in plain.named_parameters():
+        # AdamW turns gradients near zero, which differ by rounding alone, into whole steps of 1e-2; few do.
+        distance = (parameter - chunked.get_parameter(name)).detach().norm()
+        assert float(distance) < 1e-3 * float(parameter.detach().norm()), name
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"label_smoothing_factor": 0.1}, "--label_smoothing_factor computes it outside of the model"),
+        ({"torch_compile": True}, "--torch_compile can't see into it"),
+        ({"model": "gemma2"}, "the model changes its head's output before the loss"),
+    ],
+)
+def test_a_loss_that_cant_be_chunked_is_said_in_one_line(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    options = dict(options)
+    model = tiny_llama()
+    if options.pop("model", None):
+        model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**DECODER)).train()
+    before, said = twin(model), list[str]()
+    trainer = make_trainer(tmp_path, model=model, **options)
+    assert attach_loss(trainer, CAUSAL, said.append, wanted=True) is None
+    assert len(said) == 1
+    assert said[0].startswith(f"note: the loss is computed from whole logits, not in chunks, since {reason}")
+    assert "forward" not in vars(model.get_output_embeddings()) and model.training  # type: ignore[operator]
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters(), strict=True))
+
+
+def test_other_tasks_have_no_such_loss_and_nothing_is_said(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    task = prepared(sentiment_splits(), word_tokenizer(), llama_config(), task="classification")
+    assert attach_loss(trainer, task, pytest.fail, wanted=True) is None
+    assert attach_loss(trainer, CAUSAL, pytest.fail, wanted=False) is None
+
+
+@pytest.mark.parametrize("name", ["hift", "hift with tokens", "sft with tokens", "lora", "qlora with tokens"])
+def test_every_method_trains_alike_with_the_loss_in_chunks(name: str, tiny_base: Path, tmp_path: Path) -> None:
+    more = COMBINATIONS.get(name, ("--method", "hift"))
+    data = write_texts(tmp_path)
+    chunked = train(tiny_base, data, tmp_path / "chunked", *more)
+    whole = train(tiny_base, data, tmp_path / "whole", *more, "--chunked_cross_entropy", "false")
+    assert chunked["settings"]["chunked_cross_entropy"] is True
+    assert whole["settings"]["chunked_cross_entropy"] is False
+    for when in ("before", "after"):
+        assert chunked[when]["eval_loss"] == pytest.approx(whole[when]["eval_loss"], rel=1e-3)
+
+
+def test_a_classifiers_run_says_nothing_of_it(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = train(tiny_base, write_classes(tmp_path), tmp_path / "out", "--task", "classification")
+    assert results["settings"]["chunked_cross_entropy"] is False
+    assert "whole logits" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "zero3"])
+def test_a_head_whose_weight_is_shared_out_scores_whole_logits_and_says_so(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_of_run, "layout_of", lambda accelerator: layout)
+    said: list[str] = []
+    assert attach_loss(make_trainer(tmp_path), CAUSAL, said.append, wanted=True) is None
+    assert len(said) == 1 and "the head's weight is shared out over the ranks" in said[0]
