@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slivertune import (
@@ -432,3 +433,15 @@ def test_tokentune_scores_its_selected_rows_in_chunks(
     handles.popitem()[1].remove()
     assert state_of(model) == before
     assert_same_step(step(model), dense, 0.0)
+
+
+def test_a_model_that_fsdp2_has_sharded_is_refused_in_training() -> None:
+    model = tiny_llama()
+    with attach_chunked_cross_entropy(model):
+        # What fully_shard does to a model's class.
+        model.__class__ = type("FSDPLlamaForCausalLM", (FSDPModule, type(model)), {})
+        ids = torch.arange(12).view(1, 12)
+        with pytest.raises(ChunkedLossError, match="FSDP2 shares the head's weight out over the ranks"):
+            model(input_ids=ids, labels=ids)
+        with torch.no_grad():
+            assert model(input_ids=ids, labels=ids).logits.shape[1] == 12

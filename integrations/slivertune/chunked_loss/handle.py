@@ -70,7 +70,7 @@ def why_not_chunked(model: nn.Module) -> str | None:
 
 
 class ChunkedLossError(RuntimeError):
-    """The model does not hand its head's output to its loss function as it is.
+    """The model does not hand its head's output to its loss function as it is, or its head can't be read there.
 
     Args:
         reason: A clause.
@@ -139,7 +139,11 @@ class ChunkedCrossEntropyHandle:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         wanted = (model.training and torch.is_grad_enabled()) or (self._evaluation and not torch.is_grad_enabled())
-        self._head.stand_ins = [] if wanted and self._has_labels(model, args, kwargs) else None
+        is_chunked = wanted and self._has_labels(model, args, kwargs)
+        if is_chunked and any(each.__name__ == "FSDPModule" for each in type(model).__mro__):
+            # The head's weight is gathered for the root's forward alone; a later read of it has crashed the process.
+            raise ChunkedLossError("FSDP2 shares the head's weight out over the ranks")
+        self._head.stand_ins = [] if is_chunked else None
 
     def _has_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         try:

@@ -69,7 +69,9 @@ class SFT(torch.optim.Optimizer):
     """
 
     reselection_class = Reselection
+    """Chooses what is dropped and grown; planning, which has no values to choose by, takes another."""
     attachment_class = Attachment
+    """Puts the deltas on the model; planning takes another."""
 
     def __init__(
         self,
