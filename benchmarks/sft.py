@@ -7,7 +7,7 @@ checkpointing. Targets: SFT at most 1.15 of LoRA's step and no more than LoRA's 
 reselections at most 5 % of the time over an interval of S updates.
 
 Bytes are counted twice: in the timed steps, whose peak is the logits of the loss; and in steps on 32 sequences with
-the loss in chunks (`slivertune.attach_chunked_cross_entropy`, for every variant alike), as `slivertune train` has it.
+the loss in chunks (`slivertune.attach_chunked_cross_entropy`, for LoRA and SFT alike), as `slivertune train` has it.
 
     OMP_NUM_THREADS=1 python benchmarks/sft.py                        # 25 minutes on one core
     OMP_NUM_THREADS=1 python benchmarks/sft.py --quick --output trial.json
@@ -50,6 +50,7 @@ LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 NAMES = ("dense", "lora", "sft_ag", "sft_ma")
 COUNTED = (*NAMES, "sft_ag_packed")
 """What bytes are counted of; `packed=True` is not timed."""
+COUNTED_CHUNKED = ("lora", "sft_ag", "sft_ma")
 PARTS = ("times", "peaks", "chunked_peaks")
 CHUNKED_FACTOR = 8
 """Sequences of `chunked_peaks` to one of the timed batch."""
@@ -134,7 +135,7 @@ def count_peaks(sizes: LlamaSizes, rank: int, *, checkpointing: bool, chunked: b
     large = dataclasses.replace(sizes, batch_size=CHUNKED_FACTOR * sizes.batch_size) if chunked else sizes
     moments = {ESTIMATION - 2: "estimating", ESTIMATION + 1: "plain"}
     peaks: dict[str, Any] = {}
-    for name in COUNTED:
+    for name in COUNTED_CHUNKED if chunked else COUNTED:
         trainee = Trainee(name, sizes, rank, 10 * INTERVAL, checkpointing=checkpointing, chunked=chunked)
         peaks[name] = {}
         for index in range(ESTIMATION + 2):

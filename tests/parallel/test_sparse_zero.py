@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slivertune import SFT, SFTConfig
+from slivertune import SFT, Ledger, SFTConfig
 from slivertune.parallel.initialize import initialize
 from slivertune.parallel.layout import Layout
 from slivertune.sft import apply
@@ -21,6 +21,8 @@ from tests.parallel.sparse_runs import (
     EXACT,
     LLAMA,
     Case,
+    Run,
+    accelerator_of,
     assert_equal_to_one_process,
     engine_config,
     llama_reference,
@@ -78,6 +80,39 @@ def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
     model = RESUMED.build_model()
     apply(model, folder / f"{layout}-deltas")
     assert differing(weights(model), two[0][layout]["weights"]) == []
+
+
+SMALL = Case(model="llama", density=0.02)
+SHARDING: list[Layout] = [*LAYOUTS, "fsdp2"]
+
+
+def count_state(rank: int, num_ranks: int) -> dict[Layout, list[int]]:
+    """Bytes of state on this rank after each update, under every layout that shares something out."""
+    quieten_deepspeed()
+    found = {}
+    for layout in SHARDING:
+        with accelerator_of(layout, SMALL) as accelerator, Ledger(tiny_llama()) as ledger:
+            run = Run(SMALL, accelerator, rank)
+            run.sft.claim_state()
+            found[layout] = []
+            for update in range(11):
+                run.train(update, update + 1)
+                found[layout].append(ledger.current().state)
+    return found
+
+
+def test_whatever_the_engine_shares_out_a_ranks_state_is_that_of_one_process() -> None:
+    alone = []
+    with Ledger(tiny_llama()) as ledger:
+        model, sft = SMALL.build()
+        sft.claim_state()
+        for update in range(11):
+            SMALL.loss(model, SMALL.batch(update, 0, 0)).backward()
+            sft.step()
+            alone.append(ledger.current().state)
+    assert min(alone) <= 22 * sft.num_weights + 4, "fp32 weights: 22 bytes, and the witness"
+    for found in run_ranks(count_state, 2, env={"DS_ACCELERATOR": "cpu"}, timeout_s=300):
+        assert found == dict.fromkeys(SHARDING, alone)
 
 
 def train_bare(engine: Any, case: Case, rank: int, first: int, last: int) -> list[float]:
