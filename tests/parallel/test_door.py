@@ -77,9 +77,7 @@ def disagree(rank: int, num_ranks: int) -> dict[str, str]:
             lambda: prepare(optimizer_class=torch.optim.Adam if rank else torch.optim.AdamW)
         )
         messages[f"{layout}, weights"] = message_of(lambda: prepare(weights_seed=rank))
-        messages[f"{layout}, place of files"] = message_of(
-            lambda: prepare(state="disk", state_dir=f"/tmp/of-rank-{rank}")
-        )
+        messages[f"{layout}, place of files"] = message_of(lambda: prepare(state="disk", state_dir=f"of-rank-{rank}"))
     return messages
 
 

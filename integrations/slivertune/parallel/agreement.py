@@ -144,6 +144,15 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return summary.hexdigest()
 
 
+def comparable(value: Any) -> object:
+    """A setting in a form that ranks can send and compare: tensors by their content, other objects by their text."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [comparable(each) for each in value]
+    return value if isinstance(value, (type(None), bool, int, float, str)) else repr(value)
+
+
 def _by_rank(values: list[object]) -> str:
     shown = [f"{value!r} on rank {rank}" for rank, value in enumerate(values)]
     return ", ".join(shown if len(shown) <= 8 else [*shown[:8], f"... ({len(shown)} ranks)"])

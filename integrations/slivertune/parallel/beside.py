@@ -23,6 +23,7 @@ from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.hift.piece import Weight
 from slivertune.parallel.agreement import check_agreement, world_size
+from slivertune.parallel.folder import carry_folder, unwrapped
 from slivertune.parallel.fsdp2_weight import ShardedWeight
 
 FOLDER = "hift"
@@ -40,17 +41,13 @@ def keep_beside(accelerator: Any, hift: HiFT) -> None:
         hift: Prepared for several ranks. On one process, which keeps all in the optimizer's own file, a folder that
             several ranks have written is read.
     """
-
-    def save(models: Any, weights: Any, output_dir: str) -> None:
-        if hift.keeps_beside:
-            save_hift(hift, Path(output_dir) / FOLDER)
-
-    def load(models: Any, input_dir: str) -> None:
-        if (Path(input_dir) / FOLDER).is_dir():
-            load_hift(hift, Path(input_dir) / FOLDER)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    carry_folder(
+        accelerator,
+        FOLDER,
+        save=lambda folder: save_hift(hift, folder),
+        load=lambda folder: load_hift(hift, folder),
+        is_kept=lambda: hift.keeps_beside,
+    )
 
 
 def save_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -63,7 +60,7 @@ def save_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         OSError: On every rank, if one could not write.
     """
-    hift = _unwrapped(optimizer)
+    hift = unwrapped(optimizer, HiFT)
     rank = dist.get_rank() if world_size() > 1 else 0
     weights = [weight for group in hift.groups for weight in hift.weights_of(group.index)]
     is_sharded = any(isinstance(weight, ShardedWeight) for weight in weights)
@@ -104,7 +101,7 @@ def load_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         FileNotFoundError: If a file of the folder is not there.
         ValueError: If the state is of another model, grouping or optimizer, or is damaged.
     """
-    hift = _unwrapped(optimizer)
+    hift = unwrapped(optimizer, HiFT)
     folder = Path(folder)
     header = torch.load(folder / _HEADER, map_location="cpu", weights_only=True)
     scalars, num_ranks = header.pop("scalars"), header.pop("num_ranks")
@@ -166,13 +163,6 @@ def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _unwrapped(optimizer: torch.optim.Optimizer) -> HiFT:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, HiFT):
-        raise TypeError(f"the state of a {type(inner).__name__} is not HiFT's; pass what slivertune.prepare returned")
-    return inner
 
 
 def _write_together(target: Path, write: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from slivertune.hift import HiFT
-from slivertune.parallel.agreement import Whereabouts, check_agreement
+from slivertune.parallel.agreement import Whereabouts, check_agreement, comparable
 
 _MAY_DIFFER = frozenset({"state_dir"})
 
@@ -27,11 +27,11 @@ def check_hift_agreement(hift: HiFT) -> None:
     facts: dict[str, object] = {"updates": hift.updates, "base optimizer": hift.base.name}
     for field in fields(hift.config):
         if field.name not in _MAY_DIFFER:
-            facts[f"config.{field.name}"] = _plain(getattr(hift.config, field.name))
+            facts[f"config.{field.name}"] = comparable(getattr(hift.config, field.name))
     for index, param_group in enumerate(hift.param_groups):
         for key, value in param_group.items():
             if key != "params":
-                facts[f"{key} of param group {index}"] = _plain(value)
+                facts[f"{key} of param group {index}"] = comparable(value)
     facts["order of the groups"] = hift.rotation.order
     for group in hift.groups:
         facts[f"group {group.index}"] = group.parameter_names
@@ -99,7 +99,7 @@ class Concord:
             fingerprint: dict[str, object] = {
                 "updates": self._hift.updates,
                 "the group whose turn it is": self._hift.active_group,
-                "held_lr": _plain(self._hift.held_lr),
+                "held_lr": comparable(self._hift.held_lr),
             }
             if self._bits is not None:
                 fingerprint["the sum of the weights' bits"] = int(self._bits)
@@ -118,14 +118,3 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return tensor.detach().view(integers).sum(dtype=torch.int64)
-
-
-def _plain(value: Any) -> object:
-    """The value as the ranks can compare it: tensors by their content."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, (type(None), bool, int, float, str)):
-        return value
-    return repr(value)

@@ -36,7 +36,7 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         ValueError: If the ranks were given other settings or other models.
     """
     model, hift = the_model_and_hift(objects)
-    refuse_step_in_backward(hift, "DDP")
+    refuse_step_in_backward(hift.config, "DDP")
     prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
     check_hift_agreement(hift)
     share_hift(model, hift, accelerator)

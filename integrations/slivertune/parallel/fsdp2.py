@@ -47,7 +47,7 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
             or a trained parameter is not cut by rows.
     """
     model, hift = the_model_and_hift(objects)
-    refuse_step_in_backward(hift, "FSDP2")
+    refuse_step_in_backward(hift.config, "FSDP2")
     refuse_what_looks_beyond_a_shard(hift)
     check_hift_agreement(hift)
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else rank 0 alone holds weights, and sends them

@@ -58,12 +58,16 @@ def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight
             f"{name} is placed as {placements}, but HiFT trains parameters that are cut by rows over one dimension of "
             "ranks; leave replicas (HSDP) and other placements away"
         )
-    mesh: Any = source.device_mesh  # type: ignore[attr-defined]
-    num_rows = source.shape[0]
-    rows_a_rank = -(-num_rows // mesh.size())
-    first_row = min(mesh.get_local_rank() * rows_a_rank, num_rows)
+    first_row = first_row_of(source)
     local = nn.Parameter(_local(source), requires_grad=False)
     return ShardedWeight(name=name, parameter=local, param_group=param_group, source=source, first_row=first_row)
+
+
+def first_row_of(source: Any) -> int:
+    """Where this rank's rows begin in a DTensor that is cut by rows; its number of rows if this rank has none."""
+    rows_a_rank = -(-source.shape[0] // source.device_mesh.size())
+    first_row: int = min(source.device_mesh.get_local_rank() * rows_a_rank, source.shape[0])
+    return first_row
 
 
 def _local(source: nn.Parameter) -> torch.Tensor:

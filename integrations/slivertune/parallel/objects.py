@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from slivertune.hift import HiFT
+from slivertune.hift import HiFT, HiFTConfig
 
 
 def the_model_and_hift(objects: Sequence[Any]) -> tuple[nn.Module, HiFT]:
@@ -39,13 +39,13 @@ def replace_each(accelerator: Any, objects: Sequence[Any], prepared: Mapping[int
     return tuple(prepared[id(each)] if id(each) in prepared else next(following) for each in objects)
 
 
-def refuse_step_in_backward(hift: HiFT, layout: str) -> None:
+def refuse_step_in_backward(config: HiFTConfig, layout: str) -> None:
     """Refuse what would step before the gradients of the ranks have come together.
 
     Raises:
         ValueError: If the config says `step_in_backward`.
     """
-    if hift.config.step_in_backward:
+    if config.step_in_backward:
         raise ValueError(
             f"step_in_backward=True updates a tensor before the other ranks' gradients have come; under {layout}, "
             "leave it False"

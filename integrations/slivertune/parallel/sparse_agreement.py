@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-import torch
-
-from slivertune.parallel.agreement import check_agreement, digest
+from slivertune.parallel.agreement import check_agreement, comparable, digest
 from slivertune.sft import SFT
 
 
@@ -21,20 +19,12 @@ def check_sft_agreement(sft: SFT) -> None:
     """
     facts: dict[str, object] = {"updates": sft.updates, "total_steps": sft.total_steps}
     for field in fields(sft.config):
-        facts[f"config.{field.name}"] = _plain(getattr(sft.config, field.name))
+        facts[f"config.{field.name}"] = comparable(getattr(sft.config, field.name))
     for key, value in sft.param_groups[0].items():
         if key != "params":
-            facts[key] = _plain(value)
+            facts[key] = comparable(value)
     positions = sft.positions()
     for target in sft.targets:
         facts[target.name] = (target.shape, str(target.parameter.dtype), positions[target.name].numel())
     facts["the positions of the trained weights"] = digest(positions)
     check_agreement(facts)
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (type(None), bool, int, float, str)) else repr(value)

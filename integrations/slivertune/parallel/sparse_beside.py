@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from slivertune.aside import new_file
 from slivertune.parallel.agreement import check_agreement, world_size
+from slivertune.parallel.folder import carry_folder, unwrapped
 from slivertune.sft import SFT
 
 FOLDER = "sft"
@@ -29,16 +30,9 @@ def keep_beside(accelerator: Any, sft: SFT) -> None:
         accelerator: `accelerate.Accelerator`.
         sft: Prepared for several ranks.
     """
-
-    def save(models: Any, weights: Any, output_dir: str) -> None:
-        save_sft(sft, Path(output_dir) / FOLDER)
-
-    def load(models: Any, input_dir: str) -> None:
-        if (Path(input_dir) / FOLDER).is_dir():
-            load_sft(sft, Path(input_dir) / FOLDER)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
+    carry_folder(
+        accelerator, FOLDER, save=lambda folder: save_sft(sft, folder), load=lambda folder: load_sft(sft, folder)
+    )
 
 
 def save_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -51,7 +45,7 @@ def save_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         OSError: On every rank, if rank 0 could not write.
     """
-    sft = _unwrapped(optimizer)
+    sft = unwrapped(optimizer, SFT)
     failure = ""
     if world_size() == 1 or dist.get_rank() == 0:
         try:
@@ -78,16 +72,9 @@ def load_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         FileNotFoundError: If the file is not there.
         ValueError: If the state is of another model, pretrained value or selection, or is damaged.
     """
-    sft = _unwrapped(optimizer)
+    sft = unwrapped(optimizer, SFT)
     path = Path(folder) / _FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not there; the checkpoint must be whole, and seen by every rank")
     sft.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     check_agreement({"updates of the state that was loaded": sft.updates})
-
-
-def _unwrapped(optimizer: torch.optim.Optimizer) -> SFT:
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, SFT):
-        raise TypeError(f"the state of a {type(inner).__name__} is not SFT's; pass what slivertune.prepare returned")
-    return inner

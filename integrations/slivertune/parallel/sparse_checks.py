@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from slivertune.parallel.zero_engine import Unsupported, check_stage, refuse_unsupported
 from slivertune.sft import SFT
 from slivertune.sft.linear import check_layer_form
 
@@ -47,13 +48,8 @@ def check_zero_config(config: Mapping[str, Any]) -> int:
     Raises:
         ValueError: Naming the setting and what to use.
     """
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage not in (1, 2, 3):
-        raise ValueError(
-            f"zero_optimization.stage is {stage!r}; SFT on DeepSpeed needs stage 1, 2 or 3. Without sharding, use DDP "
-            "through accelerate"
-        )
+    stage = check_stage(config, "SFT")
+    zero = config["zero_optimization"]
     if (config.get("fp16") or {}).get("enabled") is True:
         raise ValueError(
             "fp16.enabled holds the weights in float16, whose range is too small for weights that are trained; use bf16"
@@ -69,20 +65,12 @@ def check_zero_config(config: Mapping[str, Any]) -> int:
             "zero_optimization.offload_param (device 'nvme') leaves no part of the weights in memory, from which SFT "
             "reads pretrained values; use device 'cpu'"
         )
-    for where, key, use in _UNSUPPORTED:
-        section: Any = config.get(where)
-        value = section.get(key) if isinstance(section, Mapping) else None
-        if value not in (None, False, 0, 1, "auto") or value is True:
-            raise ValueError(f"{where}.{key}={value!r} does not go together with SFT; {use}")
-    return int(stage)
+    refuse_unsupported(config, "SFT", _UNSUPPORTED)
+    return stage
 
 
-_UNSUPPORTED = (
+_UNSUPPORTED: Unsupported = (
     ("zero_optimization", "zenflow", "remove it: SFT steps by itself"),
     ("zero_optimization", "zero_quantized_nontrainable_weights", "pretrained values would be lost; set it to false"),
     ("zero_optimization", "zero_quantized_weights", "pretrained values would be lost; set it to false"),
-    ("hybrid_engine", "enabled", "set it to false"),
-    ("compile", "deepcompile", "set it to false"),
-    ("tensor_parallel", "autotp_size", "set it to 1, and shard by ZeRO-3"),
-    ("checkpoint", "load_universal", "resume with the ranks that saved, from their own checkpoint"),
 )

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from slivertune.parallel.fsdp2 import reshard
+from slivertune.parallel.fsdp2_weight import first_row_of
 from slivertune.parallel.objects import replace_each
 from slivertune.parallel.sparse_base import ShardedBase
 from slivertune.parallel.sparse_beside import keep_beside
@@ -65,9 +67,7 @@ class _Rows(ShardedBase):
         """This rank's rows, flattened, and where they begin."""
         parameter = self._sharded()
         local = parameter.detach().to_local()
-        rows_a_rank = -(-parameter.shape[0] // parameter.device_mesh.size())
-        first_row = min(parameter.device_mesh.get_local_rank() * rows_a_rank, parameter.shape[0])
-        return local.view(-1), first_row * (parameter.numel() // parameter.shape[0])
+        return local.view(-1), first_row_of(parameter) * (parameter.numel() // parameter.shape[0])
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, on every rank. A collective."""
@@ -77,9 +77,7 @@ class _Rows(ShardedBase):
     def _sharded(self) -> Any:
         if not isinstance(self._target.parameter, DTensor):
             # After a forward without a backward some modules still have what was gathered.
-            for module in self._model.modules():
-                if isinstance(module, torch.distributed.fsdp.FSDPModule):
-                    module.reshard()
+            reshard(self._model)
         parameter = self._target.parameter
         placements: Any = getattr(parameter, "placements", ())
         if len(placements) != 1 or not placements[0].is_shard(0):

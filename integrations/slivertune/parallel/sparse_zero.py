@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
 from slivertune.parallel.sparse_base import ShardedBase
 from slivertune.parallel.sparse_checks import check_layers, check_zero_config
 from slivertune.parallel.sparse_exchange import RankExchange
 from slivertune.parallel.zero_checks import fill_clipping
+from slivertune.parallel.zero_engine import drive_by_config, take_place
 from slivertune.sft import SFT
 from slivertune.sft.base_access import BaseAccess
 from slivertune.sft.targets import Target
@@ -52,14 +52,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         prepared = list(accelerator.prepare(*passed))
         engine = prepared[objects.index(model)]
         built.append(engine)
-    old, new = prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft)
-    prepared[objects.index(sft)] = new
-    accelerator._optimizers[accelerator._optimizers.index(old)] = new
-    for each in prepared:
-        if isinstance(each, DeepSpeedSchedulerWrapper):
-            each.scheduler = engine.lr_scheduler
-        if isinstance(each, AcceleratedScheduler):
-            each.optimizers = [new if held is old else held for held in each.optimizers]
+    take_place(accelerator, prepared, prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft), engine)
     return tuple(prepared)
 
 
@@ -118,9 +111,7 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
         (engine,) = built
         delattr(model, _PLACEHOLDER)
         engine.optimizer = engine.basic_optimizer = EngineStep(sft, engine)
-        if engine.lr_scheduler is not None and engine.client_lr_scheduler is None:
-            # The config's schedule was built over the placeholder.
-            engine.lr_scheduler = engine._scheduler_from_config(sft)
+        drive_by_config(engine, sft)
 
 
 class EngineStep:

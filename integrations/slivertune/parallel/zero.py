@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
 from slivertune.hift import HiFT
@@ -25,6 +24,7 @@ from slivertune.parallel.zero_checks import (
     fill_buckets,
     fill_clipping,
 )
+from slivertune.parallel.zero_engine import drive_by_config, take_place
 from slivertune.parallel.zero_turns import Turns, optimizer_of_group
 
 
@@ -69,15 +69,8 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     index = next(i for i, each in enumerate(objects) if isinstance(each, nn.Module))
     engine = prepared[index]
     rotate(engine, optimizer)
-    old = prepared[objects.index(optimizer)]
     new = EngineSteppedOptimizer(optimizer, engine)
-    prepared[objects.index(optimizer)] = new
-    accelerator._optimizers[accelerator._optimizers.index(old)] = new
-    for each in prepared:
-        if isinstance(each, DeepSpeedSchedulerWrapper):
-            each.scheduler = engine.lr_scheduler
-        if isinstance(each, AcceleratedScheduler):
-            each.optimizers = [new if held is old else held for held in each.optimizers]
+    take_place(accelerator, prepared, prepared[objects.index(optimizer)], new, engine)
     return tuple(prepared)
 
 
@@ -114,7 +107,5 @@ def rotate(engine: Any, optimizer: HiFT) -> Turns:
     turns = Turns(engine, optimizer, engine.module)
     Checkpoints(turns)
     engine.hift_turns = turns
-    if engine.lr_scheduler is not None and engine.client_lr_scheduler is None:
-        # The config's schedule was built over the first group; it is to drive the param groups of all.
-        engine.lr_scheduler = engine._scheduler_from_config(optimizer)
+    drive_by_config(engine, optimizer)
     return turns

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 
 from slivertune.hift import HiFT, HiFTConfig
+from slivertune.parallel.objects import refuse_step_in_backward
+from slivertune.parallel.zero_engine import Unsupported, check_stage, refuse_unsupported
 
 
 def check_method(config: HiFTConfig, base_class: type, unit: str) -> None:
@@ -40,11 +42,7 @@ def check_method(config: HiFTConfig, base_class: type, unit: str) -> None:
             UserWarning,
             stacklevel=2,
         )
-    if config.step_in_backward:
-        raise ValueError(
-            "step_in_backward=True updates a tensor before the other ranks' gradients have come; under ZeRO, leave it "
-            "False"
-        )
+    refuse_step_in_backward(config, "ZeRO")
     name = base_class.__name__
     if base_class.__module__.startswith("bitsandbytes."):
         raise ValueError(
@@ -75,14 +73,8 @@ def check_engine_config(config: Mapping[str, Any]) -> int:
     Raises:
         ValueError: Naming the setting and what to use.
     """
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage not in (1, 2, 3):
-        raise ValueError(
-            f"zero_optimization.stage is {stage!r}; HiFT on DeepSpeed needs stage 1, 2 or 3. Without sharding, use "
-            "DDP through accelerate"
-        )
-    target = (zero.get("offload_optimizer") or {}).get("device", "none")
+    stage = check_stage(config, "HiFT")
+    target = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
     if target != "none":
         raise ValueError(
             f"zero_optimization.offload_optimizer (device {str(target)!r}) steps on the CPU with DeepSpeedCPUAdam in "
@@ -96,27 +88,18 @@ def check_engine_config(config: Mapping[str, Any]) -> int:
         )
     if stage == 1 and _enabled(config, "bf16") and _accumulates_in_fp32(config):
         raise ValueError(_NO_BF16_OPTIMIZER)
-    for where, key, use in _UNSUPPORTED:
-        section: Any = config if where is None else config.get(where)
-        value = section.get(key) if isinstance(section, Mapping) else None
-        if value not in (None, False, 0, 1, "auto") or value is True:
-            name = key if where is None else f"{where}.{key}"
-            raise ValueError(f"{name}={value!r} does not go together with HiFT; {use}")
-    return int(stage)
+    refuse_unsupported(config, "HiFT", _UNSUPPORTED)
+    return stage
 
 
 _NO_BF16_OPTIMIZER = (
     "ZeRO-1 with bf16 weights and data_types.grad_accum_dtype fp32 makes DeepSpeed use its BF16_Optimizer, which can't "
     "be rotated; use stage 2 (or 3), which accumulates in fp32 as well, or leave grad_accum_dtype"
 )
-_UNSUPPORTED: tuple[tuple[str | None, str, str], ...] = (
+_UNSUPPORTED: Unsupported = (
     ("zero_optimization", "zenflow", "remove it: HiFT moves the state by itself"),
     ("zero_optimization", "zero_quantized_nontrainable_weights", "waiting groups would be quantised; set it to false"),
     ("zero_optimization", "elastic_checkpoint", "set it to false"),
-    ("hybrid_engine", "enabled", "set it to false"),
-    ("compile", "deepcompile", "set it to false"),
-    ("tensor_parallel", "autotp_size", "set it to 1, and shard by ZeRO-3"),
-    ("checkpoint", "load_universal", "resume with the ranks that saved, from their own checkpoint"),
 )
 
 

@@ -82,12 +82,13 @@ def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
         The plan of each of the GPUs, and of its process on the host.
     """
     groups = tuple(_spread_group(group, plan, request, sizes) for group in plan.groups)
+    peak = max((group.peak for group in groups), key=lambda moment: moment.total)
     return replace(
         plan,
         request=request,
         groups=groups,
-        peak=max((group.peak for group in groups), key=lambda moment: moment.total),
-        residual_bytes=max((group.peak for group in groups), key=lambda moment: moment.total).residual,
+        peak=peak,
+        residual_bytes=peak.residual,
         host_bytes=_host_bytes(plan, request),
         notes=(*plan.notes, f"what layout {request.layout!r} adds and shares out is computed from sizes"),
     )

@@ -1,0 +1,90 @@
+"""What HiFT and SFT have in common on a DeepSpeed engine: the config's limits, and taking the optimizer's place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DeepSpeedSchedulerWrapper
+
+Unsupported = Sequence[tuple[str, str, str]]
+"""Section and key of a setting that is to be off, and what to do."""
+
+_BY_NEITHER: Unsupported = (
+    ("hybrid_engine", "enabled", "set it to false"),
+    ("compile", "deepcompile", "set it to false"),
+    ("tensor_parallel", "autotp_size", "set it to 1, and shard by ZeRO-3"),
+    ("checkpoint", "load_universal", "resume with the ranks that saved, from their own checkpoint"),
+)
+
+
+def check_stage(config: Mapping[str, Any], method: str) -> int:
+    """Refuse a DeepSpeed config that shares nothing out. Pure.
+
+    Args:
+        config: The config; values may be "auto".
+        method: For the message.
+
+    Returns:
+        The stage of ZeRO.
+
+    Raises:
+        ValueError: If it is not 1, 2 or 3.
+    """
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise ValueError(
+            f"zero_optimization.stage is {stage!r}; {method} on DeepSpeed needs stage 1, 2 or 3. Without sharding, use "
+            "DDP through accelerate"
+        )
+    return int(stage)
+
+
+def refuse_unsupported(config: Mapping[str, Any], method: str, own: Unsupported) -> None:
+    """Refuse settings that don't go together with a method. Pure.
+
+    Args:
+        config: The config; values may be "auto".
+        method: For the message.
+        own: What this method does not support, beside what neither does.
+
+    Raises:
+        ValueError: Naming the first that is on, and what to do.
+    """
+    for where, key, use in (*own, *_BY_NEITHER):
+        section: Any = config.get(where)
+        value = section.get(key) if isinstance(section, Mapping) else None
+        if value not in (None, False, 0, 1, "auto") or value is True:
+            raise ValueError(f"{where}.{key}={value!r} does not go together with {method}; {use}")
+
+
+def take_place(accelerator: Any, prepared: list[Any], old: Any, new: Any, engine: Any) -> None:
+    """Put an optimizer where accelerate has put that over which the engine was built.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        prepared: What it has prepared; changed in place.
+        old: The optimizer that it has prepared.
+        new: What training loops and schedules are to see.
+        engine: DeepSpeed's.
+    """
+    prepared[next(index for index, each in enumerate(prepared) if each is old)] = new
+    accelerator._optimizers[accelerator._optimizers.index(old)] = new
+    for each in prepared:
+        if isinstance(each, DeepSpeedSchedulerWrapper):
+            each.scheduler = engine.lr_scheduler
+        if isinstance(each, AcceleratedScheduler):
+            each.optimizers = [new if held is old else held for held in each.optimizers]
+
+
+def drive_by_config(engine: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let the schedule of the engine's config, if it has one, drive an optimizer over which the engine was not built.
+
+    Args:
+        engine: DeepSpeed's.
+        optimizer: Whose param groups it is to drive.
+    """
+    if engine.lr_scheduler is not None and engine.client_lr_scheduler is None:
+        engine.lr_scheduler = engine._scheduler_from_config(optimizer)

@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from slivertune.parallel import exchange
+from slivertune.planning import stand_ins
+
+
+def test_the_buckets_that_are_planned_are_those_of_the_exchange() -> None:
+    # Planning and training may not import each other; this holds their figures together.
+    assert stand_ins.EXCHANGE_BUCKET_BYTES == exchange.BUCKET_BYTES
+    assert stand_ins._MOST_UNDER_WAY == exchange._MOST_UNDER_WAY
