@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from slivertune.hift.residency import Residency
 from slivertune.hift.resident import ResidentGroup
 from slivertune.hift.rotation import LearningRate, Rotation, own_copy
 from slivertune.hift.streamed import StreamedGroup
+from slivertune.hift.trainable import say_what_stays_frozen, trainable_weights
 from slivertune.layers import find_layers
 
 
@@ -103,13 +103,13 @@ class HiFT(torch.optim.Optimizer):
             )
         self._config = config
         self._base = base
-        weights = _trainable_weights(model, param_groups)
+        weights = trainable_weights(model, param_groups)
         layers = find_layers(model, config.layers)
         groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
         self._sealed = False
         super().__init__(param_groups, dict(base.defaults))
         self._sealed = True
-        _say_what_stays_frozen(model, weights)
+        say_what_stays_frozen(model, weights)
         self._groups = groups
         self._rotation = Rotation(
             order=turn_order(len(groups), config.order, config.seed), steps_per_group=config.steps_per_group
@@ -473,48 +473,6 @@ class HiFT(torch.optim.Optimizer):
         parameters = [weight.trained for weight in self._weights[self.active_group]]
         steps = self._in_backward
         self._thaw.only(parameters, steps.on_gradient if steps is not None else lambda _: residency.prefetch())
-
-
-def _trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) -> dict[str, Weight]:
-    """The weights that the param groups train, by name, in the model's order.
-
-    Raises:
-        ValueError: If a param group holds what is no parameter of the model, or a weight is fp16.
-    """
-    group_of: dict[int, int] = {}
-    for index, group in enumerate(param_groups):
-        group_of.update({id(parameter): index for parameter in group["params"]})
-    named = dict(model.named_parameters())
-    own = {id(parameter) for parameter in named.values()}
-    num_foreign = sum(key not in own for key in group_of)
-    if num_foreign:
-        raise ValueError(
-            f"{num_foreign} of the optimizer's {len(group_of)} parameters are not the model's; "
-            "build the optimizer over the parameters of the model that is passed here"
-        )
-    weights = {
-        name: Weight(name=name, parameter=parameter, param_group=group_of[id(parameter)])
-        for name, parameter in named.items()
-        if parameter.requires_grad and id(parameter) in group_of
-    }
-    for name, weight in weights.items():
-        if weight.parameter.dtype == torch.float16:
-            raise ValueError(
-                f"{name} is stored in float16, whose range is too small for weights that are trained; "
-                "load the model in bfloat16, or in float32 with fp16 autocast and a GradScaler"
-            )
-    return weights
-
-
-def _say_what_stays_frozen(model: nn.Module, weights: Mapping[str, Weight]) -> None:
-    frozen = [name for name, _ in model.named_parameters() if name not in weights]
-    if frozen:
-        warnings.warn(
-            f"{len(frozen)} of {len(frozen) + len(weights)} parameters do not require gradients or are not in the "
-            f"optimizer ({frozen[0]}, ...); HiFT keeps them frozen",
-            UserWarning,
-            stacklevel=4,
-        )
 
 
 def _disk_pool(directory: Path, device: torch.device) -> Any:
