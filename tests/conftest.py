@@ -63,6 +63,18 @@ def seeds() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def attention_as_registered() -> Iterator[None]:
+    """Give transformers its attention back after a test whose model keeps its selection, as a trainer's does."""
+    yield
+    if "slivertune.tokentune.attention" in sys.modules:
+        from slivertune.tokentune import attention
+
+        for dispatcher in tuple(attention._dispatched.values()):
+            dispatcher.num_users = 1
+            dispatcher.release()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def fresh_accelerate_state() -> Iterator[None]:
     """Forget accelerate's process-wide state after each test file, so that files may use different precisions."""

@@ -21,7 +21,7 @@ from slivertune.hift import HiFT, HiFTConfig
 from slivertune.ledger import Ledger, claim
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT, SFTConfig, adam
-from slivertune.tokentune import TokenTune, TokenTuneHandle
+from slivertune.tokentune import TokenTune
 
 LLAMA = LlamaConfig(
     vocab_size=512,
@@ -42,10 +42,6 @@ ROBERTA = RobertaConfig(
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
 )
-
-
-attached: list[TokenTuneHandle] = []
-"""Selections on models of the running test, which are taken off when it ends: attention is intercepted until then."""
 
 
 def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
@@ -71,7 +67,7 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
     if request.task == "causal_lm" and request.chunked_cross_entropy:
         attach_chunked_cross_entropy(model)
     if request.token_ratio is not None:
-        attached.append(TokenTune(ratio=request.token_ratio).attach(model))
+        TokenTune(ratio=request.token_ratio).attach(model)
     return model.train()
 
 

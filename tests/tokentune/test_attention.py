@@ -70,6 +70,21 @@ def test_a_function_that_was_registered_before_is_used_and_put_back() -> None:
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
 
 
+def test_a_function_registered_over_another_models_selection_is_refused_and_left_alone() -> None:
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    try:
+        with TUNE.attach(tiny_llama()):
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = mine
+            with pytest.raises(RuntimeError, match=r"before the first TokenTune\.attach"):
+                TUNE.attach(tiny_llama())
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert not attention._dispatched
+
+
 def test_the_mask_of_selected_queries_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     make = attention._make_selected_mask

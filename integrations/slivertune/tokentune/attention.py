@@ -57,6 +57,7 @@ def intercept(modules: Mapping[nn.Module, RowsOfLayer], implementation: str) -> 
 
     Raises:
         ValueError: If only a dedicated kernel of the implementation could compute it.
+        RuntimeError: If a function was registered over the dispatcher of another hooked model.
     """
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(
@@ -107,15 +108,28 @@ class _Dispatcher:
         if key not in _dispatched:
             _dispatched[key] = cls(registry, implementation)
             registry[implementation] = _dispatched[key]
-        _dispatched[key].num_users += 1
-        return _dispatched[key]
+        dispatcher = _dispatched[key]
+        if not dispatcher.is_in_place():
+            raise RuntimeError(
+                f"{registry.get(implementation)!r} was registered for attn_implementation={implementation!r} while a "
+                "selection of tokens was attached to another model, so this model's attention would run past it; "
+                "register a function of your own before the first TokenTune.attach"
+            )
+        dispatcher.num_users += 1
+        return dispatcher
+
+    def is_in_place(self) -> bool:
+        """Whether the registry still holds the dispatcher, not a function that somebody registered after it."""
+        return self.registry.get(self.implementation) is self
 
     def release(self) -> None:
-        """Count one user less; after the last one, the registry is as it was."""
+        """Count one user less; after the last one, the registry is as it was, but for what others put there since."""
         self.num_users -= 1
         if self.num_users:
             return
         del _dispatched[(id(self.registry), self.implementation)]
+        if not self.is_in_place():
+            return
         if self.had_own:
             self.registry[self.implementation] = self.function
         else:
