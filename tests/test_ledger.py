@@ -1,8 +1,12 @@
 import gc
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from slivertune.ledger import Ledger, claim, claimed_at_birth
 
@@ -177,3 +181,25 @@ def test_a_parameter_that_an_owner_claimed_as_state_stays_state() -> None:
         census = ledger.current()
     state = model[0].weight.nbytes
     assert (census.state, census.parameters) == (state, bytes_of(list(model.parameters())) - state)
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_of_a_weight_that_ranks_share_its_own_rows_count_once(mesh: Any) -> None:
+    rows = torch.ones(4, 8)
+    # As rank 0 of two would hold a weight of eight rows: the wrapper says that it has them all.
+    weight = nn.Parameter(DTensor.from_local(rows, mesh, [Shard(0)], shape=torch.Size((8, 8)), stride=(8, 1)))
+    with Ledger() as ledger:
+        ledger.track([weight])
+        assert ledger.current().residual == rows.nbytes
+        kept = weight.detach()
+        assert ledger.current().residual == rows.nbytes
+        claim(weight, "parameters")
+        assert (ledger.current().parameters, ledger.current().residual) == (rows.nbytes, 0)
+        sum_of_rows = kept + 1
+        assert ledger.current().residual == sum_of_rows.to_local().nbytes == rows.nbytes

@@ -19,11 +19,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 Kind = Literal["parameters", "gradients", "state", "residual"]
 Place = Literal["device", "host", "disk"]
 
+_PLAIN = (torch.Tensor, nn.Parameter)
 _DEVICE_KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "residual")
 
 
@@ -90,12 +91,23 @@ def claim(tensor: torch.Tensor, kind: Kind, place: Place = "device") -> None:
         kind: What the bytes are.
         place: Where they count. `device` is where the model computes.
     """
-    storage = tensor.untyped_storage()
     label = kind if place == "device" else place
-    known = _claim_of(storage)
-    _claims[storage._cdata] = (label, _await_death(storage, _dead_claims) if known is None else known[1])
-    for ledger in _watching:
-        ledger._relabel(storage, label)
+    for storage in _storages(tensor):
+        known = _claim_of(storage)
+        _claims[storage._cdata] = (label, _await_death(storage, _dead_claims) if known is None else known[1])
+        for ledger in _watching:
+            ledger._relabel(storage, label)
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The memory under a tensor. A wrapper's own storage (a DTensor's) has the whole weight's size, but no memory."""
+    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+        yield tensor.untyped_storage()
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for inner in (getattr(tensor, name) for name in names):
+        if isinstance(inner, torch.Tensor):  # else the mesh of a DTensor
+            yield from _storages(inner)
 
 
 def _claim_of(storage: torch.UntypedStorage) -> tuple[str, _Death] | None:
@@ -118,7 +130,8 @@ class Ledger:
     """Counts the bytes alive while it is entered; a context manager.
 
     Costs a few microseconds of Python an operator. Allocations inside one operator that die before it returns are
-    not seen; on CUDA `torch.cuda.max_memory_allocated` stays the authority on the peak.
+    not seen, nor is that an engine takes the memory from under a living tensor (FSDP2 does so with gathered weights;
+    `track` looks again); on CUDA `torch.cuda.max_memory_allocated` stays the authority on the peak.
 
     Args:
         model: Its parameters, buffers and gradients are claimed as such, but for parameters that an owner claimed as
@@ -186,16 +199,16 @@ class Ledger:
         self._record_peak()
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors made before the ledger was entered."""
+        """Count tensors made before the ledger was entered, or again those whose storage was resized."""
         for tensor in tensors:
             self._see(tensor)
 
     def _adopt_model(self, model: nn.Module) -> None:
         for parameter in model.parameters():
             self._device_type = self._device_type or parameter.device.type
-            claimed = _claim_of(parameter.untyped_storage())
+            claims = [_claim_of(storage) for storage in _storages(parameter)]
             # SFT's deltas are optimizer state, and parameters of the model, so that training loops clip them.
-            if claimed is None or claimed[0] != "state":
+            if not any(claimed is not None and claimed[0] == "state" for claimed in claims):
                 claim(parameter, "parameters")
             if parameter.grad is not None:
                 claim(parameter.grad, "gradients")
@@ -218,7 +231,10 @@ class Ledger:
         if tensor.is_sparse or tensor.device.type == "meta":
             return
         self._bury()
-        storage = tensor.untyped_storage()
+        for storage in _storages(tensor):
+            self._see_storage(storage, tensor.device.type)
+
+    def _see_storage(self, storage: torch.UntypedStorage, device_type: str) -> None:
         known = self._alive.get(storage._cdata)
         num_bytes = storage.nbytes()
         if known is not None and known[0] == num_bytes:
@@ -228,7 +244,7 @@ class Ledger:
         if label is None and _birth_labels:
             label = _birth_labels[-1]
         if label is None:
-            if self._device_type is not None and tensor.device.type != self._device_type:
+            if self._device_type is not None and device_type != self._device_type:
                 return
             label = "residual"
         self._count(storage, num_bytes, label)

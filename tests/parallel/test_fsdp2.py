@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.ledger import Ledger, claim
-from tests.helpers.models import differing, tiny_llama, weights
+from tests.helpers.models import differing, tiny_bert, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import naive_groups
 from tests.parallel.reference import (
@@ -387,6 +389,11 @@ def refused(rank: int, num_ranks: int) -> dict[str, str]:
         muon = torch.optim.Muon(model.parameters(), lr=1e-2)
         hift = HiFT.wrap(muon, model, config=HiFTConfig(layers=[["0"], ["1"]]))
         messages["Muon"] = _message(partial(slivertune.prepare, accelerator, model, hift))
+    for blocks in (None, ["BertLayer"]):
+        with on_fsdp2_ranks(plugin={"transformer_cls_names_to_wrap": blocks}) as accelerator:
+            model = tiny_bert()
+            hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+            messages[f"blocks {blocks}"] = _message(partial(slivertune.prepare, accelerator, model, hift))
     try:
         from bitsandbytes.optim import AdamW8bit
     except ImportError:
@@ -451,12 +458,39 @@ def plain_checkpoint(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
         return whole_weights(run.model)
 
 
+def error_in_a_pass() -> list[str]:
+    """What the user reads of an error of the model's own, in a forward and in a backward."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("of the model's own")
+
+    messages = []
+    with on_fsdp2_ranks() as accelerator:
+        run = Run(accelerator, 0, tiny_llama())
+        block = run.model.model.layers[1]
+        for register in (block.register_forward_hook, block.register_full_backward_hook):
+            handle = register(fail)
+            messages.append(_message(lambda: run.train(0, 1)))
+            handle.remove()
+    return messages
+
+
+def die_in_a_forward(rank: int, num_ranks: int) -> tuple[str, float]:
+    with on_fsdp2_ranks() as accelerator:
+        run = Run(accelerator, rank, tiny_llama()).train(0, 3)
+        if rank == 1:
+            run.model.model.layers[0].register_forward_hook(lambda *_: os._exit(1))
+        began = time.monotonic()
+        return _message(lambda: run.train(3, 4)), time.monotonic() - began
+
+
 def edges(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     return {
         "narrow": narrow(rank, num_ranks, folder),
         "refused": refused(rank, num_ranks),
         "bytes": bytes_on_the_device(rank, num_ranks),
         "model": plain_checkpoint(rank, num_ranks, folder),
+        "own error": error_in_a_pass(),
     }
 
 
@@ -482,6 +516,27 @@ def test_optimizers_that_look_beyond_a_shard_are_refused_at_prepare(edge_figures
         assert told["declared"] == ""
         if "AdamW8bit" in told:
             assert "blocks of a whole weight" in told["AdamW8bit"] and "use torch.optim.AdamW" in told["AdamW8bit"]
+
+
+def test_a_rank_that_dies_in_the_midst_of_a_forward_is_named_at_once() -> None:
+    message, seconds = run_ranks(die_in_a_forward, 2, may_die=(1,))[0]
+    assert message.startswith("RuntimeError: rank 0 failed in a forward pass: this rank is at update 3, group 3")
+    assert "rank 1 was last seen at update 3, group 3" in message
+    assert seconds < 30  # of a timeout of 60
+
+
+def test_an_error_of_the_models_own_stays_as_it_is(edge_figures: list[dict[str, Any]]) -> None:
+    for each in edge_figures:
+        assert each["own error"] == ["RuntimeError: of the model's own"] * 2
+
+
+def test_a_unit_that_holds_the_embedding_is_refused_at_prepare(edge_figures: list[dict[str, Any]]) -> None:
+    for each in edge_figures:
+        assert each["refused"]["blocks None"] == (
+            "ValueError: BertEmbeddings holds the input embedding, which accelerate gathers on its own under FSDP2; "
+            "set fsdp_transformer_layer_cls_to_wrap: BertLayer in the fsdp_config of your configuration"
+        )
+        assert each["refused"]["blocks ['BertLayer']"] == ""
 
 
 def test_a_rank_holds_its_rows_of_weights_and_active_gradients_and_two_pieces(

@@ -1,4 +1,4 @@
-"""TokenTune on every layout: what two ranks do, and what one process makes of the positions that they drew."""
+"""TokenTune on every layout: what each of two ranks does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import nn
 
 import slivertune as st
 from slivertune.parallel.layout import Layout
+from tests.parallel.zero_runs import Case
+from tests.parallel.zero_runs import Run as ZeroRun
 from tests.tokentune.families import FAMILIES, Batch, make_batch, make_model
-from tests.tokentune.reference import reference_loss
 
-FAMILY = FAMILIES["llama, grouped"]
 NUM_GROUPS = 5
 """Embedding, three blocks, head."""
 OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.95), "eps": 1e-2, "weight_decay": 0.1}
@@ -29,6 +29,8 @@ TOKENS = st.TokenTune(ratio=0.4, chunk_size=3, seed=5)
 
 Method = Literal["adamw", "hift", "lora", "sft"]
 Weights = dict[str, torch.Tensor]
+Rows = dict[str, tuple[int, torch.Tensor]]
+"""Whole tensors or some of their rows, by name, with the first row's number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +39,24 @@ class Plan:
 
     method: Method
     num_updates: int
+    family: str = "llama, grouped"
+    dtype: torch.dtype = torch.float32
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """Accelerate's: autocast beside DDP, FSDP2's policy, the engine's dtype under ZeRO."""
     accumulation: int = 1
+    max_norm: float | None = None
+    layers_per_group: int = 1
+    steps_per_group: int = 1
     checkpointing: bool = False
     stop_after: int | None = None
     """Updates after which everything is saved, thrown away, built anew and loaded."""
     attach_last: bool = False
     """Whether TokenTune is attached to what `prepare` returned, not to the model before."""
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether anything is computed in bf16."""
+        return self.dtype == torch.bfloat16 or self.mixed_precision == "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +67,22 @@ class Outcome:
     selections: list[torch.Tensor]
     """One for each forward."""
     losses: list[float]
+    masters: Rows
+    """HiFT's, as far as this rank knows them; without any where a weight is its own."""
+    norms: list[float]
+    """Before clipping, one for each update."""
     engine: str
     most_gathered: int
     """Weights that ZeRO-3 held whole at a time, at most; 0 elsewhere."""
 
 
-def batch_of(update: int, micro: int, rank: int) -> Batch:
-    return make_batch(FAMILY, "padded right", seed=1000 + 100 * update + 10 * micro + rank)
+def batch_of(plan: Plan, update: int, micro: int, rank: int) -> Batch:
+    return make_batch(FAMILIES[plan.family], "padded right", seed=1000 + 100 * update + 10 * micro + rank)
 
 
-def accelerator_of(layout: Layout, accumulation: int) -> Accelerator:
+def accelerator_of(layout: Layout, plan: Plan) -> Accelerator:
     """A new Accelerator of a layout, on CPU ranks whose process group exists."""
+    accumulation = plan.accumulation
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if layout.startswith("zero"):
@@ -80,29 +99,31 @@ def accelerator_of(layout: Layout, accumulation: int) -> Accelerator:
             "zero_optimization": zero,
             "train_micro_batch_size_per_gpu": 3,
             "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": 0.0,
+            "gradient_clipping": plan.max_norm or 0.0,
+            "bf16": {"enabled": plan.is_bf16},
         }
         plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
         gloo = InitProcessGroupKwargs(backend="gloo")
         return Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation, kwargs_handlers=[gloo])
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=plan.mixed_precision)
     if layout == "fsdp2":
         # Accelerate chooses FSDP for GPUs alone.
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
         state: Any = accelerator.state
         state.distributed_type = DistributedType.FSDP
-        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True
         )
+        if plan.mixed_precision != "no":
+            plugin.set_mixed_precision(plan.mixed_precision)
+        state.fsdp_plugin = plugin
     return accelerator
 
 
-def make_trained_model(method: Method, *, checkpointing: bool = False) -> Any:
+def make_trained_model(plan: Plan) -> Any:
     """The model as every rank and the reference begin with it."""
-    model: Any = make_model(FAMILY)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    if method == "lora":
+    model: Any = make_model(FAMILIES[plan.family]).to(plan.dtype)
+    if plan.method == "lora":
         from peft import LoraConfig, get_peft_model
 
         with torch.random.fork_rng():
@@ -117,7 +138,8 @@ def make_trained_model(method: Method, *, checkpointing: bool = False) -> Any:
 
 def make_optimizer(model: nn.Module, plan: Plan) -> Any:
     if plan.method == "hift":
-        return st.HiFT(model, torch.optim.AdamW, **OPTIONS)
+        config = st.HiFTConfig(layers_per_group=plan.layers_per_group, steps_per_group=plan.steps_per_group)
+        return st.HiFT(model, torch.optim.AdamW, config=config, **OPTIONS)
     if plan.method == "sft":
         return st.SFT(model, config=SPARSE, total_steps=plan.num_updates, lr=0.02, eps=1e-2)
     return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **OPTIONS)
@@ -157,6 +179,28 @@ def watch_gathered(engine: Any) -> list[int]:
     return found
 
 
+class _Trained(ZeroRun):
+    """An engine that was trained elsewhere, for `ZeroRun.masters`."""
+
+    def __init__(self, engine: Any) -> None:
+        self.turns = engine.hift_turns
+        self.case, self.num_ranks = Case(stage=self.turns.stage), dist.get_world_size()
+        self.names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
+
+
+def masters_of(engine: Any, hift: st.HiFT) -> Rows:
+    """The fp32 masters: whole under ZeRO, gathered by every rank together; elsewhere those that HiFT holds here."""
+    if hasattr(engine, "hift_turns"):
+        return {name: (0, master) for name, master in _Trained(engine).masters().items()}
+    state = hift.whole_state()["state"]
+    return {
+        name: (getattr(weight, "first_row", 0), state[name]["master"].clone())
+        for group in hift.groups
+        for name, weight in zip(group.parameter_names, hift.weights_of(group.index), strict=True)
+        if "master" in state.get(name, {})
+    }
+
+
 def deltas_of(sft: Any) -> Weights:
     """What SFT adds to each tensor it trains, flat and dense: the same wherever the deltas live."""
     found = {}
@@ -171,8 +215,10 @@ class Run:
 
     def __init__(self, layout: Layout, plan: Plan) -> None:
         self.plan = plan
-        self.accelerator = accelerator_of(layout, plan.accumulation)
-        network = make_trained_model(plan.method, checkpointing=plan.checkpointing)
+        self.accelerator = accelerator_of(layout, plan)
+        network = make_trained_model(plan)
+        if plan.checkpointing:
+            network.gradient_checkpointing_enable({"use_reentrant": False})
         handle = None if plan.attach_last else TOKENS.attach(network)
         self.built = make_optimizer(network, plan)
         self.model, self.optimizer = st.prepare(self.accelerator, network, self.built)
@@ -181,16 +227,20 @@ class Run:
         self.gathered = watch_gathered(self.model)
         self.selections: list[torch.Tensor] = []
         self.losses: list[float] = []
+        self.norms: list[float] = []
 
     def train(self, rank: int, updates: range) -> None:
         for update in updates:
             for micro in range(self.plan.accumulation):
                 with self.accelerator.accumulate(self.model):
-                    loss = self.model(**batch_of(update, micro, rank)).loss
+                    loss = self.model(**batch_of(self.plan, update, micro, rank)).loss
                     assert self.handle.last_selection is not None
                     self.selections.append(self.handle.last_selection.clone())
                     self.losses.append(float(loss.detach()))
                     self.accelerator.backward(loss)
+                    if self.plan.max_norm is not None and self.accelerator.sync_gradients:
+                        norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), self.plan.max_norm)
+                        self.norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
                     self.optimizer.step()
                     self.optimizer.zero_grad()
 
@@ -201,6 +251,8 @@ class Run:
             weights=deltas_of(self.built) if is_sparse else whole_weights(network),
             selections=self.selections,
             losses=self.losses,
+            masters=masters_of(self.model, self.built) if self.plan.method == "hift" else {},
+            norms=self.norms,
             engine=type(self.model).__name__,
             most_gathered=max(self.gathered, default=0),
         )
@@ -219,50 +271,6 @@ def train(rank: int, layout: Layout, plan: Plan, folder: str) -> Outcome:
     resumed.selections, resumed.losses = run.selections, run.losses
     resumed.train(rank, range(stop, plan.num_updates))
     return resumed.outcome()
-
-
-def replay(plan: Plan, selections: list[list[torch.Tensor]]) -> tuple[Weights, list[list[float]]]:
-    """The same updates in one process, by the detached full graph of the reference, from the ranks' own draws.
-
-    Args:
-        plan: The run.
-        selections: Of each rank, one for each forward.
-
-    Returns:
-        The weights, and each rank's losses.
-    """
-    model = make_trained_model(plan.method)
-    if plan.method == "sft":
-        turns = [make_optimizer(model, plan)]  # SFT alone has references of its own
-    else:
-        turns = [torch.optim.AdamW(group, **OPTIONS) for group in trained_in_turn(model, plan.method)]
-    network = model.get_base_model() if plan.method == "lora" else model
-    num_ranks = len(selections)
-    losses: list[list[float]] = [[] for _ in selections]
-    for update in range(plan.num_updates):
-        whole_batch = torch.zeros(())
-        for micro in range(plan.accumulation):
-            for rank, drawn in enumerate(selections):
-                positions = drawn[update * plan.accumulation + micro]
-                loss = reference_loss(network, FAMILY, batch_of(update, micro, rank), positions)
-                losses[rank].append(float(loss.detach()))
-                whole_batch = whole_batch + loss / (num_ranks * plan.accumulation)
-        whole_batch.backward()
-        turns[update % len(turns)].step()
-        model.zero_grad()
-    return deltas_of(turns[0]) if plan.method == "sft" else whole_weights(model), losses
-
-
-def trained_in_turn(model: nn.Module, method: Method) -> list[list[nn.Parameter]]:
-    """The parameters of each turn: embedding, each block, norm and head; all at once without HiFT."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if method != "hift":
-        return [[parameter for _, parameter in named]]
-    turns: dict[int, list[nn.Parameter]] = {}
-    for name, parameter in named:
-        block = int(name.split(".layers.")[1].split(".")[0]) + 1 if ".layers." in name else 0
-        turns.setdefault(block if ".layers." in name or "embed" in name else 10**6, []).append(parameter)
-    return [turns[turn] for turn in sorted(turns)]
 
 
 def run_layout(rank: int, num_ranks: int, layout: Layout, plans: dict[str, Plan], folder: str) -> dict[str, Outcome]:

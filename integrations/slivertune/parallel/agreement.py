@@ -72,11 +72,12 @@ class Whereabouts:
             self._store.set(self._key(dist.get_rank()), self._own)
 
     @contextmanager
-    def guard(self, doing: str) -> Iterator[None]:
+    def guard(self, doing: str, *, computes: bool = False) -> Iterator[None]:
         """Do a collective; if it fails, say which ranks are somewhere else.
 
         Args:
             doing: What the collective is for, as in "averaging the gradients of group 2".
+            computes: Whether other work is done beside it, whose errors are to stay as they are.
 
         Raises:
             RuntimeError: If it failed or timed out, with the whereabouts of all ranks.
@@ -84,7 +85,7 @@ class Whereabouts:
         try:
             yield
         except RuntimeError as error:
-            if self._store is None:
+            if self._store is None or (computes and not _is_of_a_collective(error)):
                 raise
             raise RuntimeError(f"rank {dist.get_rank()} failed {doing}: {self._explain()} ({error})") from error
 
@@ -151,6 +152,11 @@ def comparable(value: Any) -> object:
     if isinstance(value, (list, tuple)):
         return [comparable(each) for each in value]
     return value if isinstance(value, (type(None), bool, int, float, str)) else repr(value)
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    # Gloo has no class of errors of its own; its messages begin with the file that they come from.
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def _by_rank(values: list[object]) -> str:

@@ -24,6 +24,7 @@ from slivertune.hift import HiFT
 from slivertune.parallel.agreement import Whereabouts, check_agreement, world_size
 from slivertune.parallel.beside import keep_beside
 from slivertune.parallel.concord import Concord, check_hift_agreement, sum_of_bits
+from slivertune.parallel.fsdp2_units import check_units
 from slivertune.parallel.fsdp2_weight import ShardedWeight, shard_of
 from slivertune.parallel.objects import refuse_step_in_backward, the_model_and_hift
 
@@ -44,11 +45,12 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Raises:
         ValueError: If the base optimizer looks beyond single elements, the ranks were given other settings or weights,
-            or a trained parameter is not cut by rows.
+            a unit holds the input embedding, or a trained parameter is not cut by rows.
     """
     model, hift = the_model_and_hift(objects)
     refuse_step_in_backward(hift.config, "FSDP2")
     refuse_what_looks_beyond_a_shard(hift)
+    check_units(accelerator, model)
     check_hift_agreement(hift)
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else rank 0 alone holds weights, and sends them
         _check_same_weights(model)
@@ -83,28 +85,34 @@ def share_hift(model: nn.Module, hift: HiFT) -> Whereabouts:
 def name_who_is_missing(accelerator: Any, model: nn.Module, whereabouts: Whereabouts) -> None:
     """Let the error of a rank that has died or stays behind say which.
 
-    FSDP2's collectives are its own: the ranks meet before each training forward pass, for one number, and what fails in
-    a backward pass is explained. A rank that dies in the midst of the others' forward pass raises FSDP2's own error.
+    FSDP2's collectives are its own, in the midst of the passes: the ranks meet before each training forward pass, for
+    one number, and a collective that fails in a pass is explained.
 
     Args:
         accelerator: Its `backward` is overridden, on this instance.
-        model: The sharded model.
+        model: The sharded model. Its `forward` is overridden, on this instance.
         whereabouts: Knows where each rank was last.
     """
-    backward = accelerator.backward
+    forward, backward = model.forward, accelerator.backward
 
     def meet(module: nn.Module, inputs: Any) -> None:
         if module.training and torch.is_grad_enabled() and world_size() > 1:
             with whereabouts.guard("beginning a forward pass"):
                 dist.all_reduce(torch.zeros(1, device=accelerator.device))
 
+    @wraps(forward)
+    def explained_forward(*args: Any, **kwargs: Any) -> Any:
+        with whereabouts.guard("in a forward pass", computes=True):
+            return forward(*args, **kwargs)
+
     @wraps(backward)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        with whereabouts.guard("in a backward pass"):
+    def explained_backward(*args: Any, **kwargs: Any) -> Any:
+        with whereabouts.guard("in a backward pass", computes=True):
             return backward(*args, **kwargs)
 
     model.register_forward_pre_hook(meet, prepend=True)
-    accelerator.backward = explained
+    model.forward = explained_forward
+    accelerator.backward = explained_backward
 
 
 def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slivertune.parallel.fsdp2 import reshard
+from slivertune.parallel.fsdp2_units import check_units
 from slivertune.parallel.fsdp2_weight import first_row_of
 from slivertune.parallel.objects import replace_each
 from slivertune.parallel.sparse_base import ShardedBase
@@ -32,9 +33,11 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
 
     Raises:
-        ValueError: If something is trained that is not the weight of a plain linear layer.
+        ValueError: If something is trained that is not the weight of a plain linear layer, or a unit holds the input
+            embedding.
     """
     check_layers(sft, "FSDP2")
+    check_units(accelerator, model)
     exchange = RankExchange(lambda: bool(accelerator.sync_gradients))
 
     def access(target: Target) -> ShardedBase:

@@ -249,7 +249,7 @@ class Turns:
     def _guarded(self, method: Callable[..., Any], doing: str) -> Callable[..., Any]:
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            with self._whereabouts.guard(f"{doing} group {self.active}"):
+            with self._whereabouts.guard(f"{doing} group {self.active}", computes=True):
                 return method(*args, **kwargs)
 
         return guarded
@@ -271,7 +271,7 @@ class Turns:
             )
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._whereabouts.guard(f"stepping group {self.active}"):
+        with self._whereabouts.guard(f"stepping group {self.active}", computes=True):
             result = self._engine_step(*args, **kwargs)
         if self.engine.was_step_applied():
             self._movers[self.active].claim_device()
