@@ -1,4 +1,4 @@
-"""HiFT and SFT under a stock Trainer on ZeRO-1, 2, 3 and FSDP2: two ranks against one process on the whole batch."""
+"""`attach` under a stock Trainer on ZeRO-1, 2, 3 and FSDP2: two ranks against one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch import nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import slivertune
-from slivertune import HiFTConfig, SFTConfig
+from slivertune import HiFTConfig, SFTConfig, TokenTune
+from slivertune.tokentune import hook
 from slivertune.training.layouts import save_whole_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.ranks import run_ranks
@@ -28,6 +30,12 @@ STOP = 7
 HIFT = HiFTConfig()
 # So dense that every weight is in the pool of candidates, as it is in one process.
 SFT = SFTConfig(density=0.4, reselection_interval=6, estimation_steps=2)
+TOKENS = TokenTune(ratio=0.5, pattern="random", always=(-1,))
+"""The last token of each row has no target; selected in each, it leaves both ranks the same number of targets."""
+TOKEN_LAYOUTS = ("zero2", "zero3", "fsdp2")
+TAKEN_UP = {"zero2": "tokens", "zero3": "hift and tokens", "fsdp2": "tokens"}
+"""The case that is also stopped and resumed, by layout."""
+TOKEN_CASES: dict[str, tuple[Any, ...]] = {"tokens": (TOKENS,), "hift and tokens": (HIFT, TOKENS)}
 OPTIONS: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "max_steps": UPDATES}
 
 
@@ -108,13 +116,13 @@ def train(
     output: Path,
     batch: int,
     layout: str | None,
-    config: Any = HIFT,
-    *,
+    *settings: Any,
     resume: Any = None,
     stop: int = 10**6,
     **options: Any,
 ) -> tuple[Trainer, list[dict[str, torch.Tensor]]]:
-    watch = Whole()
+    """Train by what is attached, or as the Trainer does by itself."""
+    watch, data = Whole(), rows(whole_labels=options.pop("whole_labels", False))
     arguments = {"save_strategy": "no", **OPTIONS, **options}
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -133,14 +141,14 @@ def train(
     trainer = Trainer(
         model=tiny_llama(),
         args=arguments,
-        train_dataset=rows(whole_labels=False),
-        eval_dataset=rows(whole_labels=False)[:4],
+        train_dataset=data,
+        eval_dataset=data[:4],
         data_collator=collate,
         callbacks=[watch, StopAfter(stop)],
     )
     if layout == "fsdp2":
         force_fsdp2(trainer)
-    optimizer = slivertune.attach(trainer, config).optimizer
+    optimizer = slivertune.attach(trainer, *settings).optimizer if settings else None
     trainer.train(resume_from_checkpoint=resume)
     if not isinstance(optimizer, slivertune.SFT):
         return trainer, watch.weights
@@ -160,7 +168,7 @@ def on_a_rank(rank: int, world: int, folder: str, layouts: tuple[str, ...]) -> d
     for layout in layouts:
         output = Path(folder) / layout
         with states(layout):
-            trainer, weights = train(output, BATCH, layout, stop=STOP, save_strategy="steps", save_steps=STOP)
+            trainer, weights = train(output, BATCH, layout, HIFT, stop=STOP, save_strategy="steps", save_steps=STOP)
             found[layout] = {
                 "world": trainer.args.world_size,
                 "type": str(trainer.accelerator.distributed_type),
@@ -171,13 +179,13 @@ def on_a_rank(rank: int, world: int, folder: str, layouts: tuple[str, ...]) -> d
             }
             trainer.accelerator.free_memory()
         with states(layout):
-            trainer, weights = train(output, BATCH, layout, resume=True)
+            trainer, weights = train(output, BATCH, layout, HIFT, resume=True)
             loss = trainer.evaluate()["eval_loss"]
             save_whole_model(trainer, output / "final")
             found[layout] |= {"again": weights, "loss": loss}
             trainer.accelerator.free_memory()
         with states(layout):
-            found[layout]["whole"] = train(output / "whole", BATCH, layout)[1]
+            found[layout]["whole"] = train(output / "whole", BATCH, layout, HIFT)[1]
         if layout in SFT_LAYOUTS:
             saving: dict[str, Any] = {"stop": STOP, "save_strategy": "steps", "save_steps": STOP}
             with states(layout):
@@ -186,7 +194,32 @@ def on_a_rank(rank: int, world: int, folder: str, layouts: tuple[str, ...]) -> d
                 found[layout]["sft again"] = train(output / "sft", BATCH, layout, SFT, resume=True)[1]
             with states(layout):
                 found[layout]["sft whole"] = train(output / "sft whole", BATCH, layout, SFT)[1]
+        if layout in TOKEN_LAYOUTS:
+            found[layout] |= {name: train_on_tokens(output / name, layout, name) for name in TOKEN_CASES}
     return found
+
+
+def train_on_tokens(output: Path, layout: str, name: str) -> dict[str, Any]:
+    """The weights after each update and the selection of every forward, and the weights of a run that stopped once."""
+    seen: list[torch.Tensor] = []
+    drawn = hook.draw_positions
+
+    def draw(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(drawn(*args, **kwargs))
+        return seen[-1]
+
+    settings = TOKEN_CASES[name]
+    with mock.patch.object(hook, "draw_positions", draw), states(layout):
+        trainer, weights = train(output / "whole", BATCH, layout, *settings, whole_labels=True)
+    found = {"engine": type(trainer.model_wrapped).__name__, "weights": weights, "selections": seen}
+    if TAKEN_UP[layout] != name:
+        return found
+    saving: dict[str, Any] = {"stop": STOP, "save_strategy": "steps", "save_steps": STOP}
+    with states(layout):
+        train(output / "cut", BATCH, layout, *settings, whole_labels=True, **saving)
+    with states(layout):
+        again = train(output / "cut", BATCH, layout, *settings, whole_labels=True, resume=True)[1]
+    return {**found, "again": again}
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +237,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> tuple[Trainer, list[dict[str, torch.Tensor]]]:
     with states(None):
-        return train(folder / "alone", RANKS * BATCH, None)
+        return train(folder / "alone", RANKS * BATCH, None, HIFT)
 
 
 def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -266,3 +299,40 @@ def test_sft_makes_the_updates_of_one_process_and_resumes(
         (whole,), (again,) = rank[layout]["sft whole"], rank[layout]["sft again"]
         assert_near(whole, sft_alone)
         assert [name for name, value in whole.items() if not torch.equal(value, again[name])] == []
+
+
+@pytest.mark.parametrize("name", TOKEN_CASES)
+@pytest.mark.parametrize("layout", TOKEN_LAYOUTS)
+def test_ranks_that_select_tokens_make_the_updates_of_one_process_that_selects_the_same(
+    layout: str, name: str, ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    ours = [rank[layout][name] for rank in ranks]
+    first, second = (each["selections"] for each in ours)
+    assert len(first) == len(second) == UPDATES * OPTIONS["gradient_accumulation_steps"]
+    assert not any(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    replay = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+
+    def draw(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return replay.pop(0)
+
+    with mock.patch.object(hook, "draw_positions", draw), states(None):
+        expected = train(tmp_path / "tokens", RANKS * BATCH, None, *TOKEN_CASES[name], whole_labels=True)[1]
+    assert not replay
+    with states(None):
+        without = train(tmp_path / "all", RANKS * BATCH, None, *TOKEN_CASES[name][:-1], whole_labels=True)[1]
+    for each in ours:
+        assert each["engine"] == ("DeepSpeedEngine" if layout in ZERO else "FSDPLlamaForCausalLM")
+        for found, value in zip(each["weights"], expected, strict=True):
+            assert_near(found, value)
+        difference = max(float((value - without[-1][key]).abs().max()) for key, value in each["weights"][-1].items())
+        assert difference > 1e-2, "the selection made no difference"
+    last, other = (each["weights"][-1] for each in ours)
+    assert [key for key, value in last.items() if not torch.equal(value, other[key])] == []
+
+
+@pytest.mark.parametrize(("layout", "name"), TAKEN_UP.items())
+def test_a_resumed_run_continues_the_draws(layout: str, name: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        ours = rank[layout][name]
+        assert len(ours["again"]) == UPDATES - STOP
+        assert_near(ours["again"][-1], ours["weights"][-1])

@@ -44,7 +44,11 @@ CASES: dict[str, dict[str, Any]] = {
         "settings": (HiFTConfig(), TokenTune(ratio=0.5, pattern="random", always=(-1,))),
         "whole_labels": True,
     },
+    "tokens": {"settings": (TokenTune(ratio=0.5, pattern="random", always=(-1,)),), "whole_labels": True},
 }
+WITH_TOKENS = ("hift and tokens", "tokens")
+WRAPPERS = {name: "DistributedDataParallel" if name == "tokens" else "LlamaForCausalLM" for name in CASES}
+"""What is around the model: the stock Trainer's for all weights, and nothing for a sliver."""
 
 
 def rows(*, whole_labels: bool) -> list[dict[str, Any]]:
@@ -184,7 +188,7 @@ def test_two_ranks_make_the_updates_of_one_process_on_the_whole_batch(
     assert not replay
     for rank in ranks:
         ours = rank[name]
-        assert (ours["world"], ours["wrapper"]) == (RANKS, "LlamaForCausalLM"), "no DDP around it"
+        assert (ours["world"], ours["wrapper"]) == (RANKS, WRAPPERS[name])
         assert "MULTI_CPU" in ours["layout"]
         assert len(ours["weights"]) == len(record.weights) == case.get("max_steps", UPDATES)
         for expected, found in zip(record.weights, ours["weights"], strict=True):
@@ -194,7 +198,7 @@ def test_two_ranks_make_the_updates_of_one_process_on_the_whole_batch(
         for theirs, log in zip(trainer.state.log_history[:-1], ours["logs"], strict=True):
             assert log["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
             assert log["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
-    if "hift" in name:
+    if "sft" not in name:
         moved = [key for key, value in record.weights[-1].items() if not torch.equal(value, start[key])]
         assert len(moved) == len(record.weights[-1]), "every layer had its turn"
     else:
@@ -210,8 +214,9 @@ def test_the_ranks_have_the_same_bits(name: str, ranks: list[dict[str, Any]]) ->
     assert [key for key in first if not torch.equal(first[key], second[key])] == []
 
 
-def test_each_rank_selects_other_tokens(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["hift and tokens"]["selections"] for rank in ranks)
+@pytest.mark.parametrize("name", WITH_TOKENS)
+def test_each_rank_selects_other_tokens(name: str, ranks: list[dict[str, Any]]) -> None:
+    first, second = (rank[name]["selections"] for rank in ranks)
     assert len(first) == len(second) == UPDATES
     assert sum(not torch.equal(one, other) for one, other in zip(first, second, strict=True)) >= UPDATES - 2
 

@@ -21,7 +21,7 @@ from torch import nn
 import slivertune as st
 from slivertune import SFT, SFTConfig
 from slivertune.parallel.layout import Layout
-from tests.helpers.models import Batch, tiny_llama, token_batches
+from tests.helpers.models import Batch, assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.parallel.sparse_reference import (
     NAMES,
     PrescribedLayers,
@@ -214,12 +214,12 @@ class Run:
 
     def result(self) -> dict[str, Any]:
         """State, whole weights, norms; all plain tensors."""
-        state = self.sft.whole_state()["state"]
-        tensors = {
-            name: {key: value.clone() for key, value in each.items() if isinstance(value, torch.Tensor)}
-            for name, each in state.items()
+        return {
+            "state": plain_state(self.sft),
+            "norms": list(self.norms),
+            "losses": list(self.losses),
+            "updates": self.sft.updates,
         }
-        return {"state": tensors, "norms": self.norms, "losses": self.losses, "updates": self.sft.updates}
 
 
 AG = "accumulated_gradient"
@@ -231,75 +231,64 @@ EXACT: dict[str, Case] = {
     "AG, phases that overlap": Case(interval=4, gamma=3),
     "MA": Case(selection=MA),
     "MA, clipped, accumulated": Case(selection=MA, accumulation=2, clip=2.0),
+    "MA in bf16, accumulated": Case(selection=MA, dtype=torch.bfloat16, accumulation=2),
 }
 """Runs whose gradients are prescribed, so that nothing but the library's own choices can differ."""
 LLAMA: dict[str, Case] = {
     "AG": Case(model="llama", density=0.25),
-    "AG, tied, reentrant checkpoints": Case(model="llama", density=0.25, tied=True, checkpointing=True),
-    "AG, checkpoints": Case(model="llama", density=0.25, checkpointing=False, updates=11),
-    "MA, clipped": Case(model="llama", selection=MA, density=0.1, clip=0.5),
+    "AG, tied, reentrant checkpoints": Case(model="llama", density=0.25, tied=True, checkpointing=True, updates=11),
+    "AG, checkpoints, clipped, accumulated": Case(
+        model="llama", density=0.4, checkpointing=False, accumulation=2, clip=0.15, updates=6
+    ),
+    "MA, reentrant checkpoints": Case(
+        model="llama", selection=MA, density=0.1, checkpointing=True, interval=3, updates=7
+    ),
+    "MA, tied, checkpoints, clipped, accumulated": Case(
+        model="llama",
+        selection=MA,
+        density=0.1,
+        tied=True,
+        checkpointing=False,
+        accumulation=2,
+        clip=0.08,
+        interval=3,
+        updates=7,
+    ),
 }
 """With a quarter of the weights trained, half of them are in each rank's list. No entry of the mean's largest quarter
-is missing there, so the candidates are those of the dense gradient, and the reference is that of one process."""
+is missing there, so the candidates are those of the dense gradient, and the reference is that of one process. Of
+several micro-batches every weight that is not trained has to be in the lists, so there 0.4 of them are."""
+BF16: dict[str, Case] = {
+    "AG": Case(model="llama", density=0.4, dtype=torch.bfloat16, updates=6),
+    "MA": Case(model="llama", selection=MA, density=0.1, dtype=torch.bfloat16, interval=3, updates=7),
+}
+"""Where gradients are rounded to bf16, only the same product over the same batches gives the same bits: the reference
+is the library in one process, which takes each rank's batch as a micro-batch."""
 
 
-def train_all(rank: int, num_ranks: int, layouts: list[Layout], cases: dict[str, Case]) -> dict[tuple[str, str], Any]:
-    """Train every case under every layout; results by layout and case."""
-    found = {}
+def train_all(
+    rank: int, num_ranks: int, layouts: list[Layout], cases: dict[str, Case], folder: Path | None = None
+) -> dict[tuple[str, str], Any]:
+    """Train every case under every layout; results by layout and case.
+
+    `folder/layout/case` then holds the merged Llamas as Hugging Face checkpoints.
+    """
+    found: dict[tuple[str, str], Any] = {}
     for layout in layouts:
         for name, case in cases.items():
             with accelerator_of(layout, case) as accelerator:
                 run = Run(case, accelerator, rank)
                 run.train(0, case.updates)
                 found[layout, name] = run.result()
-                found[layout, name]["weights"] = merged_weights(run)
+                merged = found[layout, name]["weights"] = merged_weights(run)
+                if folder is not None and case.model == "llama":
+                    plain = accelerator.unwrap_model(run.model)
+                    plain.save_pretrained(folder / layout / name, is_main_process=rank == 0, state_dict=dict(merged))
                 if layout.startswith("zero"):
                     engine = run.model
                     assert engine.zero_optimization_stage() == int(layout[-1]), layout
                     engine.destroy()
     return found
-
-
-CUT = 9
-"""Updates before a run is saved: inside the phase of updates 8 to 10, after its first update."""
-
-
-def save_and_resume(
-    rank: int, num_ranks: int, layouts: list[Layout], case: Case, folder: Path, plugin: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Under every layout: a run that is saved on its way, and one that continues from there.
-
-    Returns:
-        For each layout the two runs' results, and the state when it was saved; `folder/layout` holds the checkpoint,
-        and `folder/layout-deltas` the deltas at the end.
-    """
-    found = {}
-    for layout in layouts:
-        with accelerator_of(layout, case, **plugin or {}) as accelerator:
-            run = Run(case, accelerator, rank)
-            run.train(0, CUT)
-            accelerator.save_state(str(folder / layout))
-            saved = run.result()
-            run.train(CUT, case.updates)
-            straight = run.result()
-            run.sft.save_pretrained(folder / f"{layout}-deltas")
-        with accelerator_of(layout, case, **plugin or {}) as accelerator:
-            run = Run(case, accelerator, rank)
-            accelerator.load_state(str(folder / layout))
-            run.train(CUT, case.updates)
-            found[layout] = {"saved": saved, "straight": straight, "resumed": run.result()}
-            found[layout]["weights"] = merged_weights(run)
-    return found
-
-
-def load_elsewhere(rank: int, num_ranks: int, layout: Layout, case: Case, folder: Path) -> dict[str, Any]:
-    """Load what another number of ranks saved; the state then, and after some more updates."""
-    with accelerator_of(layout, case) as accelerator:
-        run = Run(case, accelerator, rank)
-        accelerator.load_state(str(folder))
-        loaded = run.result()
-        run.train(CUT, CUT + 4)
-        return {"loaded": loaded, "continued": run.result()}
 
 
 def assert_equal_to_one_process(results: list[dict[str, Any]], case: Case) -> None:
@@ -310,11 +299,35 @@ def assert_equal_to_one_process(results: list[dict[str, Any]], case: Case) -> No
     for result in results:
         assert_state_is(result["state"], naive)
         assert result["norms"] == pytest.approx(norms, rel=1e-4)
+    assert case.clip is None or min(norms) < max(norms) > case.clip, "nothing was clipped"
     # Some layouts gather whole weights on rank 0 alone.
     assert results[0]["weights"]
     for result in results:
         if result["weights"]:
             assert_weights_are(result["weights"], naive)
+
+
+def assert_equal_to_one_process_in_bf16(results: list[dict[str, Any]], case: Case, *, in_layers: bool) -> None:
+    """Every rank has the bits that the library alone has, of the ranks' batches one after another."""
+    model, sft = case.build(**({"form": "layer"} if in_layers else {}))
+    for update in range(case.updates):
+        for rank in range(len(results)):
+            (case.loss(model, case.batch(update, 0, rank)) / len(results)).backward()
+        sft.step()
+    state = plain_state(sft)
+    for result in results:
+        assert_same_tree(result["state"], state)
+    sft.detach()
+    merged = results[0]["weights"]
+    assert differing({name: merged[name] for name in weights(model)}, weights(model)) == []
+
+
+def plain_state(sft: SFT) -> dict[str, dict[str, torch.Tensor]]:
+    """A copy of the state's tensors."""
+    return {
+        name: {key: value.clone() for key, value in each.items() if isinstance(value, torch.Tensor)}
+        for name, each in sft.whole_state()["state"].items()
+    }
 
 
 def merged_weights(run: Run) -> dict[str, torch.Tensor]:
@@ -325,14 +338,20 @@ def merged_weights(run: Run) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().clone() for name, value in wholes.items()}
 
 
-def prescribed_reference(case: Case, num_ranks: int) -> tuple[RanksNaive, list[float]]:
-    """The naive reference after the whole case, and its norms."""
+def prescribed_reference(case: Case, num_ranks: int | list[int]) -> tuple[RanksNaive, list[float]]:
+    """The naive reference after the whole case, and its norms.
+
+    Args:
+        case: What to run.
+        num_ranks: Of the whole case, or of each of its first updates.
+    """
+    ranks_of = [num_ranks] * case.updates if isinstance(num_ranks, int) else num_ranks
     _, sft = case.build()
     naive = _naive(RanksNaive, case, sft)
     sft.detach()
     norms = []
-    for update in range(case.updates):
-        micros = [[case.batch(update, micro, rank) for rank in range(num_ranks)] for micro in range(case.accumulation)]
+    for update, count in enumerate(ranks_of):
+        micros = [[case.batch(update, micro, rank) for rank in range(count)] for micro in range(case.accumulation)]
         scaled = [[_scaled(each, 1 / case.accumulation) for each in ranks] for ranks in micros]
         norms.append(naive.update_on_ranks(scaled))
     return naive, norms

@@ -14,7 +14,7 @@ from torch import nn
 import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.hift.door import Door, card, updates_on_card
-from tests.helpers.models import tiny_llama, token_batches, weights
+from tests.helpers.models import differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.reference import ADAMW, batch_of, on_fsdp2_ranks, on_ranks
 
@@ -49,6 +49,7 @@ def step_without_a_door(rank: int, num_ranks: int) -> dict[str, Any]:
 def disagree(rank: int, num_ranks: int) -> dict[str, str]:
     """Prepare with another thing different on rank 1 each time."""
     messages = {}
+    models: list[nn.Module] = []
     for layout, made in ON_RANKS.items():
 
         def prepare(
@@ -65,6 +66,7 @@ def disagree(rank: int, num_ranks: int) -> dict[str, str]:
             with made() as accelerator:
                 hift = HiFT(model, optimizer_class, config=HiFTConfig(**config), lr=lr)
                 slivertune.prepare(accelerator, model, hift)
+            models.append(model)
 
         with pytest.warns(UserWarning, match="HiFT keeps them frozen") if rank else pytest.MonkeyPatch.context():
             messages[f"{layout}, groups"] = message_of(lambda: prepare(hidden_rank=True))
@@ -77,6 +79,8 @@ def disagree(rank: int, num_ranks: int) -> dict[str, str]:
             lambda: prepare(optimizer_class=torch.optim.Adam if rank else torch.optim.AdamW)
         )
         messages[f"{layout}, weights"] = message_of(lambda: prepare(weights_seed=rank))
+        if layout == "DDP":
+            messages["not those of rank 0"] = str(differing(weights(models[-1]), weights(tiny_llama(seed=0))))
         messages[f"{layout}, place of files"] = message_of(lambda: prepare(state="disk", state_dir=f"of-rank-{rank}"))
     return messages
 
@@ -153,6 +157,7 @@ def test_the_same_settings_pass(told: list[dict[str, Any]]) -> None:
 def test_ddp_sends_the_weights_of_rank_0_and_fsdp2_refuses_different_ones(told: list[dict[str, Any]]) -> None:
     for each in told:
         assert each["disagree"]["DDP, weights"] == ""
+        assert each["disagree"]["not those of rank 0"] == "[]"
         assert "disagree on the bits of model.embed_tokens.weight" in each["disagree"]["FSDP2, weights"]
 
 

@@ -11,11 +11,23 @@ import torch
 
 import slivertune
 from slivertune import SFT, Ledger, SFTConfig
+from slivertune.parallel.layout import Layout
 from slivertune.sft import apply
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
+from tests.parallel.sparse_checkpoints import (
+    RESUMED,
+    assert_continued,
+    assert_is_plain,
+    assert_trainers_went_on,
+    assert_went_on,
+    load_elsewhere,
+    load_without_the_library,
+    resume_trainers,
+    save_and_resume,
+)
 from tests.parallel.sparse_runs import (
-    CUT,
+    BF16,
     EXACT,
     LLAMA,
     MA,
@@ -23,10 +35,9 @@ from tests.parallel.sparse_runs import (
     Run,
     accelerator_of,
     assert_equal_to_one_process,
+    assert_equal_to_one_process_in_bf16,
     count_bytes,
-    load_elsewhere,
     prescribed_reference,
-    save_and_resume,
     train_all,
 )
 
@@ -36,11 +47,18 @@ MORE = {
     "MA in layers, bf16": Case(selection=MA, settings={"form": "layer"}, dtype=torch.bfloat16),
 }
 CASES = {**EXACT, **MORE, **{f"Llama: {name}": case for name, case in LLAMA.items()}}
+IN_BF16 = {f"Llama in bf16: {name}": case for name, case in BF16.items()}
+LLAMAS = {name: case for name, case in {**CASES, **IN_BF16}.items() if case.model == "llama"}
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[Any, Any]]:
-    return run_ranks(train_all, 2, ["ddp"], CASES)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ddp")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[Any, Any]]:
+    return run_ranks(train_all, 2, ["ddp"], {**CASES, **IN_BF16}, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,43 +66,71 @@ def test_two_ranks_equal_one_process_on_the_whole_batch(name: str, two_ranks: li
     assert_equal_to_one_process([found["ddp", name] for found in two_ranks], CASES[name])
 
 
-RESUMED = Case(accumulation=2, clip=2.0)
+@pytest.mark.parametrize("name", IN_BF16)
+def test_two_ranks_equal_one_process_to_the_bit_in_bf16(name: str, two_ranks: list[dict[Any, Any]]) -> None:
+    results = [found["ddp", name] for found in two_ranks]
+    assert_equal_to_one_process_in_bf16(results, IN_BF16[name], in_layers=False)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, two_ranks: list[dict[Any, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    return load_without_the_library(folder)
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_the_merged_model_is_a_plain_checkpoint(
+    name: str, plain: dict[str, dict[str, torch.Tensor]], two_ranks: list[dict[Any, Any]]
+) -> None:
+    assert_is_plain(plain[f"ddp/{name}"], two_ranks[0]["ddp", name]["weights"], LLAMAS[name])
+
+
+TRAINERS: list[tuple[Layout, str]] = [("ddp", "MA")]
+
+
+def save_in_every_way(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    return {
+        "accelerate": save_and_resume(rank, num_ranks, ["ddp"], folder),
+        "Trainer": resume_trainers(rank, num_ranks, TRAINERS, folder),
+    }
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("ddp")
-    return folder, run_ranks(save_and_resume, 2, ["ddp"], RESUMED, folder)
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(save_in_every_way, 2, folder)
 
 
-def test_a_run_that_was_saved_inside_a_phase_continues_to_the_bit(
-    checkpoints: tuple[Path, list[dict[str, Any]]],
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_was_saved_on_its_way_continues_to_the_bit(
+    name: str, checkpoints: tuple[Path, list[dict[str, Any]]]
 ) -> None:
-    for found in checkpoints[1]:
-        straight, resumed = found["ddp"]["straight"], found["ddp"]["resumed"]
-        assert straight["norms"][CUT:] == resumed["norms"]
-        assert_same_tree(straight["state"], resumed["state"])
-    assert_equal_to_one_process(
-        [{**found["ddp"]["straight"], "weights": found["ddp"]["weights"]} for found in checkpoints[1]], RESUMED
-    )
+    results = [found["accelerate"]["ddp", name] for found in checkpoints[1]]
+    assert_went_on(results)
+    assert_equal_to_one_process([{**each["straight"], "weights": each["weights"]} for each in results], RESUMED[name])
+
+
+def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
+    checkpoints: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    assert_trainers_went_on([found["Trainer"]["ddp", "MA"] for found in checkpoints[1]], "MA", tmp_path)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
     layout = "ddp" if num_ranks > 1 else "single"
-    for result in run_ranks(load_elsewhere, num_ranks, layout, RESUMED, folder / "ddp"):
-        assert_same_tree(result["loaded"]["state"], two[0]["ddp"]["saved"]["state"])
-        assert result["continued"]["updates"] == CUT + 4
+    saved = {name: two[0]["accelerate"]["ddp", name] for name in RESUMED}
+    assert_continued(run_ranks(load_elsewhere, num_ranks, layout, folder / "ddp"), saved, before=2)
 
 
+@pytest.mark.parametrize("name", RESUMED)
 def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
-    checkpoints: tuple[Path, list[dict[str, Any]]],
+    name: str, checkpoints: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     folder, two = checkpoints
-    model = RESUMED.build_model()
-    apply(model, folder / "ddp-deltas")
-    assert differing(weights(model), two[0]["ddp"]["weights"]) == []
+    model = RESUMED[name].build_model()
+    apply(model, folder / "ddp" / f"{name}-deltas")
+    assert differing(weights(model), two[0]["accelerate"]["ddp", name]["weights"]) == []
 
 
 SMALL = Case(model="llama", density=0.02)

@@ -9,34 +9,54 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from slivertune.parallel.layout import Layout
 from slivertune.parallel.sparse_beside import FOLDER, load_sft
 from slivertune.sft import apply
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
+from tests.parallel.sparse_checkpoints import (
+    RESUMED,
+    assert_continued,
+    assert_is_plain,
+    assert_trainers_went_on,
+    assert_went_on,
+    load_elsewhere,
+    load_without_the_library,
+    resume_trainers,
+    save_and_resume,
+)
 from tests.parallel.sparse_runs import (
-    CUT,
+    BF16,
     EXACT,
     LLAMA,
+    MA,
     Case,
     Run,
     accelerator_of,
     assert_equal_to_one_process,
+    assert_equal_to_one_process_in_bf16,
     count_bytes,
-    load_elsewhere,
-    save_and_resume,
     train_all,
 )
 
 CASES = {
     **EXACT,
     "AG, fp32 weights gathered in bf16": Case(mixed_precision="bf16", accumulation=2),
+    "MA, fp32 weights gathered in bf16": Case(selection=MA, mixed_precision="bf16", accumulation=2),
     **{f"Llama: {name}": case for name, case in LLAMA.items()},
 }
+IN_BF16 = {f"Llama in bf16: {name}": case for name, case in BF16.items()}
+LLAMAS = {name: case for name, case in {**CASES, **IN_BF16}.items() if case.model == "llama"}
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[Any, Any]]:
-    return run_ranks(train_all, 2, ["fsdp2"], CASES)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fsdp2")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[Any, Any]]:
+    return run_ranks(train_all, 2, ["fsdp2"], {**CASES, **IN_BF16}, folder)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,61 +64,91 @@ def test_two_ranks_equal_one_process_on_the_whole_batch(name: str, two_ranks: li
     assert_equal_to_one_process([found["fsdp2", name] for found in two_ranks], CASES[name])
 
 
-RESUMED = Case(accumulation=2, clip=2.0)
+@pytest.mark.parametrize("name", IN_BF16)
+def test_two_ranks_equal_one_process_to_the_bit_in_bf16(name: str, two_ranks: list[dict[Any, Any]]) -> None:
+    results = [found["fsdp2", name] for found in two_ranks]
+    assert_equal_to_one_process_in_bf16(results, IN_BF16[name], in_layers=True)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, two_ranks: list[dict[Any, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    return load_without_the_library(folder)
+
+
+@pytest.mark.parametrize("name", LLAMAS)
+def test_the_merged_model_is_a_plain_checkpoint(
+    name: str, plain: dict[str, dict[str, torch.Tensor]], two_ranks: list[dict[Any, Any]]
+) -> None:
+    assert_is_plain(plain[f"fsdp2/{name}"], two_ranks[0]["fsdp2", name]["weights"], LLAMAS[name])
+
+
 STATE_DICTS = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+TRAINERS: list[tuple[Layout, str]] = [("fsdp2", "MA")]
 
 
-def resume_from_both(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    return {
-        kind: save_and_resume(rank, num_ranks, ["fsdp2"], RESUMED, folder / kind, {"state_dict_type": kind})["fsdp2"]
+def save_in_every_way(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        kind: save_and_resume(rank, num_ranks, ["fsdp2"], folder / kind, {"state_dict_type": kind})
         for kind in STATE_DICTS
     }
+    return {**found, "Trainer": resume_trainers(rank, num_ranks, TRAINERS, folder)}
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("fsdp2")
-    return folder, run_ranks(resume_from_both, 2, folder)
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(save_in_every_way, 2, folder)
 
 
 @pytest.mark.parametrize("kind", STATE_DICTS)
-def test_a_run_that_was_saved_inside_a_phase_continues_to_the_bit(
-    kind: str, checkpoints: tuple[Path, list[dict[str, Any]]]
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_was_saved_on_its_way_continues_to_the_bit(
+    kind: str, name: str, checkpoints: tuple[Path, list[dict[str, Any]]]
 ) -> None:
-    for found in checkpoints[1]:
-        straight, resumed = found[kind]["straight"], found[kind]["resumed"]
-        assert straight["norms"][CUT:] == resumed["norms"]
-        assert_same_tree(straight["state"], resumed["state"])
-    assert_equal_to_one_process(
-        [{**found[kind]["straight"], "weights": found[kind]["weights"]} for found in checkpoints[1]], RESUMED
-    )
+    results = [found[kind]["fsdp2", name] for found in checkpoints[1]]
+    assert_went_on(results)
+    assert_equal_to_one_process([{**each["straight"], "weights": each["weights"]} for each in results], RESUMED[name])
+
+
+def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
+    checkpoints: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    assert_trainers_went_on([found["Trainer"]["fsdp2", "MA"] for found in checkpoints[1]], "MA", tmp_path)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
-    checkpoint = folder / "SHARDED_STATE_DICT" / "fsdp2"
-    for result in run_ranks(load_elsewhere, num_ranks, "fsdp2", RESUMED, checkpoint):
-        assert_same_tree(result["loaded"]["state"], two[0]["SHARDED_STATE_DICT"]["saved"]["state"])
-        assert result["continued"]["updates"] == CUT + 4
+    saved = {name: two[0]["SHARDED_STATE_DICT"]["fsdp2", name] for name in RESUMED}
+    results = run_ranks(load_elsewhere, num_ranks, "fsdp2", folder / "SHARDED_STATE_DICT" / "fsdp2")
+    assert_continued(results, saved, before=2)
 
 
-def test_one_process_without_fsdp_continues(checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("name", RESUMED)
+def test_one_process_without_fsdp_continues(name: str, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
-    _, sft = RESUMED.build()
-    load_sft(sft, folder / "FULL_STATE_DICT" / "fsdp2" / FOLDER)
-    expected = two[0]["FULL_STATE_DICT"]["saved"]["state"]
-    for name, state in sft.whole_state()["state"].items():
-        assert_same_tree({key: state[key] for key in expected[name]}, expected[name])
+    _, sft = RESUMED[name].build()
+    load_sft(sft, folder / "FULL_STATE_DICT" / "fsdp2" / name / FOLDER)
+    expected = two[0]["FULL_STATE_DICT"]["fsdp2", name]["saved"]["state"]
+    for key, state in sft.whole_state()["state"].items():
+        assert_same_tree({each: state[each] for each in expected[key]}, expected[key])
 
 
+def test_a_folder_without_the_state_is_refused_by_its_name(tmp_path: Path) -> None:
+    _, sft = RESUMED["AG"].build()
+    with pytest.raises(FileNotFoundError, match=r"state\.pt is not there; the checkpoint must be whole"):
+        load_sft(sft, tmp_path)
+    assert sft.updates == 0
+
+
+@pytest.mark.parametrize("name", RESUMED)
 def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
-    checkpoints: tuple[Path, list[dict[str, Any]]],
+    name: str, checkpoints: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     folder, two = checkpoints
-    model = RESUMED.build_model()
-    apply(model, folder / "FULL_STATE_DICT" / "fsdp2-deltas")
-    assert differing(weights(model), two[0]["FULL_STATE_DICT"]["weights"]) == []
+    model = RESUMED[name].build_model()
+    apply(model, folder / "FULL_STATE_DICT" / "fsdp2" / f"{name}-deltas")
+    assert differing(weights(model), two[0]["FULL_STATE_DICT"]["fsdp2", name]["weights"]) == []
 
 
 def prepare_otherwise(rank: int, num_ranks: int) -> dict[str, Any]:

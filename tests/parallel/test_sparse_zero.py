@@ -12,33 +12,53 @@ import torch.distributed as dist
 from slivertune import SFT, Ledger, SFTConfig
 from slivertune.parallel.initialize import initialize
 from slivertune.parallel.layout import Layout
+from slivertune.parallel.sparse_checks import check_zero_config
 from slivertune.sft import apply
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
+from tests.parallel.sparse_checkpoints import (
+    CUT,
+    RESUMED,
+    assert_is_plain,
+    assert_trainers_went_on,
+    assert_went_on,
+    load_without_the_library,
+    resume_trainers,
+    save_and_resume,
+)
 from tests.parallel.sparse_reference import assert_state_is
 from tests.parallel.sparse_runs import (
-    CUT,
+    BF16,
     EXACT,
     LLAMA,
     Case,
     Run,
     accelerator_of,
     assert_equal_to_one_process,
+    assert_equal_to_one_process_in_bf16,
     engine_config,
     llama_reference,
+    plain_state,
     prescribed_reference,
     quieten_deepspeed,
-    save_and_resume,
     train_all,
 )
 
 LAYOUTS: list[Layout] = ["zero1", "zero2", "zero3"]
-CASES = {**EXACT, **{f"Llama: {name}": LLAMA[name] for name in ("AG, tied, reentrant checkpoints", "AG, checkpoints")}}
+CASES = {**EXACT, **{f"Llama: {name}": case for name, case in LLAMA.items() if case.tied or case.clip}}
+IN_BF16 = {f"Llama in bf16: {name}": case for name, case in BF16.items()}
+LLAMAS = {name: case for name, case in {**CASES, **IN_BF16}.items() if case.model == "llama"}
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[Any, Any]]:
-    return run_ranks(train_all, 2, LAYOUTS, CASES, env={"DS_ACCELERATOR": "cpu"}, timeout_s=400)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zero")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path) -> list[dict[Any, Any]]:
+    cases = {**CASES, **IN_BF16}
+    return run_ranks(train_all, 2, LAYOUTS, cases, folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -49,37 +69,71 @@ def test_two_ranks_equal_one_process_on_the_whole_batch(
     assert_equal_to_one_process([found[layout, name] for found in two_ranks], CASES[name])
 
 
-RESUMED = Case(accumulation=2, clip=2.0)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", IN_BF16)
+def test_two_ranks_equal_one_process_to_the_bit_in_bf16(
+    layout: Layout, name: str, two_ranks: list[dict[Any, Any]]
+) -> None:
+    results = [found[layout, name] for found in two_ranks]
+    assert_equal_to_one_process_in_bf16(results, IN_BF16[name], in_layers=layout == "zero3")
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, two_ranks: list[dict[Any, Any]]) -> dict[str, dict[str, torch.Tensor]]:
+    return load_without_the_library(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LLAMAS)
+def test_the_merged_model_is_a_plain_checkpoint(
+    layout: Layout, name: str, plain: dict[str, dict[str, torch.Tensor]], two_ranks: list[dict[Any, Any]]
+) -> None:
+    assert_is_plain(plain[f"{layout}/{name}"], two_ranks[0][layout, name]["weights"], LLAMAS[name])
+
+
+# The other runs of AG are in the Trainer's own tests of layouts.
+TRAINERS: list[tuple[Layout, str]] = [("zero1", "AG"), *((layout, "MA") for layout in LAYOUTS)]
+
+
+def save_in_every_way(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    return {
+        "accelerate": save_and_resume(rank, num_ranks, LAYOUTS, folder),
+        "Trainer": resume_trainers(rank, num_ranks, TRAINERS, folder),
+    }
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("zero")
-    environment = {"DS_ACCELERATOR": "cpu"}
-    return folder, run_ranks(save_and_resume, 2, LAYOUTS, RESUMED, folder, env=environment, timeout_s=300)
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(save_in_every_way, 2, folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_run_that_was_saved_inside_a_phase_continues_to_the_bit(
-    layout: Layout, checkpoints: tuple[Path, list[dict[str, Any]]]
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_was_saved_on_its_way_continues_to_the_bit(
+    layout: Layout, name: str, checkpoints: tuple[Path, list[dict[str, Any]]]
 ) -> None:
-    for found in checkpoints[1]:
-        straight, resumed = found[layout]["straight"], found[layout]["resumed"]
-        assert straight["norms"][CUT:] == resumed["norms"]
-        assert_same_tree(straight["state"], resumed["state"])
-    assert_equal_to_one_process(
-        [{**found[layout]["straight"], "weights": found[layout]["weights"]} for found in checkpoints[1]], RESUMED
-    )
+    results = [found["accelerate"][layout, name] for found in checkpoints[1]]
+    assert_went_on(results)
+    assert_equal_to_one_process([{**each["straight"], "weights": each["weights"]} for each in results], RESUMED[name])
+
+
+@pytest.mark.parametrize(("layout", "name"), TRAINERS)
+def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
+    layout: Layout, name: str, checkpoints: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    assert_trainers_went_on([found["Trainer"][layout, name] for found in checkpoints[1]], name, tmp_path)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", RESUMED)
 def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
-    layout: Layout, checkpoints: tuple[Path, list[dict[str, Any]]]
+    layout: Layout, name: str, checkpoints: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     folder, two = checkpoints
-    model = RESUMED.build_model()
-    apply(model, folder / f"{layout}-deltas")
-    assert differing(weights(model), two[0][layout]["weights"]) == []
+    model = RESUMED[name].build_model()
+    apply(model, folder / layout / f"{name}-deltas")
+    assert differing(weights(model), two[0]["accelerate"][layout, name]["weights"]) == []
 
 
 SMALL = Case(model="llama", density=0.02)
@@ -115,6 +169,27 @@ def test_whatever_the_engine_shares_out_a_ranks_state_is_that_of_one_process() -
         assert found == dict.fromkeys(SHARDING, alone)
 
 
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "offload_optimizer": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        "SFT steps its few deltas by itself",
+    ),
+    # DeepSpeed itself refuses float16 on a CPU, in other words.
+    "fp16": ({"fp16": {"enabled": True}}, "whose range is too small for weights that are trained"),
+    "nvme": (
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+        "leaves no part of the weights in memory",
+    ),
+    "stage 0": ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage is 0; SFT on DeepSpeed needs"),
+}
+"""Changes of a config, and what is said to them."""
+SAID = {
+    **{what: said for what, (_, said) in REFUSED.items()},
+    "embeddings under ZeRO-3": "ZeRO-3 shares the weights out, so that layers have to add the deltas",
+    "another model": "the SFT was built over another model than the one that was passed",
+}
+
+
 def train_bare(engine: Any, case: Case, rank: int, first: int, last: int) -> list[float]:
     norms = []
     for update in range(first, last):
@@ -127,12 +202,27 @@ def train_bare(engine: Any, case: Case, rank: int, first: int, last: int) -> lis
 
 
 def result_of(sft: SFT, norms: list[float]) -> dict[str, Any]:
-    state = sft.whole_state()["state"]
-    tensors = {
-        name: {key: value.clone() for key, value in each.items() if isinstance(value, torch.Tensor)}
-        for name, each in state.items()
-    }
-    return {"state": tensors, "norms": norms, "updates": sft.updates}
+    return {"state": plain_state(sft), "norms": norms, "updates": sft.updates}
+
+
+def resume_bare(rank: int, stage: int, case: Case, folder: Path) -> dict[str, Any]:
+    """A bare engine's run that is saved on its way, and one that continues from there."""
+    found: dict[str, Any] = {}
+    model, sft = case.build()
+    engine, optimizer, _, _ = initialize(model=model, optimizer=sft, config=engine_config(stage, case))
+    found["is"] = (optimizer is sft, engine.zero_optimization_stage(), dist.get_world_size())
+    norms = train_bare(engine, case, rank, 0, CUT)
+    engine.save_checkpoint(str(folder))
+    norms += train_bare(engine, case, rank, CUT, case.updates)
+    found["straight"] = result_of(sft, norms)
+    engine.destroy()
+    model, sft = case.build()
+    engine, _, _, _ = initialize(model=model, optimizer=sft, config=engine_config(stage, case))
+    engine.load_checkpoint(str(folder))
+    found["resumed"] = result_of(sft, norms[:CUT] + train_bare(engine, case, rank, CUT, case.updates))
+    sft.detach()
+    engine.destroy()
+    return found
 
 
 def run_bare(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
@@ -141,26 +231,11 @@ def run_bare(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     import deepspeed
 
     found: dict[str, Any] = {}
-    case = RESUMED
     for stage in (1, 2, 3):
-        model, sft = case.build()
-        engine, optimizer, _, _ = initialize(model=model, optimizer=sft, config=engine_config(stage, case))
-        found[f"{stage} is"] = (optimizer is sft, engine.zero_optimization_stage(), dist.get_world_size())
-        norms = train_bare(engine, case, rank, 0, CUT)
-        engine.save_checkpoint(str(folder / str(stage)))
-        norms += train_bare(engine, case, rank, CUT, case.updates)
-        found[f"{stage} straight"] = result_of(sft, norms)
-        found[f"{stage} left"] = sum(
-            tensor.numel() for tensor in vars(engine.optimizer).values() if isinstance(tensor, torch.Tensor)
-        )
-        engine.destroy()
-        model, sft = case.build()
-        engine, _, _, _ = initialize(model=model, optimizer=sft, config=engine_config(stage, case))
-        engine.load_checkpoint(str(folder / str(stage)))
-        found[f"{stage} resumed"] = result_of(sft, norms[:CUT] + train_bare(engine, case, rank, CUT, case.updates))
-        sft.detach()
-        engine.destroy()
+        for name, case in RESUMED.items():
+            found[f"{stage} {name}"] = resume_bare(rank, stage, case, folder / str(stage) / name)
 
+    case = RESUMED["AG"]
     model, sft = case.build()
     schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.5, "warmup_num_steps": 9}}
     config = {**engine_config(2, case), "scheduler": schedule}
@@ -183,24 +258,22 @@ def run_bare(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     found["born result"] = result_of(sft, norms)
     engine.destroy()
 
-    refusals: dict[str, dict[str, Any]] = {
-        "offload_optimizer": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-        "fp16": {"fp16": {"enabled": True}},
-        "nvme": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
-        "stage is 0": {"zero_optimization": {"stage": 0}},
-    }
-    for name, changes in refusals.items():
+    for name, (changes, _) in REFUSED.items():
         model, sft = case.build()
         try:
             initialize(model=model, optimizer=sft, config={**engine_config(2, case), **changes})
-        except ValueError as error:
+        except Exception as error:  # DeepSpeed may raise anything in our place; what is said decides
             found[name] = str(error)
     model = tiny_llama()
     sft = SFT(model, config=SFTConfig(density=0.1, embeddings=True), lr=1e-2, total_steps=40)
     try:
         initialize(model=model, optimizer=sft, config=engine_config(3, case))
     except ValueError as error:
-        found["ZeRO-3 shares the weights out"] = str(error)
+        found["embeddings under ZeRO-3"] = str(error)
+    try:
+        initialize(model=tiny_llama(), optimizer=sft, config=engine_config(2, case))
+    except ValueError as error:
+        found["another model"] = str(error)
     return found
 
 
@@ -211,11 +284,14 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_bare_engine_steps_sft_and_its_checkpoints_continue(stage: int, bare: list[dict[str, Any]]) -> None:
-    naive, norms = prescribed_reference(RESUMED, 2)
-    for found in bare:
-        assert found[f"{stage} is"] == (True, stage, 2)
-        straight, resumed = found[f"{stage} straight"], found[f"{stage} resumed"]
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_bare_engine_steps_sft_and_its_checkpoints_continue(
+    stage: int, name: str, bare: list[dict[str, Any]]
+) -> None:
+    naive, norms = prescribed_reference(RESUMED[name], 2)
+    for found in (each[f"{stage} {name}"] for each in bare):
+        assert found["is"] == (True, stage, 2)
+        straight, resumed = found["straight"], found["resumed"]
         assert_state_is(straight["state"], naive)
         assert straight["norms"] == pytest.approx(norms, rel=1e-5)
         assert straight["norms"] == resumed["norms"]
@@ -236,7 +312,22 @@ def test_a_model_that_was_born_in_parts_is_trained_alike(bare: list[dict[str, An
         assert found["born result"]["norms"] == pytest.approx(norms, rel=1e-4)
 
 
-@pytest.mark.parametrize("what", ["offload_optimizer", "fp16", "nvme", "stage is 0", "ZeRO-3 shares the weights out"])
+@pytest.mark.parametrize("what", SAID)
 def test_what_does_not_go_together_is_refused_before_anything_is_built(what: str, bare: list[dict[str, Any]]) -> None:
     for found in bare:
-        assert what in found[what]
+        assert SAID[what] in found[what]
+
+
+@pytest.mark.parametrize(
+    ("section", "settings"),
+    [
+        ("zero_optimization", {"stage": 2, "zenflow": {"topk_ratio": 0.1}}),
+        ("zero_optimization", {"stage": 3, "zero_quantized_nontrainable_weights": True}),
+        ("zero_optimization", {"stage": 3, "zero_quantized_weights": True}),
+        ("checkpoint", {"load_universal": True}),
+    ],
+)
+def test_settings_that_sft_cannot_keep_are_refused_by_name(section: str, settings: dict[str, Any]) -> None:
+    name = f"{section}.{list(settings)[-1]}"
+    with pytest.raises(ValueError, match=rf"{name}=.* does not go together with SFT"):
+        check_zero_config({"zero_optimization": {"stage": 2}, section: settings})

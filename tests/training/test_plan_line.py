@@ -41,6 +41,8 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--stream_bytes", "262144"),
         ("--method", "dense", "--gradient_accumulation_steps", "2"),
         ("--method", "sft", "--density", "0.05"),
+        ("--method", "sft", "--density", "0.05", "--reselection_interval", "7"),
+        ("--method", "sft", "--density", "0.05", "--reselection_interval", "0"),
     ],
     ids=" ".join,
 )
@@ -188,8 +190,6 @@ def test_a_classifier_is_planned_with_its_classes(tiny_base: Path, tmp_path: Pat
         ("dense", ("--optim", "rmsprop"), "a plan does not know --optim rmsprop"),
         ("sft", ("--packed", "true", "--density", "0.1"), "a plan has no word for --packed"),
         ("lora", ("--lora_target_modules", "q_proj"), "a plan has no word for --lora_target_modules"),
-        ("sft", ("--reselection_interval", "9", "--density", "0.1"), "a plan has no word for --reselection_interval"),
-        ("sft", ("--reselection_interval", "0", "--density", "0.1"), "a plan has no word for --reselection_interval"),
         ("lora", ("--lora_dropout", "0.1"), "a plan has no word for --lora_dropout"),
     ],
 )

@@ -29,7 +29,13 @@ from slivertune.training.method_arguments import MethodArguments
 from slivertune.training.model_arguments import ModelArguments
 from slivertune.training.peers import Peers
 from slivertune.training.precision import Precision, choose_precision
-from slivertune.training.processes import asks_for_deepspeed, check_processes, device_values
+from slivertune.training.processes import (
+    asks_for_deepspeed,
+    check_engine_precision,
+    check_four_bit,
+    check_processes,
+    device_values,
+)
 from slivertune.training.sft_arguments import SFTArguments, check_sft
 from slivertune.training.token_arguments import TokenArguments
 
@@ -130,6 +136,7 @@ def parse_train_arguments(argv: Sequence[str], peers: Peers | None = None) -> Tr
         four_bit=model.load_in_4bit,
         deepspeed=asks_for_deepspeed(values),
     )
+    check_engine_precision(values, precision.autocast)
     asked = values.get("output_dir"), values.get("resume_from_checkpoint")
     folder = peers.decide("the run's folder", lambda: choose_run_folder(method.method, *asked))
     training_values = {
@@ -148,6 +155,8 @@ def parse_train_arguments(argv: Sequence[str], peers: Peers | None = None) -> Tr
     }
     training = _build(TrainingArguments, training_values | device_values(values, peers.world_size))
     check_processes(training, peers.world_size)
+    if model.load_in_4bit:
+        check_four_bit(training)
     training.mixed_precision = precision.autocast
     check_training(method.method, data, training)
     check_step_in_backward(hift, training)

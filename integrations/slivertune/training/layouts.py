@@ -8,10 +8,11 @@ from typing import Any
 from transformers import Trainer
 
 from slivertune.parallel.layout import Layout, layout_of
+from slivertune.parallel.zero_checks import fill_buckets
 
 
 def settle_layout(trainer: Trainer) -> Layout:
-    """Name a Trainer's layout, and let ZeRO-3 gather the weights when a model is saved.
+    """Name a Trainer's layout; see that ZeRO takes buckets by the model's width, and ZeRO-3 gathers what is saved.
 
     Args:
         trainer: Has not trained yet.
@@ -23,9 +24,15 @@ def settle_layout(trainer: Trainer) -> Layout:
         ValueError: If nothing can be trained under it.
     """
     layout = layout_of(trainer.accelerator)
-    if layout == "zero3":
+    if layout.startswith("zero"):
         plugin: Any = trainer.accelerator.state.deepspeed_plugin
-        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+        model: Any = trainer.model
+        # Whatever the method: a preset can't name them, and a plan takes them so.
+        fill_buckets(plugin.deepspeed_config, model)
+        # What accelerate does when it prepares the engine, with a warning that one of the two is wrong.
+        trainer.accelerator.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        if layout == "zero3":
+            plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return layout
 
 

@@ -15,7 +15,6 @@ from slivertune.training.arguments import TrainArguments
 from slivertune.training.checks import enum_value
 from slivertune.training.methods.sft import SFTMethod
 from slivertune.training.ready import Run
-from slivertune.training.sft_arguments import SFTArguments
 
 _OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw_torch": "adamw",
@@ -142,7 +141,8 @@ def _method_settings(run: Run, precision: PrecisionName) -> dict[str, Any]:
             master = hift.master if precision == "mixed_hi" else None
             return {"optimizer": _optimizer(arguments), "master": master, **values}
         case "sft":
-            return {"selection": arguments.sft.selection, "density": _density(run)}
+            names = ("selection", "reselection_interval", "estimation_steps", "replacement_rate")
+            return {"density": _density(run), **{name: getattr(arguments.sft, name) for name in names}}
         case "lora":
             return {"optimizer": _optimizer(arguments), "lora_rank": arguments.lora.lora_rank}
         case "dense":
@@ -156,21 +156,8 @@ def _check(arguments: TrainArguments) -> None:
         raise ValueError("a plan can't see into what torch.compile makes")
     others = [f"--{name}" for name in _WITHOUT_PLAN if name in arguments.given]
     others += ["--lora_dropout"] if arguments.lora.lora_dropout else []
-    others += ["--reselection_interval"] if arguments.method.method == "sft" and not _is_usual(arguments.sft) else []
     if others:
         raise ValueError(f"a plan has no word for {', '.join(others)}")
-
-
-def _is_usual(sft: SFTArguments) -> bool:
-    """Whether estimation phases come, and come one after another; a plan takes them so."""
-    if sft.selection == "momentum":
-        return True
-    interval, phase = sft.reselection_interval, sft.estimation_steps
-    if interval == 0:
-        return False
-    # The first reselection ends the first phase; the next is at the first later multiple of the interval.
-    second = interval * (phase // interval + 1)
-    return second - phase >= phase
 
 
 def _optimizer(arguments: TrainArguments) -> OptimizerName:

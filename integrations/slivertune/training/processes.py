@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import TrainingArguments
+from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 
 def asks_for_deepspeed(values: dict[str, Any]) -> bool:
@@ -57,6 +58,40 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
     if asks_for_deepspeed(values):
         return {**settled, "use_cpu": False, "ddp_backend": "gloo", **_configured(values)}
     return {**settled, "use_cpu": True}
+
+
+def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
+    """Refuse bf16 that the Trainer would refuse with advice that does not go with DeepSpeed.
+
+    Args:
+        values: What the user typed, by name.
+        autocast: The Trainer's mixed precision.
+
+    Raises:
+        ValueError: If DeepSpeed is to train in bf16 where no GPU does.
+    """
+    if autocast == "bf16" and asks_for_deepspeed(values) and not is_torch_bf16_gpu_available():
+        raise ValueError(
+            "bf16 is asked for, by --bf16, --weights_dtype or the launcher, and under DeepSpeed the Trainer takes it "
+            "on GPUs with bf16 alone, of which none is here; leave it out, as by accelerate launch --mixed_precision no"
+        )
+
+
+def check_four_bit(training: TrainingArguments) -> None:
+    """Refuse to share out 4-bit weights.
+
+    Args:
+        training: Knows DeepSpeed's stage.
+
+    Raises:
+        ValueError: If it is ZeRO-3.
+    """
+    plugin: Any = training.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError(
+            "--load_in_4bit does not go with ZeRO-3, which shares weights out without the scales that belong to 4-bit "
+            "codes; take DDP, ZeRO-1 or ZeRO-2, or leave out --load_in_4bit"
+        )
 
 
 def check_processes(training: TrainingArguments, world_size: int) -> None:

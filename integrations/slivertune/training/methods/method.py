@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from slivertune import aside
+from slivertune.parallel.layout import layout_of
 from slivertune.training.checks import enum_value
 from slivertune.training.layouts import save_whole_model
 from slivertune.training.ledger_lines import Cycle, DenseCycle
@@ -154,8 +155,15 @@ class DenseMethod(TrainingMethod):
 
     name: Method = "dense"
 
+    def __init__(self) -> None:
+        self._engine_keeps_masters = False
+
+    def attach(self, trainer: Trainer) -> None:
+        """See whether DeepSpeed trains, which keeps fp32 masters itself."""
+        self._engine_keeps_masters = layout_of(trainer.accelerator).startswith("zero")
+
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
         """Warn of weights without masters."""
-        if all(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
+        if self._engine_keeps_masters or all(each.dtype != torch.bfloat16 for each in model.parameters()):
             return []
         return ["dense fine-tuning of bf16 weights keeps no fp32 masters; updates below a weight's last bit are lost"]

@@ -1,0 +1,215 @@
+"""`slivertune train --method dense` and `--method lora` on two ranks, under DDP and every stage of ZeRO."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slivertune.training.arguments import parse_train_arguments
+from slivertune.training.checkpoints import find_damage
+from tests.helpers.ranks import run_ranks
+from tests.training.tiny_runs import TINY_RECIPE, final_weights, saved_weights, train, train_arguments, write_texts
+from tests.training.train_runs import OF_METHOD, PROBE, STEPS, STOPPED, Case, Seen, on_a_rank
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("peft")
+
+RANKS = 2
+BATCH = 2
+UPDATES = 6
+LAYOUTS = ("ddp", "zero1", "zero2", "zero3")
+PAIRS = {f"{method}-{layout}": Case(method=method, layout=layout) for method in OF_METHOD for layout in LAYOUTS}
+RESUMED = {
+    f"{name}-again": Case(method=PAIRS[name].method, layout=PAIRS[name].layout, resumes=name)
+    for name in ("dense-zero2", "lora-zero3")
+}
+# As the presets of accelerate configure DeepSpeed, which run in bf16 and name no bucket.
+PRESETS = {
+    name: Case(method=method, layout=layout, more=("--bf16", *more), names_bucket=False, has_bf16=True)
+    for name, method, layout, more in (
+        ("preset-dense", "dense", "zero2", ("--gradient_accumulation_steps", "2")),
+        ("preset-lora", "lora", "zero3", ()),
+    )
+}
+REFUSED = {"refused-four-bit": Case(method="lora", layout="zero3", more=("--load_in_4bit",))}
+CASES = {**PAIRS, **RESUMED, **PRESETS, **REFUSED}
+
+# PEFT 0.21 asks by the name that transformers 5.23 retires.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny_base: Path, data: Path, folder: Path) -> list[dict[str, Seen]]:
+    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    paths = (str(tiny_base), str(data), str(folder))
+    return run_ranks(on_a_rank, RANKS, CASES, *paths, env=env, timeout_s=300)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_base: Path, data: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """The results of one process on the whole batch, by method; its weights lie in the folder `alone-METHOD`."""
+    whole_batch = ("--per_device_train_batch_size", str(RANKS * BATCH))
+    return {
+        method: train(tiny_base, data, folder / f"alone-{method}", *STEPS, *more, *whole_batch, method=method)
+        for method, more in OF_METHOD.items()
+    }
+
+
+def results_of(run: Path) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    return results
+
+
+def assert_near(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """All in fp32. Sums over ranks are rounded in another order than sums over one batch: by some 1e-8 in a gradient,
+    of which Adam's step takes lr / eps = 100 at most. Weights move by some 1e-2.
+    """
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=5e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_ranks_train_as_one_process_does_on_the_whole_batch(
+    name: str, ranks: list[dict[str, Seen]], alone: dict[str, dict[str, Any]], folder: Path
+) -> None:
+    case = CASES[name]
+    assert_near(final_weights(folder / name), final_weights(folder / f"alone-{case.method}"))
+    ours, theirs = results_of(folder / name), alone[case.method]
+    assert (ours["layout"], ours["world_size"], ours["method"]) == (case.layout, RANKS, case.method)
+    assert ours["num_steps"] == theirs["num_steps"] == UPDATES
+    for when in ("before", "after"):
+        assert ours[when]["eval_loss"] == pytest.approx(theirs[when]["eval_loss"], rel=1e-5)
+    assert ours["after"]["eval_loss"] < ours["before"]["eval_loss"]
+    assert ours["num_trained"] == theirs["num_trained"] and ours["num_parameters"] == theirs["num_parameters"]
+    for rank in ranks:
+        seen = rank[name]
+        assert seen.code == 0, seen.printed
+        assert seen.world_size == RANKS
+        assert seen.engine == ("DistributedDataParallel" if case.layout == "ddp" else "DeepSpeedEngine")
+        assert seen.facts.get("stage") == (None if case.layout == "ddp" else int(case.layout[-1]))
+        assert len(seen.losses) == UPDATES // 2 and all(map(math.isfinite, seen.losses))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_ranks_see_other_data_and_end_with_the_same_weights(name: str, ranks: list[dict[str, Seen]]) -> None:
+    first, second = (rank[name] for rank in ranks)
+    assert len(first.batches) == len(second.batches) == UPDATES
+    rows = [{tuple(row.tolist()) for batch in seen.batches for row in batch} for seen in (first, second)]
+    assert rows[0].isdisjoint(rows[1])
+    assert first.weights and first.weights.keys() == second.weights.keys()
+    assert [key for key, value in first.weights.items() if not torch.equal(value, second.weights[key])] == []
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_saved_loads_without_this_library_as_what_was_trained(
+    name: str, ranks: list[dict[str, Seen]], tiny_base: Path, folder: Path
+) -> None:
+    saved = folder / name / "model"
+    if CASES[name].method == "dense":
+        model: Any = AutoModelForCausalLM.from_pretrained(saved)
+    else:
+        from peft import PeftModel
+
+        assert not (saved / "model.safetensors").exists()
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_base), saved)
+    AutoTokenizer.from_pretrained(saved)
+    with torch.no_grad():
+        before = AutoModelForCausalLM.from_pretrained(tiny_base)(input_ids=PROBE).logits
+        loaded = model.eval()(input_ids=PROBE).logits
+    assert (loaded - before).abs().max() > 1e-2, "trained"
+    for rank in ranks:
+        # The same weights by the same operators, of which an engine may lay one out otherwise in memory.
+        torch.testing.assert_close(rank[name].logits, loaded, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_ends_as_one_that_never_stopped(name: str, ranks: list[dict[str, Seen]], folder: Path) -> None:
+    origin = CASES[name].resumes
+    assert origin is not None
+    assert find_damage(folder / origin / f"checkpoint-{STOPPED}") is None
+    for rank in ranks:
+        again, whole = rank[name], rank[origin]
+        assert again.code == 0, again.printed
+        assert len(again.batches) == UPDATES - STOPPED
+        assert all(map(torch.equal, again.batches, whole.batches[STOPPED:]))
+        assert_near(again.weights, whole.weights)
+    assert_near(final_weights(folder / name), final_weights(folder / origin))
+
+
+@pytest.mark.parametrize("name", [*PAIRS, *PRESETS])
+def test_the_first_rank_speaks_once_and_the_other_not_at_all(name: str, ranks: list[dict[str, Seen]]) -> None:
+    first, second = (rank[name].printed for rank in ranks)
+    assert second == ""
+    for line in (
+        f": {CASES[name].method} on ",
+        f"on each of {RANKS} ranks ({CASES[name].layout})",
+        "the memory ledger is rank 0's, one of 2",
+        "  memory  ",
+        "evaluation before: loss ",
+        "step    2/6  loss ",
+        f"{CASES[name].method}: {UPDATES} updates of ",
+        "peak on the device  ",
+        "last checkpoint  ",
+    ):
+        assert first.count(line) == 1, line
+    assert [word for word in ("warning", "deprecated", "mismatch") if word in first.lower()] == []
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_of_deepspeed_trains_in_bf16_with_small_buckets(
+    name: str, ranks: list[dict[str, Seen]], folder: Path
+) -> None:
+    case = CASES[name]
+    for rank in ranks:
+        seen = rank[name]
+        assert seen.code == 0, seen.printed
+        bucket = TINY_RECIPE.hidden_size**2
+        assert seen.facts == {"stage": int(case.layout[-1]), "bf16": True, "bucket": bucket}
+        assert len(seen.losses) == UPDATES // 2 and all(map(math.isfinite, seen.losses))
+    results = results_of(folder / name)
+    assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
+    assert "keeps no fp32 masters" not in ranks[0][name].printed, "DeepSpeed keeps them"
+    assert (
+        saved_weights(folder / name / "model").keys()
+        == saved_weights(folder / f"{case.method}-{case.layout}" / "model").keys()
+    )
+
+
+def test_4_bit_weights_under_zero3_are_refused_before_anything_is_loaded(
+    ranks: list[dict[str, Seen]], folder: Path
+) -> None:
+    first, second = (rank["refused-four-bit"] for rank in ranks)
+    assert (first.code, second.code) == (2, 2)
+    assert "error: --load_in_4bit does not go with ZeRO-3" in first.printed
+    assert "take DDP, ZeRO-1 or ZeRO-2" in first.printed
+    assert "loaded" not in second.printed
+    assert not (folder / "refused-four-bit").exists()
+
+
+def test_bf16_under_deepspeed_without_gpus_names_the_way_out(
+    tiny_base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr("slivertune.training.processes.is_torch_bf16_gpu_available", lambda: False)
+    arguments = train_arguments(tiny_base, data, tmp_path / "out", method="lora")
+    with pytest.raises(ValueError, match="accelerate launch --mixed_precision no"):
+        parse_train_arguments(arguments[1:])
