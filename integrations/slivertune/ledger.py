@@ -210,6 +210,10 @@ class Ledger:
             # SFT's deltas are optimizer state, and parameters of the model, so that training loops clip them.
             if not any(claimed is not None and claimed[0] == "state" for claimed in claims):
                 claim(parameter, "parameters")
+                # ZeRO-3 keeps a rank's share beside the parameter, which is empty but while it is gathered.
+                share = getattr(parameter, "ds_tensor", None)
+                if share is not None and share.device == parameter.device:
+                    claim(share, "parameters")
             if parameter.grad is not None:
                 claim(parameter.grad, "gradients")
             self._watch_gradient(parameter)

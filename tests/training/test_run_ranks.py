@@ -99,6 +99,8 @@ def test_two_ranks_train_as_one_process_does_on_the_whole_batch(
         assert ours[when]["eval_loss"] == pytest.approx(theirs[when]["eval_loss"], rel=1e-5)
     assert ours["after"]["eval_loss"] < ours["before"]["eval_loss"]
     assert ours["num_trained"] == theirs["num_trained"] and ours["num_parameters"] == theirs["num_parameters"]
+    held = 4 * ours["num_parameters"] / (RANKS if case.layout == "zero3" else 1)
+    assert ours["highest_bytes"]["parameters"] == pytest.approx(held, rel=0.01)  # and buffers
     for rank in ranks:
         seen = rank[name]
         assert seen.code == 0, seen.printed
