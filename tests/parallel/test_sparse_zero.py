@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 
 from slivertune import SFT, Ledger, SFTConfig
 from slivertune.parallel.initialize import initialize
@@ -225,6 +226,34 @@ def resume_bare(rank: int, stage: int, case: Case, folder: Path) -> dict[str, An
     return found
 
 
+def save_around_an_evaluation(rank: int, folder: Path) -> int:
+    """Save the deltas right after training, and after a forward that left weights behind on their way.
+
+    Returns:
+        How many weights were on their way.
+    """
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    case = Case(model="llama", density=0.25, updates=3)
+    model, sft = case.build()
+    engine, _, _, _ = initialize(model=model, optimizer=sft, config=engine_config(3, case))
+
+    def evaluate() -> None:
+        engine.eval()
+        with torch.no_grad():
+            case.loss(engine, case.batch(0, 0, rank))
+        engine.train()
+
+    evaluate()  # what it gathers is what later evaluations gather ahead of time
+    train_bare(engine, case, rank, 0, case.updates)
+    sft.save_pretrained(folder / "before")
+    evaluate()
+    states = [parameter.ds_status for parameter in model.parameters()]  # type: ignore[attr-defined]
+    sft.save_pretrained(folder / "after")
+    engine.destroy()
+    return states.count(ZeroParamStatus.INFLIGHT)
+
+
 def run_bare(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     """`slivertune.initialize` under every stage, and engine.save_checkpoint; what is refused; a model born in parts."""
     quieten_deepspeed()
@@ -257,6 +286,7 @@ def run_bare(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     norms = train_bare(engine, born, rank, 0, born.updates)
     found["born result"] = result_of(sft, norms)
     engine.destroy()
+    found["in flight"] = save_around_an_evaluation(rank, folder)
 
     for name, (changes, _) in REFUSED.items():
         model, sft = case.build()
@@ -278,9 +308,13 @@ def run_bare(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("bare")
-    return run_ranks(run_bare, 2, folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=300)
+def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bare")
+
+
+@pytest.fixture(scope="module")
+def bare(bare_folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(run_bare, 2, bare_folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=300)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -310,6 +344,17 @@ def test_a_model_that_was_born_in_parts_is_trained_alike(bare: list[dict[str, An
     for found in bare:
         assert_state_is(found["born result"]["state"], naive)
         assert found["born result"]["norms"] == pytest.approx(norms, rel=1e-4)
+
+
+def test_deltas_are_saved_after_an_evaluation_as_before_it(bare: list[dict[str, Any]], bare_folder: Path) -> None:
+    assert all(found["in flight"] for found in bare)
+    with (
+        safe_open(bare_folder / "before" / "sft_delta.safetensors", "pt") as before,
+        safe_open(bare_folder / "after" / "sft_delta.safetensors", "pt") as after,
+    ):
+        assert before.metadata() == after.metadata(), "hashes of the base included"
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before.get_tensor(name), after.get_tensor(name)) for name in before.keys())  # noqa: SIM118
 
 
 @pytest.mark.parametrize("what", SAID)

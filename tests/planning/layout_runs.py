@@ -20,6 +20,7 @@ from slivertune.ledger import Ledger
 from slivertune.parallel import exchange
 from slivertune.parallel.initialize import initialize
 from slivertune.planning.request import PlanRequest
+from slivertune.sft import adam
 from tests.parallel.reference import on_fsdp2_ranks, on_ranks
 from tests.parallel.zero_runs import quiet
 from tests.planning.real import LLAMA, real_batch, real_model, real_optimizer
@@ -47,11 +48,18 @@ class _Look(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def all_peaks_on_rank(rank: int, num_ranks: int, requests: list[PlanRequest]) -> list[list[int]]:
+    """`peaks_on_rank` of several runs, one after the other."""
+    return [peaks_on_rank(rank, num_ranks, request) for request in requests]
+
+
 def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest) -> list[int]:
     """The bytes alive at the peak of each group's turn, in the second cycle."""
     exchange.BUCKET_BYTES = BUCKET_BYTES
     model = real_model(request, LLAMA)
     optimizer: Any = real_optimizer(request, model)
+    if request.method == "sft":
+        return _sparse_peaks(rank, request, model, optimizer)
     with _layout(request, model, optimizer) as (step, resized, made):
         gc.collect()
         with Ledger() as ledger, _Look(ledger, resized):
@@ -66,6 +74,24 @@ def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest) -> list[int]:
                 step(batch)
                 peaks.append(ledger.peak.device)
     return peaks[optimizer.num_groups :]
+
+
+def _sparse_peaks(rank: int, request: PlanRequest, model: nn.Module, optimizer: Any) -> list[int]:
+    """The bytes alive at SFT's peak inside of its first estimation phase, and outside in as many updates after it."""
+    adam._corrections.cache_clear()
+    with _layout(request, model, optimizer) as (step, resized, made):
+        gc.collect()
+        with Ledger() as ledger, _Look(ledger, resized):
+            ledger.track(made())
+            optimizer.claim_state()
+            peaks = []
+            for update in range(2 * request.estimation_steps):
+                torch.manual_seed(1000 * update + rank)
+                batch = real_batch(request, LLAMA)
+                ledger.reset_peak()
+                step(batch)
+                peaks.append(ledger.peak.device)
+    return [max(peaks[: request.estimation_steps]), max(peaks[request.estimation_steps :])]
 
 
 _Step = Callable[[dict[str, torch.Tensor]], None]
@@ -137,7 +163,9 @@ def _on_zero(request: PlanRequest, model: nn.Module, optimizer: Any) -> Iterator
 def _made_by_zero(engine: Any, model: nn.Module) -> list[torch.Tensor]:
     """Flat weights, masters and buffers that DeepSpeed's optimizers made before the ledger looked."""
     found: list[torch.Tensor] = [*model.buffers(), *model.parameters()]
-    turns = engine.hift_turns
+    turns = getattr(engine, "hift_turns", None)
+    if turns is None:  # SFT: stage 3 keeps a rank's share beside a weight
+        return [*found, *(each.ds_tensor for each in model.parameters() if hasattr(each, "ds_tensor"))]
     for group, child in turns.children.items():
         found += [master.data for master in turns.mover(group).masters]
         if turns.stage == 3:

@@ -111,13 +111,14 @@ def base_optimizer(request: PlanRequest) -> tuple[type[torch.optim.Optimizer], d
     return torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9 * (request.optimizer == "sgd_momentum"), "foreach": True}
 
 
-def real_optimizer(request: PlanRequest, model: nn.Module, *, estimation_steps: int = 2) -> torch.optim.Optimizer:
+def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimizer:
     if request.method == "sft":
         config = SFTConfig(
             density=request.density,
             selection=request.selection,
-            estimation_steps=estimation_steps,
-            reselection_interval=100 if request.selection == "accumulated_gradient" else 2,
+            estimation_steps=request.estimation_steps,
+            reselection_interval=request.reselection_interval or None,
+            replacement_rate=request.replacement_rate,
         )
         return SFT(model, config=config, lr=1e-3, total_steps=1000)
     optimizer_class, arguments = base_optimizer(request)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,3 +78,13 @@ def test_pieces_bound_what_state_takes_on_the_device() -> None:
     assert max(group.peak.state for group in pieces.groups) <= 2 * 2**20
     assert max(group.peak.state for group in whole.groups) > 8 * 2**20
     assert (whole.state_bytes, whole.gradient_bytes) == (pieces.state_bytes, pieces.gradient_bytes)
+
+
+@pytest.mark.parametrize("stream_bytes", [2**20, 2**20 + 1])
+def test_both_pieces_of_steps_in_the_backward_together_take_what_one_takes_otherwise(stream_bytes: int) -> None:
+    config = LlamaConfig(vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    request = PlanRequest(precision="mixed_hi", stream_bytes=stream_bytes, seq_length=8)
+    after = max(group.peak.state for group in make_plan(request, config).groups)
+    within = max(group.peak.state for group in make_plan(replace(request, step_in_backward=True), config).groups)
+    assert stream_bytes < after <= 2 * stream_bytes
+    assert stream_bytes / 2 < within <= stream_bytes

@@ -130,6 +130,8 @@ def test_a_selection_of_tokens_is_as_planned(method: Any, settings: dict[str, An
     check(request, LLAMA if request.task == "causal_lm" else ROBERTA)
 
 
+RARELY: dict[str, Any] = {"estimation_steps": 2, "reselection_interval": 100}
+"""Two updates in a phase, and many outside."""
 SPARSE: list[dict[str, Any]] = [
     {"precision": "bf16"},
     {"precision": "bf16", "gradient_checkpointing": True},
@@ -142,7 +144,7 @@ SPARSE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", SPARSE)
 @pytest.mark.parametrize("density", [0.02, 0.2])
 def test_sparse_training_is_as_planned_inside_and_outside_of_a_phase(settings: dict[str, Any], density: float) -> None:
-    request = PlanRequest(method="sft", density=density, **settings, **SIZES)
+    request = PlanRequest(method="sft", density=density, **RARELY, **settings, **SIZES)
     config = LLAMA if request.task == "causal_lm" else ROBERTA
     inside, outside = make_plan(request, config).groups
     real = run_for_real(request, config, num_steps=2).peak
@@ -151,7 +153,37 @@ def test_sparse_training_is_as_planned_inside_and_outside_of_a_phase(settings: d
     assert outside.peak.total == pytest.approx(real.device, rel=TOLERANCE), (outside.peak, real)
 
 
+@pytest.mark.parametrize(
+    ("estimation_steps", "interval"),
+    # The first two phases share one update, and two; or each has one, and they follow each other.
+    [(3, 5), (3, 4), (1, 2)],
+)
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_phases_that_overlap_are_as_planned(estimation_steps: int, interval: int, checkpointing: bool) -> None:
+    request = PlanRequest(
+        method="sft",
+        precision="bf16",
+        density=0.05,
+        estimation_steps=estimation_steps,
+        reselection_interval=interval,
+        replacement_rate=0.5,
+        gradient_checkpointing=checkpointing,
+        **SIZES,
+    )
+    inside, outside = make_plan(request, LLAMA).groups
+    real = run_for_real(request, LLAMA, num_steps=interval).peak
+    assert inside.peak.total == pytest.approx(real.device, rel=TOLERANCE), (inside.peak, real)
+    real = run_for_real(request, LLAMA, num_steps=2 * interval - estimation_steps, first=interval).peak
+    assert outside.peak.total == pytest.approx(real.device, rel=TOLERANCE), (outside.peak, real)
+
+
+def test_sparse_training_that_keeps_its_first_choice_has_no_phases_and_is_as_planned() -> None:
+    request = PlanRequest(method="sft", precision="bf16", density=0.2, reselection_interval=0, **SIZES)
+    assert len(make_plan(request, LLAMA).groups) == 1
+    check(request, LLAMA)
+
+
 @pytest.mark.parametrize("settings", SPARSE[:4])
 def test_sparse_training_by_momentum_is_as_planned(settings: dict[str, Any]) -> None:
-    request = PlanRequest(method="sft", selection="momentum", density=0.05, **settings, **SIZES)
+    request = PlanRequest(method="sft", selection="momentum", density=0.05, reselection_interval=2, **settings, **SIZES)
     check(request, LLAMA if request.task == "causal_lm" else ROBERTA)

@@ -17,6 +17,13 @@ from slivertune.planning.request import PlanRequest
         ({"seq_length": 1.5}, "seq_length=1.5 must be an integer"),
         ({"stream_bytes": -1}, "stream_bytes=-1 must be at least 0"),
         ({"token_ratio": 0.0}, r"token_ratio=0.0 must be in \(0, 1\]"),
+        ({"reselection_interval": -1}, "reselection_interval=-1 must be at least 0"),
+        ({"estimation_steps": 0}, "estimation_steps=0 must be at least 1"),
+        ({"replacement_rate": 1.5}, r"replacement_rate=1.5 must be in \[0, 1\]"),
+        (
+            {"method": "sft", "reselection_interval": 5},
+            "reselection_interval=5 must be greater than estimation_steps=5",
+        ),
         ({"density": 1.1}, r"density=1.1 must be in \(0, 1\]"),
         ({"method": "dense", "precision": "mixed_hi"}, "'mixed_hi' is HiFT's, and method='dense' keeps no masters"),
         ({"precision": "mixed_hi", "master": "none"}, "take precision='bf16'"),

@@ -38,6 +38,8 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
         {"step_in_backward": True},
         {"method": "sft", "precision": "bf16", "density": 0.0125, "selection": "momentum"},
         {"method": "sft", "precision": "bf16", "load_in_4bit": True},
+        {"method": "sft", "reselection_interval": 6, "estimation_steps": 4, "replacement_rate": 0.5},
+        {"method": "sft", "reselection_interval": 0},
         {"method": "lora", "precision": "bf16", "lora_rank": 4, "load_in_4bit": True},
     ],
 )
@@ -64,7 +66,8 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
         assert not (request.step_in_backward and training.max_grad_norm)
         assert request.precision in ("fp32", "mixed") or config.master == request.master_kind
     if request.method == "sft":
-        assert (arguments.sft.density, arguments.sft.selection) == (request.density, request.selection)
+        for name in ("density", "selection", "reselection_interval", "estimation_steps", "replacement_rate"):
+            assert getattr(arguments.sft, name) == getattr(request, name), name
     if request.method == "lora":
         assert arguments.lora.lora_rank == request.lora_rank
 

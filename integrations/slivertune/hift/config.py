@@ -40,8 +40,9 @@ class HiFTConfig:
     stored (`split`), or the 16-bit weights themselves (`none`). fp32 weights need none."""
     stream_bytes: int = 128 * 2**20
     """Bytes on the device of one piece of a group (master, state and temporaries together) while it is stepped; two
-    pieces exist at a time. 0 takes the whole group at once (with `step_in_backward` a whole tensor). `state="device"`
-    does not stream."""
+    pieces exist at a time. With `step_in_backward`, where activations live beside them, it is the bytes of both pieces
+    together. 0 takes the whole group at once (with `step_in_backward` a whole tensor). `state="device"` does not
+    stream."""
     elementwise: bool | None = None
     """Whether the base optimizer treats every element alone, so that tensors may be cut into pieces. None decides by
     the class; unknown classes get whole groups of whole tensors."""
@@ -49,6 +50,11 @@ class HiFTConfig:
     """Step each tensor of the active group inside the backward, as soon as its gradient is complete, and drop the
     gradient, so that about one is alive at a time. The same bits, but nothing may come between gradients and step: no
     accumulation, no clipping, no GradScaler, no closure. Not for base optimizers that need the whole group at once."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one piece; 0 for the whole group."""
+        return -(-self.stream_bytes // 2) if self.step_in_backward else self.stream_bytes
 
     def __post_init__(self) -> None:
         _at_least("layers_per_group", self.layers_per_group, 1)

@@ -144,7 +144,7 @@ class HiFT(torch.optim.Optimizer):
             self._base,
             self._meter,
             master=config.master,
-            stream_bytes=config.stream_bytes,
+            stream_bytes=config.piece_bytes,
             make_pool=partial(_disk_pool, Path(config.state_dir or ".")) if on_disk else host_pool,
             reserve_always=on_disk,
             by_weight=config.step_in_backward,

@@ -228,5 +228,7 @@ class _Partition(ShardedBase):
         """The whole tensor, on every rank. A collective."""
         from deepspeed.runtime.zero import GatheredParameters
 
+        # A forward without a backward, as of an evaluation, may have left it on its way here, which can't be gathered.
+        self._engine.empty_partition_cache()
         with GatheredParameters([self._target.parameter]):
             return self._target.parameter.detach().clone()

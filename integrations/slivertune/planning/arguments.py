@@ -32,6 +32,9 @@ SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
     "stream_bytes": parse_bytes,
     "token_ratio": float,
     "density": float,
+    "reselection_interval": int,
+    "estimation_steps": int,
+    "replacement_rate": float,
 }
 """The numeric fields of a request, and how each is read."""
 
@@ -184,6 +187,14 @@ def _add_methods(group: argparse._ArgumentGroup) -> None:
         help="sft: share of the weights that is trained, in (0, 1]; by default as many as LoRA of rank 64 has",
     )
     _choice(group, "--selection", Selection, "sft: how weights are chosen")
+    _number(group, ("--reselection_interval",), "sft: updates between two reselections; 0: none")
+    _number(group, ("--estimation_steps",), "sft: updates of an estimation phase; beyond half the interval two overlap")
+    group.add_argument(
+        "--replacement_rate",
+        type=float,
+        metavar="SHARE",
+        help="sft: the most that a reselection after the first replaces, in [0, 1]",
+    )
     _number(group, ("--lora_rank",), "lora: rank of the adapters")
     _switch(group, "--load_in_4bit", "lora, sft: the blocks' frozen linear layers in NF4")
 

@@ -24,9 +24,11 @@ class HiFTRun:
     Args:
         model: The model.
         request: HiFT's settings and the base optimizer.
+        is_shared: Whether the ranks share the state out: then it is computed from sizes, and must not come to the
+            device beside the backward that is run.
     """
 
-    def __init__(self, model: nn.Module, request: PlanRequest) -> None:
+    def __init__(self, model: nn.Module, request: PlanRequest, *, is_shared: bool = False) -> None:
         self._model = model
         self._request = request
         optimizer_class, arguments = optimizer_of(request.optimizer)
@@ -34,7 +36,7 @@ class HiFTRun:
         self._meter = GradientMeter(model)
         # Two updates a turn: the first makes a group's state, the second meets it where it waits. What is thrown away
         # after each turn is never met again.
-        self._num_updates = 1 if request.state == "discard" else 2
+        self._num_updates = 1 if request.state == "discard" or is_shared else 2
         self._config = HiFTConfig(
             layers_per_group=request.layers_per_group,
             steps_per_group=self._num_updates,

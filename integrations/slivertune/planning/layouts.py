@@ -3,11 +3,12 @@
 Engines can't run without data, so what follows is arithmetic on a plan of one GPU. P stands for the parameters' bytes,
 G for the gradients of what trains in a step, S for its optimizer state with fp32 masters, N for the ranks:
 
-* `ddp`: all of one GPU's, and the buckets in which gradients are averaged; HiFT's stand in the step that is run.
+* `ddp`, and SFT under `zero1` and `zero2`: all of one GPU's, and the buckets in which gradients are averaged; HiFT's
+  stand in the step that is run.
 * `zero1`, `zero2`: P, the gradients, S / N for as long as the group has its turn, a reduce bucket in the backward, and
   in the step a rank's part of the gradients in fp32.
 * `zero3`: (P + G + S) / N, a reduce bucket, and the gathered weights, which stay up to a billion of them.
-* `fsdp2`: (P + G) / N, the state's pieces, the gathered layers, and the gradient of the layer at work, whole.
+* `fsdp2`: P / N, the state's pieces; what is gathered and reduced stands in the step that is run.
 
 With parameters on the host, P and (under FSDP2, whose optimizer then steps there) G and S wait there, too.
 """
@@ -21,8 +22,10 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from slivertune.layers import find_layers
+from slivertune.planning.gathered_units import can_be_shared
 from slivertune.planning.plan import GroupPlan, Moment, Plan
 from slivertune.planning.request import PlanRequest
+from slivertune.sft.averaging import BUCKET_ELEMENTS
 
 _MOST_LIVE_ELEMENTS = 10**9
 """Weights that ZeRO-3 leaves gathered for their next use, unless its configuration says otherwise
@@ -46,6 +49,10 @@ class LayerSizes:
     """Elements of ZeRO's reduce bucket, where the configuration says "auto": the hidden size, squared."""
     itemsize: int
     """Bytes of a weight."""
+    stored: int
+    """All weights and buffers."""
+    shared: int
+    """All weights that FSDP2 cuts."""
 
 
 def sizes_of(model: nn.Module) -> LayerSizes:
@@ -67,6 +74,8 @@ def sizes_of(model: nn.Module) -> LayerSizes:
         largest_tensor=max(parameter.nbytes for parameter in named.values()),
         bucket_elements=hidden_size**2,
         itemsize=max(parameter.itemsize for parameter in named.values()),
+        stored=sum(each.nbytes for each in (*named.values(), *model.buffers())),
+        shared=sum(parameter.nbytes for parameter in named.values() if can_be_shared(parameter)),
     )
 
 
@@ -89,15 +98,18 @@ def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
         groups=groups,
         peak=peak,
         residual_bytes=peak.residual,
-        host_bytes=_host_bytes(plan, request),
+        host_bytes=_host_bytes(plan, request, sizes),
         notes=(*plan.notes, f"what layout {request.layout!r} adds and shares out is computed from sizes"),
     )
 
 
 def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: LayerSizes) -> GroupPlan:
-    if request.layout == "ddp":
-        # HiFT's buckets stood in the step that was run.
-        return group if request.method == "hift" else replace(group, peak=_with_buckets(group, request))
+    if request.layout == "ddp" and request.method == "hift":
+        # Its buckets stood in the step that was run.
+        return group
+    if request.layout == "ddp" or (request.method == "sft" and request.layout in ("zero1", "zero2")):
+        # SFT's last group is the one outside of phases.
+        return replace(group, peak=_with_buckets(group, request, is_estimating=group is not plan.groups[-1]))
     weights = group.peak.parameters
     moments = {
         "zero1": _zero_moments,
@@ -108,9 +120,15 @@ def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: Lay
     return replace(group, peak=max(moments, key=lambda moment: moment.total))
 
 
-def _with_buckets(group: GroupPlan, request: PlanRequest) -> Moment:
-    """DDP: torch's buckets hold a copy of all gradients, SFT's one of the few."""
-    return replace(group.peak, residual=group.peak.residual + group.gradient_bytes)
+def _with_buckets(group: GroupPlan, request: PlanRequest, *, is_estimating: bool) -> Moment:
+    """Torch's buckets copy all gradients for good; SFT copies the few when a backward is over, also under ZeRO."""
+    if request.method != "sft":
+        return replace(group.peak, residual=group.peak.residual + group.gradient_bytes)
+    # Inside of a phase, beside the deltas' gradients, go those of about as many candidates; outside there are none.
+    copied = min((2 if is_estimating else 1) * group.gradient_bytes, BUCKET_ELEMENTS * _FP32)
+    before = group.before_step or group.peak
+    averaging = _moment(group, "backward", before.parameters, group.gradient_bytes + copied, group.state_bytes, 0)
+    return max(group.peak, averaging, key=lambda moment: moment.total)
 
 
 def _zero_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
@@ -132,40 +150,39 @@ def _zero3_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: 
     """ZeRO-3: everything shared out; weights are gathered for a layer and the next, and stay for their next use."""
     ranks = request.num_gpus
     own = 0 if request.offload_parameters else math.ceil(weights / ranks)
-    state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
-    gradients = math.ceil(group.gradient_bytes / ranks)
     gathered = min(weights, max(sizes.largest + sizes.largest_block, _MOST_LIVE_ELEMENTS * sizes.itemsize))
     bucket = sizes.bucket_elements * sizes.itemsize
-    in_backward = group.activation_bytes + bucket
+    if request.method == "sft":  # its vectors are on every rank, whole, and ZeRO has no bucket
+        return [replace(group.before_step or group.peak, parameters=own + gathered)]
+    state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
+    gradients = math.ceil(group.gradient_bytes / ranks)
     gradients_in_fp32 = math.ceil(group.num_parameters * _FP32 / ranks)
     return [
-        _moment(group, "backward", own + gathered, gradients, state, in_backward),
+        _moment(group, "backward", own + gathered, gradients, state, group.activation_bytes + bucket),
         _moment(group, "step", own, gradients, state, gradients_in_fp32),
     ]
 
 
-def _fsdp2_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
-    """FSDP2: shards, and the gathered weights of the root (embedding and head) and of a block.
-
-    In a forward, a block is copied out of the flat buffer that it came in, while that of the block before it lives.
-    """
+def _fsdp2_moments(group: GroupPlan, _weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+    """FSDP2: what is gathered, whole gradients and their reduction stood in the step that was run."""
     ranks, offloads = request.num_gpus, request.offload_parameters
-    own = 0 if offloads else math.ceil(weights / ranks)
-    gathered = sizes.outside_blocks + 3 * sizes.largest_block
-    gradients = 0 if offloads else math.ceil(group.gradient_bytes / ranks)
-    # The unit at work holds its gradient whole until it is reduced, and then what it sends.
-    at_work = 2 * min(group.gradient_bytes, max(sizes.largest, sizes.outside_blocks))
+    own = sizes.stored - sizes.shared + (0 if offloads else math.ceil(sizes.shared / ranks))
     resident_state = 0
-    if request.method != "hift" or request.state == "device":
+    if request.method == "sft":
+        resident_state = group.peak.state  # its vectors and indices are on every rank, whole
+    elif request.method != "hift" or request.state == "device":
         resident_state = 0 if offloads else math.ceil(group.peak.state / ranks)
-    moments = [
-        _moment(group, "backward", own + gathered, gradients, resident_state, group.activation_bytes + at_work),
-    ]
+    before = group.before_step or group.peak
+    moments = [replace(before, parameters=before.parameters - sizes.stored + own, state=resident_state)]
     if not offloads:
         moving = resident_state
         if request.method == "hift" and request.state != "device":
             whole = math.ceil((group.state_bytes + group.master_bytes) / ranks)
             moving = min(2 * request.stream_bytes, whole) if request.stream_bytes else whole
+        gradients = math.ceil(group.gradient_bytes / ranks)
+        # State begins to come when the first gradients have been reduced, and the layer below was gathered in vain.
+        reduced = min(group.gradient_bytes, max(sizes.largest, sizes.outside_blocks))
+        moments.append(_moment(group, "backward", own + sizes.largest_block, gradients + reduced, moving, 0))
         moments.append(_moment(group, "step", own, gradients, moving, 0))
     return moments
 
@@ -186,7 +203,7 @@ def _master_bytes(group: GroupPlan) -> int:
     return group.num_parameters * _FP32
 
 
-def _host_bytes(plan: Plan, request: PlanRequest) -> int:
+def _host_bytes(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> int:
     """What each process keeps in host memory."""
     ranks = request.num_gpus
     if request.layout == "ddp":
@@ -196,10 +213,10 @@ def _host_bytes(plan: Plan, request: PlanRequest) -> int:
         if not request.offload_parameters:
             return waiting
         on_device = 0 if plan.host_bytes else sum(group.state_bytes * len(group.indices) for group in plan.groups)
-        shards = plan.groups[0].peak.parameters + max(group.gradient_bytes for group in plan.groups) + on_device
+        shards = sizes.stored + max(group.gradient_bytes for group in plan.groups) + on_device
         return waiting + math.ceil(shards / ranks)
     waiting = 0
     if request.method == "hift" and request.state != "device":
         waiting = sum((group.state_bytes + _master_bytes(group)) * len(group.indices) for group in plan.groups)
-    weights = plan.groups[0].peak.parameters if request.offload_parameters else 0
+    weights = sizes.stored if request.offload_parameters else 0
     return math.ceil((waiting + weights) / ranks)

@@ -47,20 +47,18 @@ def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
             # The head's weight is gathered for the head's own forward alone, so that training computes all logits.
             alone = replace(alone, chunked_cross_entropy=False)
         sizes = sizes_of(build_model(request, config))
-        return spread(_plan_of_one(alone, config, request.layout, sizes.bucket_elements), request, sizes)
-    return _plan_of_one(request, config)
+        return spread(_plan_of_one(alone, config, request, sizes.bucket_elements), request, sizes)
+    return _plan_of_one(request, config, request)
 
 
-def _plan_of_one(
-    request: PlanRequest, config: PreTrainedConfig, layout: Layout = "single", bucket_elements: int = 0
-) -> Plan:
+def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanRequest, bucket_elements: int = 0) -> Plan:
     model = build_model(request, config)
     with without_data():
         give_sizes(model)
-        with attached(request, model) as notes, standing_in(layout, request.method, model, bucket_elements):
+        with attached(request, model) as notes, standing_in(shared, model, bucket_elements):
             forward = _forward_of(model, request)
             if request.method == "hift":
-                plan = _plan_hift(request, model, forward)
+                plan = _plan_hift(request, model, forward, shared.layout)
             elif request.method == "sft":
                 plan = _plan_sft(request, model, forward)
             else:
@@ -79,11 +77,14 @@ def _forward_of(model: Any, request: PlanRequest) -> Forward:
     return forward
 
 
-def _plan_hift(request: PlanRequest, model: nn.Module, forward: Forward) -> Plan:
-    run = HiFTRun(model, request)
+def _plan_hift(request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> Plan:
+    run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
     groups, host = [], {}
     for members in alike(run.groups, model):
         peak = run.measure(members[0], forward)
+        if layout == "fsdp2" and len(members) > 1:
+            # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on its way.
+            peak = _higher_before_step(peak, run.measure(members[1], forward))
         masters, others = run.state_bytes(members[0])
         groups.append(_group_plan(members, run, peak, masters, others))
         host[members[0].index] = peak.after.host * len(members)
@@ -97,6 +98,10 @@ def _plan_hift(request: PlanRequest, model: nn.Module, forward: Forward) -> Plan
         host_bytes=0 if request.state == "disk" else waiting,
         disk_bytes=waiting if request.state == "disk" else 0,
     )
+
+
+def _higher_before_step(first: StepPeak, second: StepPeak) -> StepPeak:
+    return replace(first, before_step=max(first.before_step, second.before_step, key=lambda census: census.device))
 
 
 def _group_plan(members: Sequence[Group], run: HiFTRun, peak: StepPeak, masters: int, others: int) -> GroupPlan:

@@ -33,6 +33,9 @@ _SHOWN_WITH_METHOD = {
     "step_in_backward": "hift",
     "density": "sft",
     "selection": "sft",
+    "reselection_interval": "sft",
+    "estimation_steps": "sft",
+    "replacement_rate": "sft",
     "lora_rank": "lora",
 }
 _ALWAYS_SHOWN = ("optimizer", "precision", "batch_size", "seq_length")

@@ -64,6 +64,13 @@ class PlanRequest:
     """SFT's share of trained weights, in (0, 1]; None: as many as LoRA of rank 64 has."""
     selection: Selection = "accumulated_gradient"
     """How SFT grows weights."""
+    reselection_interval: int = 20
+    """Updates between two of SFT's reselections (S); 0 keeps the first choice, so that nothing is estimated."""
+    estimation_steps: int = 5
+    """Updates of AG's estimation phase before a reselection (gamma). With S < 2 gamma the first two phases overlap, and
+    both phases' candidates are alive."""
+    replacement_rate: float = 0.2
+    """SFT's alpha, in [0, 1]: how many candidates more than that the second of two overlapping phases has."""
     lora_rank: int = 16
     """LoRA's r."""
     load_in_4bit: bool = False
@@ -97,13 +104,17 @@ class PlanRequest:
             "layers_per_group",
             "lora_rank",
             "num_gpus",
+            "estimation_steps",
         ):
             _at_least(name, getattr(self, name), 1)
         _at_least("stream_bytes", self.stream_bytes, 0)
+        _at_least("reselection_interval", self.reselection_interval, 0)
         for name in ("token_ratio", "density"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be in (0, 1]; leave it out for the default")
+        if not 0 <= self.replacement_rate <= 1:
+            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper has 0.2")
         self._check_precision()
         self._check_method()
         self._check_layout()
@@ -119,6 +130,11 @@ class PlanRequest:
     def num_backwards(self) -> int:
         """Forwards and backwards to run of those of an update: the third is like the second."""
         return min(self.gradient_accumulation_steps, 2)
+
+    @property
+    def has_phases(self) -> bool:
+        """Whether SFT has estimation phases."""
+        return self.selection == "accumulated_gradient" and self.reselection_interval > 0
 
     @property
     def has_autocast(self) -> bool:
@@ -145,6 +161,11 @@ class PlanRequest:
             raise ValueError(
                 f"optimizer={self.optimizer!r} does not go with method='sft', which is an optimizer itself: AdamW or "
                 "SM3 by selection; leave it out"
+            )
+        if self.method == "sft" and self.has_phases and self.reselection_interval <= self.estimation_steps:
+            raise ValueError(
+                f"reselection_interval={self.reselection_interval} must be greater than "
+                f"estimation_steps={self.estimation_steps}, which are the last updates of each interval"
             )
         if self.load_in_4bit and self.method not in ("lora", "sft"):
             raise ValueError(

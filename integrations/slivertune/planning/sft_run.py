@@ -11,8 +11,10 @@ from slivertune.planning.sft_sizes import SizedSFT, show_dense_shapes
 from slivertune.planning.step import Forward, StepPeak, largest_of, measure_step
 from slivertune.sft import SFTConfig
 
-_ESTIMATION_STEPS = 2
+_PHASE_UPDATES = 2
 """As many as show all that a phase holds: the pool in its first update, the candidates in all others."""
+_OUTSIDE_UPDATES = 2
+"""Outside of phases: the update after a reselection, and the next one, which meets what that left."""
 
 
 class SFTRun:
@@ -26,15 +28,15 @@ class SFTRun:
     def __init__(self, model: nn.Module, request: PlanRequest) -> None:
         self._model = model
         self._num_backwards = request.num_backwards
-        self.estimates = request.selection == "accumulated_gradient"
+        steps, interval, self._num_inside = _shortened(request)
         if request.load_in_4bit:
             show_dense_shapes(model)
         config = SFTConfig(
             density=request.density,
             selection=request.selection,
-            estimation_steps=_ESTIMATION_STEPS,
-            # Rare enough that a step outside of a phase follows the first one; SM3 reselects in every step.
-            reselection_interval=100 if self.estimates else 1,
+            estimation_steps=steps,
+            reselection_interval=interval,
+            replacement_rate=request.replacement_rate,
             form="auto",
         )
         with Answers():
@@ -60,7 +62,31 @@ class SFTRun:
             def measure() -> StepPeak:
                 return measure_step(ledger, forward, self.optimizer, num_backwards=self._num_backwards)
 
-            inside = [measure() for _ in range(_ESTIMATION_STEPS * self.estimates)]
-            # The update after a reselection, and the next one, which meets what that left.
-            outside = largest_of([measure() for _ in range(2)])
+            inside = [measure() for _ in range(self._num_inside)]
+            outside = largest_of([measure() for _ in range(_OUTSIDE_UPDATES)])
         return (largest_of(inside) if inside else None), outside
+
+
+def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:
+    """A schedule in which phases meet as they do in the run, with updates outside of phases after them.
+
+    The first phase ends at gamma, the second at S and begins gamma before that; later ones meet no other.
+
+    Args:
+        request: Has the schedule of the run.
+
+    Returns:
+        gamma and S of the shortened run, and its first updates that belong to phases.
+    """
+    if not request.has_phases:
+        # SM3 reselects in every update, which shows all it takes.
+        return 1, None if request.reselection_interval == 0 else 1, 0
+    num_overlapping = min(2 * request.estimation_steps - request.reselection_interval, _PHASE_UPDATES)
+    if num_overlapping <= 0:
+        if request.estimation_steps == 1:
+            # A phase never meets its own candidates; the second is the first to meet moments.
+            return 1, 3, 3
+        return _PHASE_UPDATES, 100, _PHASE_UPDATES
+    # The first phase has its pool behind it when the second makes its own.
+    steps = num_overlapping + _OUTSIDE_UPDATES
+    return steps, steps + _OUTSIDE_UPDATES, steps + _OUTSIDE_UPDATES

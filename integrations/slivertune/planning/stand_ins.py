@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from slivertune.ledger import claimed_at_birth
+from slivertune.planning.gathered_units import GatheredUnits
+from slivertune.planning.request import PlanRequest
 
 EXCHANGE_BUCKET_BYTES = 25 * 2**20
 """Of a bucket in which HiFT averages gradients under DDP."""
@@ -143,21 +145,28 @@ def _keep_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: tor
 
 
 @contextmanager
-def standing_in(layout: str, method: str, model: nn.Module, bucket_elements: int) -> Iterator[None]:
+def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) -> Iterator[None]:
     """Put the stand-in of a layout's engine on a model, for a time.
 
     Args:
-        layout: The layout.
-        method: How the model is trained; engines of HiFT alone stand here.
+        request: The layout, and how the model is trained; the buckets of HiFT alone stand here.
         model: The model.
         bucket_elements: Elements of ZeRO's reduce bucket.
     """
     with ExitStack() as stack:
-        if method == "hift" and layout == "ddp":
+        if request.method == "hift" and request.layout == "ddp":
             stack.callback(ExchangeBuckets(model).remove)
-        elif method == "hift" and layout in ("zero1", "zero2"):
+        elif request.method == "hift" and request.layout in ("zero1", "zero2"):
             stack.callback(ReduceBucket(model, bucket_elements).remove)
-        elif layout == "zero3":
+        elif request.layout == "fsdp2":
+            units = GatheredUnits(
+                model,
+                num_gpus=request.num_gpus,
+                num_backwards=request.num_backwards,
+                offloads=request.offload_parameters,
+            )
+            stack.callback(units.remove)
+        elif request.layout == "zero3":
             # Its matrix products keep their inputs, also those of frozen weights.
             for module in model.modules():
                 if isinstance(module, nn.Linear):

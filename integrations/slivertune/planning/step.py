@@ -60,8 +60,9 @@ def measure_step(
             loss.backward()
         del loss
         rise.note("backward")
-    gradients, activations = ledger.current().gradients, ledger.highest.residual
+    # Before `current`, which claims all gradients anew, those that another rank keeps included.
     before_step = ledger.peak
+    gradients, activations = ledger.current().gradients, ledger.highest.residual
     with Answers():
         optimizer.step()
         optimizer.zero_grad()

@@ -94,20 +94,26 @@ def _method(request: PlanRequest) -> tuple[str, ...]:
             return _hift(request)
         case "sft":
             density = () if request.density is None else ("--density", str(request.density))
-            return (*density, "--selection", request.selection, *four_bit)
+            names = ("reselection_interval", "estimation_steps", "replacement_rate")
+            return (*density, "--selection", request.selection, *_given(request, names), *four_bit)
         case "lora":
             return ("--lora_rank", str(request.lora_rank), *four_bit)
         case "dense":
             return ()
 
 
-def _hift(request: PlanRequest) -> tuple[str, ...]:
-    arguments = [
+def _given(request: PlanRequest, names: tuple[str, ...]) -> list[str]:
+    """Settings of the same name in `slivertune train`, but for those that have their defaults."""
+    return [
         argument
-        for name in ("layers_per_group", "state", "stream_bytes")
+        for name in names
         if getattr(request, name) != getattr(_DEFAULTS, name)
         for argument in (f"--{name}", str(getattr(request, name)))
     ]
+
+
+def _hift(request: PlanRequest) -> tuple[str, ...]:
+    arguments = _given(request, ("layers_per_group", "state", "stream_bytes"))
     if request.state == "disk":
         arguments += ["--state_dir", "state"]
     # fp32 weights have no masters, whatever this says; bf16 ones have, unless it says otherwise.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import PreTrainedConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
@@ -72,7 +77,8 @@ class PlanLine:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._is_on = run.arguments.method.memory_ledger != "off"
+        # The figures are the first rank's, and so is what is said.
+        self._is_on = run.arguments.method.memory_ledger != "off" and run.peers.is_first
         self._device_peak = DevicePeak()
         self.plan = self._make() if self._is_on else None
         """What was planned; None where nothing is, or can be."""
@@ -90,15 +96,38 @@ class PlanLine:
         say = self._run.display.say
         try:
             request = request_of(self._run)
-            # A plan builds a model, whose initial weights must not move the run's random state.
-            with torch.random.fork_rng(devices=[]):
-                plan = make_plan(request, self._run.source.config)
+            plan = _plan(request, self._run.source.config)
         # Whatever a plan stumbles over, the run may do.
         except Exception as error:
             say(f"  memory  not planned: {' '.join(str(error).split()) or type(error).__name__}")
             return None
         say(_line(plan))
         return plan
+
+
+def _plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
+    if dist.is_available() and dist.is_initialized():
+        # Here the model of a plan would be the ranks': HiFT and SFT refuse to step it alone, and ZeRO-3 cuts it.
+        with multiprocessing.get_context("spawn").Pool(1, initializer=_be_quiet) as pool:
+            return pool.apply(make_plan, (request, config))
+    # A plan builds a model, whose initial weights must not move the run's random state.
+    with torch.random.fork_rng(devices=[]):
+        return make_plan(request, config)
+
+
+def _be_quiet() -> None:
+    """In a process that plans: leave Ctrl-C to the run, and warnings to the training that they are about."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
+
+
+def _offloads(run: Run) -> bool:
+    """Whether the run's parameters wait on the host."""
+    state = run.trainer.accelerator.state
+    if run.layout == "zero3":
+        settings = state.deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_param") or {}
+        return str(settings.get("device", "none")) != "none"
+    return run.layout == "fsdp2" and isinstance(state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
 
 
 def request_of(run: Run) -> PlanRequest:
@@ -111,10 +140,12 @@ def request_of(run: Run) -> PlanRequest:
         ValueError: If the run has settings that a plan has no word for.
     """
     arguments, training = run.arguments, run.arguments.training
-    if run.layout != "single":
-        raise ValueError(f"this line knows one device; for {run.layout} see slivertune plan --layout --num_gpus")
     _check(arguments)
+    _check_layout(run)
     settings: dict[str, Any] = {
+        "layout": run.layout,
+        "num_gpus": training.world_size,
+        "offload_parameters": _offloads(run),
         "method": run.method.name,
         "precision": _precision(run),
         "task": arguments.data.task,
@@ -158,6 +189,13 @@ def _check(arguments: TrainArguments) -> None:
     others += ["--lora_dropout"] if arguments.lora.lora_dropout else []
     if others:
         raise ValueError(f"a plan has no word for {', '.join(others)}")
+
+
+def _check_layout(run: Run) -> None:
+    if run.layout != "single" and run.method.name not in ("hift", "sft"):
+        raise ValueError(
+            f"on several GPUs this line knows hift and sft; for {run.method.name} see slivertune plan --layout"
+        )
 
 
 def _optimizer(arguments: TrainArguments) -> OptimizerName:

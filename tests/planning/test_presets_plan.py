@@ -1,0 +1,123 @@
+"""The figures of the launch presets: each fits 24 GiB, and what is written of it is what is planned.
+
+Every preset names the `slivertune plan` command that prints its peak; that command is read and planned here, as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from slivertune import presets
+from slivertune.planning import make
+from slivertune.planning.arguments import PlanArguments, parse_plan_arguments
+from slivertune.planning.configs import find_model
+from slivertune.planning.make import make_plan
+from slivertune.planning.need import Limits, Need, need_of
+from slivertune.planning.request import PlanRequest
+
+GIB = 2**30
+STEMS = [name.removesuffix(".yaml") for name in presets.preset_names() if name.endswith(".yaml")]
+LAYOUTS = {"NO": {"single"}, "MULTI_GPU": {"ddp"}, "FSDP": {"fsdp2"}, "DEEPSPEED": {"zero1", "zero2", "zero3"}}
+"""What runs under a preset, by accelerate's name of the engine."""
+
+
+def table() -> dict[str, dict[str, str]]:
+    """The table of the presets, by preset and column."""
+    text = (presets.preset_path("zero2").parent / "README.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    header, _, *body = rows
+    return {row[0].strip("`"): dict(zip(header, row, strict=True)) for row in body}
+
+
+def comment_of(stem: str) -> str:
+    """What a preset opens with, in one line."""
+    comment = re.match(r"(?:#.*\n)+", presets.preset_path(stem).read_text(encoding="utf-8"))
+    assert comment is not None
+    return re.sub(r"\s*\n#\s*", " ", comment[0])
+
+
+def arguments_of(stem: str) -> PlanArguments:
+    """The command that a preset names."""
+    command = re.search(r"slivertune plan (.+?) prints it", comment_of(stem))
+    assert command is not None, stem
+    return parse_plan_arguments(shlex.split(command[1]))
+
+
+@pytest.fixture(scope="module")
+def need() -> Any:
+    """What the command of a preset needs. Presets that differ in their GPUs alone share the step that is run."""
+    steps: dict[str, Any] = {}
+    run_step = make._plan_of_one
+
+    def step_once(request: PlanRequest, config: Any, shared: PlanRequest, *more: Any) -> Any:
+        # FSDP2's units depend on the GPUs; the engines of the other layouts do not show in the step by their number.
+        key = repr((request, config.to_dict(), shared if shared.layout == "fsdp2" else shared.layout, more))
+        if key not in steps:
+            steps[key] = run_step(request, config, shared, *more)
+        return steps[key]
+
+    @functools.cache
+    def need_by_stem(stem: str) -> Need:
+        arguments = arguments_of(stem)
+        return need_of(make_plan(PlanRequest(**arguments.given), find_model(arguments.model).config))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(make, "_plan_of_one", step_once)
+        yield need_by_stem
+
+
+def in_gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f}"
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_preset_fits_24_gib_with_its_allowance(stem: str, need: Callable[[str], Need]) -> None:
+    found = need(stem)
+    assert found.device_bytes > found.plan.peak_bytes
+    assert found.fits(Limits(device_bytes=24 * GIB))
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_the_figures_in_the_table_and_in_the_preset_are_those_of_the_plan(
+    stem: str, need: Callable[[str], Need]
+) -> None:
+    found = need(stem)
+    planned = (in_gib(found.plan.peak_bytes), in_gib(found.device_bytes))
+    cell = re.match(r"([\d.]+) GiB, needs ([\d.]+)", table()[stem]["GPU memory planned"])
+    head = re.search(r"Planned peak: ([\d.]+) GiB, ([\d.]+) with its allowance, at 1 x 512 tokens", comment_of(stem))
+    assert cell is not None and head is not None
+    assert cell.groups() == planned
+    assert head.groups() == planned
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_what_is_planned_is_what_the_preset_runs(stem: str) -> None:
+    """The command's layout, GPUs and offload are the preset's own, its model and checkpointing those of the table."""
+    arguments = arguments_of(stem)
+    request = PlanRequest(**arguments.given)
+    settings = yaml.safe_load(presets.preset_path(stem).read_text(encoding="utf-8"))
+    assert request.layout in LAYOUTS[settings["distributed_type"]]
+    assert request.num_gpus == settings["num_processes"]
+    engine = settings.get("deepspeed_config") or settings.get("fsdp_config") or {}
+    if settings["distributed_type"] == "DEEPSPEED":
+        assert request.layout == f"zero{engine['zero_stage']}"
+    offloads = engine.get("offload_param_device", "none") != "none" or engine.get("fsdp_offload_params", False)
+    assert request.offload_parameters == offloads
+    row = table()[stem]
+    size = re.match(r"\d+B", row["What for"])
+    assert size is not None and arguments.model.endswith(size[0].lower())
+    assert request.gradient_checkpointing == ("checkpointed" in row["GPU memory planned"])
+    assert (request.precision, request.method) == ("mixed_hi", "hift")
+    assert (request.batch_size, request.seq_length) == (1, 512)
+
+
+def test_the_table_has_a_row_for_each_preset_and_no_other() -> None:
+    assert sorted(table()) == sorted(STEMS)
+    assert "13B" in table()["single_gpu_24g_13b"]["What for"]
