@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
-from slivertune.training import plan_line
+from slivertune.training import plan_apart, plan_line
 from slivertune.training.arguments import parse_train_arguments
 from slivertune.training.assemble import assemble
 from slivertune.training.base_model import save_base_model, train_base_model
@@ -116,6 +118,26 @@ def test_a_plan_that_fails_is_one_line_and_the_run_goes_on(
     assert results["planned_peak_bytes"] is None and results["measured_peak_bytes"] > 0
     out = capsys.readouterr().out
     assert "  memory  not planned: an operator without sizes\n" in out
+
+
+def die(*args: Any) -> None:
+    os._exit(9)
+
+
+def test_on_ranks_a_plan_is_made_apart_and_may_die(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")
+    planned = make_plan(request_of(run), run.source.config)
+    capfd.readouterr()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    try:
+        assert PlanLine(run).plan == planned
+        monkeypatch.setattr(plan_apart, "_plan", die)
+        assert PlanLine(run).plan is None
+    finally:
+        run.close()
+    assert capfd.readouterr() == ("", "")
 
 
 def assembled(base: Path, data: Path, output: Path, *more: str, method: str = "hift") -> Run:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +16,7 @@ from slivertune.planning.request import OptimizerName, PlanRequest, PrecisionNam
 from slivertune.training.arguments import TrainArguments
 from slivertune.training.checks import enum_value
 from slivertune.training.methods.sft import SFTMethod
+from slivertune.training.plan_apart import plan_apart
 from slivertune.training.ready import Run
 
 _OPTIMIZERS: dict[str, OptimizerName] = {
@@ -107,18 +105,10 @@ class PlanLine:
 
 def _plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
     if dist.is_available() and dist.is_initialized():
-        # Here the model of a plan would be the ranks': HiFT and SFT refuse to step it alone, and ZeRO-3 cuts it.
-        with multiprocessing.get_context("spawn").Pool(1, initializer=_be_quiet) as pool:
-            return pool.apply(make_plan, (request, config))
+        return plan_apart(request, config)
     # A plan builds a model, whose initial weights must not move the run's random state.
     with torch.random.fork_rng(devices=[]):
         return make_plan(request, config)
-
-
-def _be_quiet() -> None:
-    """In a process that plans: leave Ctrl-C to the run, and warnings to the training that they are about."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")
 
 
 def _offloads(run: Run) -> bool:
