@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import csv
-import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
 from slivertune.training.checkpoints import find_damage
@@ -17,6 +14,7 @@ from tests.training.tiny_runs import (
     METHODS,
     TINY_CYCLE,
     assert_same_bits,
+    poison_losses,
     saved_weights,
     train,
     train_arguments,
@@ -284,25 +282,6 @@ def test_e2e_descriptions_are_learnt_from_the_embedded_kind_of_model(
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"] - 0.1
     assert results["sample"]["prompt"].startswith("name[")
     assert results["sample"]["expected"]
-
-
-def poison_losses(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
-    """Make a Llama's loss NaN in the given calls of its training mode, counted from 1."""
-    original = LlamaForCausalLM.forward
-    count = 0
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        output = original(self, *args, **kwargs)
-        # The plan of the run has forward passes of its own, without data.
-        if self.training and not isinstance(output.loss, FakeTensor):
-            count += 1
-            if count in calls:
-                output.loss = output.loss * float("nan")
-        return output
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
 
 
 def test_results_are_plain_json_with_the_settings_and_versions(tiny_base: Path, tmp_path: Path) -> None:

@@ -1,20 +1,19 @@
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
 from slivertune.sft.delta_file import DELTA_FILE, load
 from tests.training.tiny_runs import (
     TINY_RECIPE,
     assert_same_bits,
+    poison_losses,
     saved_weights,
     train,
     train_arguments,
@@ -197,7 +196,7 @@ def test_the_ledger_counts_deltas_as_state_from_the_first_update_on(
 def test_an_update_that_is_skipped_is_none_for_sft(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    poison_loss(monkeypatch, call=3)
+    poison_losses(monkeypatch, {3})
     results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *SFT, "--max_steps", "9", "--save_steps", "9")
     assert results["num_skipped"] == 1
     assert "step 3: the loss is nan; this update is skipped (1 so far)" in capsys.readouterr().out
@@ -272,23 +271,6 @@ def test_classes_can_be_told_by_a_word_without_a_new_head(tiny_base: Path, tmp_p
     more = (*SFT, *prompts, "--max_steps", "40", "--learning_rate", "3e-2")
     results = train(tiny_base, write_classes(tmp_path), tmp_path / "out", *more)
     assert results["after"]["eval_accuracy"] == 1.0
-
-
-def poison_loss(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Make a Llama's loss NaN in one call of its training mode, counted from 1."""
-    original = LlamaForCausalLM.forward
-    count = 0
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        output = original(self, *args, **kwargs)
-        count += self.training
-        if self.training and count == call:
-            output.loss = output.loss * float("nan")
-        return output
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
 
 
 def test_the_results_are_plain_json(tiny_base: Path, tmp_path: Path) -> None:

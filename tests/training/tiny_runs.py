@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import LlamaForCausalLM
 
 from slivertune.cli import main
 from slivertune.sft.delta_file import DELTA_FILE
@@ -133,3 +137,22 @@ def assert_same_bits(one: Path, other: Path) -> None:
     first, second = final_weights(one), final_weights(other)
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def poison_losses(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:
+    """Make a Llama's loss NaN in the given calls of its training mode, counted from 1."""
+    original = LlamaForCausalLM.forward
+    count = 0
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        output = original(self, *args, **kwargs)
+        # The plan of the run has forward passes of its own, without data.
+        if self.training and not isinstance(output.loss, FakeTensor):
+            count += 1
+            if count in calls:
+                output.loss = output.loss * float("nan")
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
