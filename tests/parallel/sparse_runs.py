@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
 import slivertune as st
-from slivertune import SFT, SFTConfig
+from slivertune import SFT, Ledger, SFTConfig
 from slivertune.parallel.layout import Layout
 from tests.helpers.models import Batch, assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.parallel.sparse_reference import (
@@ -409,6 +409,19 @@ def _naive(kind: Any, case: Case, sft: SFT) -> Any:
 
 def _scaled(gradients: Gradients, factor: float) -> Gradients:
     return {name: gradient.float() * factor for name, gradient in gradients.items()}
+
+
+def state_of_one_process(case: Case, updates: int) -> tuple[list[int], int]:
+    """Bytes of state after each update of a run in this process, and the weights that it trains."""
+    found = []
+    with Ledger(tiny_llama()) as ledger:
+        model, sft = case.build()
+        sft.claim_state()
+        for update in range(updates):
+            case.loss(model, case.batch(update, 0, 0)).backward()
+            sft.step()
+            found.append(ledger.current().state)
+    return found, sft.num_weights
 
 
 def count_bytes() -> list[tuple[str, int]]:

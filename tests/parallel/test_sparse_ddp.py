@@ -38,6 +38,7 @@ from tests.parallel.sparse_runs import (
     assert_equal_to_one_process_in_bf16,
     count_bytes,
     prescribed_reference,
+    state_of_one_process,
     train_all,
 )
 
@@ -269,15 +270,8 @@ def test_an_update_sends_little_more_than_the_trained_weights_gradient(otherwise
 
 
 def test_a_rank_holds_what_one_process_holds(otherwise: list[dict[str, Any]]) -> None:
-    case, alone = SMALL, []
-    with Ledger(tiny_llama()) as ledger:
-        model, sft = case.build()
-        sft.claim_state()
-        for update in range(11):
-            case.loss(model, case.batch(update, 0, 0)).backward()
-            sft.step()
-            alone.append(ledger.current().state)
-    assert max(alone) > 40 * sft.num_weights and min(alone) <= 22 * sft.num_weights
+    alone, num_weights = state_of_one_process(SMALL, 11)
+    assert max(alone) > 40 * num_weights and min(alone) <= 22 * num_weights
     for found in otherwise:
         assert found["state"] == alone
         dense = max(4 * tensor.numel() for tensor in tiny_llama().parameters())

@@ -42,6 +42,7 @@ from tests.parallel.sparse_runs import (
     plain_state,
     prescribed_reference,
     quieten_deepspeed,
+    state_of_one_process,
     train_all,
 )
 
@@ -157,15 +158,8 @@ def count_state(rank: int, num_ranks: int) -> dict[Layout, list[int]]:
 
 
 def test_whatever_the_engine_shares_out_a_ranks_state_is_that_of_one_process() -> None:
-    alone = []
-    with Ledger(tiny_llama()) as ledger:
-        model, sft = SMALL.build()
-        sft.claim_state()
-        for update in range(11):
-            SMALL.loss(model, SMALL.batch(update, 0, 0)).backward()
-            sft.step()
-            alone.append(ledger.current().state)
-    assert min(alone) <= 22 * sft.num_weights + 4, "fp32 weights: 22 bytes, and the witness"
+    alone, num_weights = state_of_one_process(SMALL, 11)
+    assert min(alone) <= 22 * num_weights + 4, "fp32 weights: 22 bytes, and the witness"
     for found in run_ranks(count_state, 2, env={"DS_ACCELERATOR": "cpu"}, timeout_s=300):
         assert found == dict.fromkeys(SHARDING, alone)
 

@@ -117,11 +117,8 @@ class GatheredUnits:
         self._reduced: torch.Tensor | None = None
         self._backwards = 0
         self._is_running = False
-        root = self._units[-1]
         self._handles = [model.register_forward_hook(self._end_forward)]
         for unit in self._units:
-            if not unit.parameters and unit is not root:
-                continue
             for module in unit.modules:
                 before, after = partial(self._before, unit), partial(self._after, unit)
                 self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))

@@ -110,13 +110,12 @@ def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: Lay
     if request.layout == "ddp" or (request.method == "sft" and request.layout in ("zero1", "zero2")):
         # SFT's last group is the one outside of phases.
         return replace(group, peak=_with_buckets(group, request, is_estimating=group is not plan.groups[-1]))
-    weights = group.peak.parameters
     moments = {
         "zero1": _zero_moments,
         "zero2": _zero_moments,
         "zero3": _zero3_moments,
         "fsdp2": _fsdp2_moments,
-    }[request.layout](group, weights, request, sizes)
+    }[request.layout](group, request, sizes)
     return replace(group, peak=max(moments, key=lambda moment: moment.total))
 
 
@@ -131,7 +130,7 @@ def _with_buckets(group: GroupPlan, request: PlanRequest, *, is_estimating: bool
     return max(group.peak, averaging, key=lambda moment: moment.total)
 
 
-def _zero_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+def _zero_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
     """ZeRO-1 and 2: weights whole, state shared out and on the device throughout the group's turn."""
     ranks = request.num_gpus
     state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
@@ -142,13 +141,13 @@ def _zero_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: L
     return [
         # The reduce bucket stood in the step that was run.
         replace(before, state=state),
-        _moment(group, "step", weights, own_gradients, state, gradients_in_fp32),
+        _moment(group, "step", group.peak.parameters, own_gradients, state, gradients_in_fp32),
     ]
 
 
-def _zero3_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
     """ZeRO-3: everything shared out; weights are gathered for a layer and the next, and stay for their next use."""
-    ranks = request.num_gpus
+    ranks, weights = request.num_gpus, group.peak.parameters
     own = 0 if request.offload_parameters else math.ceil(weights / ranks)
     gathered = min(weights, max(sizes.largest + sizes.largest_block, _MOST_LIVE_ELEMENTS * sizes.itemsize))
     bucket = sizes.bucket_elements * sizes.itemsize
@@ -163,7 +162,7 @@ def _zero3_moments(group: GroupPlan, weights: int, request: PlanRequest, sizes: 
     ]
 
 
-def _fsdp2_moments(group: GroupPlan, _weights: int, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
     """FSDP2: what is gathered, whole gradients and their reduction stood in the step that was run."""
     ranks, offloads = request.num_gpus, request.offload_parameters
     own = sizes.stored - sizes.shared + (0 if offloads else math.ceil(sizes.shared / ranks))
