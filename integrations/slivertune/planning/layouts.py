@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -49,6 +50,8 @@ class LayerSizes:
     """Elements of ZeRO's reduce bucket, where the configuration says "auto": the hidden size, squared."""
     itemsize: int
     """Bytes of a weight."""
+    looked_up: int
+    """The input embedding, unless the head is tied to it: nothing of it is needed once the tokens are looked up."""
     stored: int
     """All weights and buffers."""
     shared: int
@@ -74,9 +77,16 @@ def sizes_of(model: nn.Module) -> LayerSizes:
         largest_tensor=max(parameter.nbytes for parameter in named.values()),
         bucket_elements=hidden_size**2,
         itemsize=max(parameter.itemsize for parameter in named.values()),
+        looked_up=_looked_up(model),
         stored=sum(each.nbytes for each in (*named.values(), *model.buffers())),
         shared=sum(parameter.nbytes for parameter in named.values() if can_be_shared(parameter)),
     )
+
+
+def _looked_up(model: Any) -> int:
+    bottom, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    num_bytes: int = bottom.nbytes
+    return 0 if head is not None and head.weight is bottom else num_bytes
 
 
 def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
@@ -151,7 +161,9 @@ def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
     own = 0 if request.offload_parameters else math.ceil(weights / ranks)
     gathered = min(weights, max(sizes.largest + sizes.largest_block, _MOST_LIVE_ELEMENTS * sizes.itemsize))
     bucket = sizes.bucket_elements * sizes.itemsize
-    if request.method == "sft":  # its vectors are on every rank, whole, and ZeRO has no bucket
+    if request.method == "sft":
+        # Its vectors are on every rank, whole, and ZeRO has no bucket. It trains no embedding, which is let go early.
+        gathered = min(gathered, weights - sizes.looked_up)
         return [replace(group.before_step or group.peak, parameters=own + gathered)]
     state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
     gradients = math.ceil(group.gradient_bytes / ranks)
