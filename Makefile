@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Options for `pip install torch` alone, such as the index that holds the build for this machine's accelerator.
 TORCH_PIP_ARGS ?=
-# Test processes, one thread each.
+# Test processes, and the threads of each; a rank that a test starts has as many.
 WORKERS ?= 2
+THREADS ?= 1
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo '  Variables: ARGS="--method dense" (passed on by train and test), PYTHON, VENV, WORKERS, TORCH_PIP_ARGS'
+	@echo '  Variables: ARGS="--method dense" (passed on by train and test), PYTHON, VENV, WORKERS, THREADS, TORCH_PIP_ARGS'
 
 train: $(STAMP)  ## Fine-tune: the embedded default, or what ARGS asks for
 	@$(BIN)/slivertune train $(ARGS)
@@ -27,7 +28,7 @@ test: $(STAMP)  ## Lint, type-check and run the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
 lint: $(STAMP)  ## Lint and type-check
 	$(BIN)/ruff check .

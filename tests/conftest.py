@@ -1,4 +1,4 @@
-"""What every test stands on: one thread, no network, a home of its own, fixed seeds, and no deprecated call."""
+"""What every test stands on: a known number of threads, no network, a home of its own, fixed seeds, and no deprecated call."""
 
 from __future__ import annotations
 
@@ -25,6 +25,14 @@ os.environ.update(
     OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
     TOKENIZERS_PARALLELISM="false",
 )
+
+
+def pytest_report_header() -> str:
+    """Say what decides in which order this machine takes its sums."""
+    import torch
+
+    num_threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}: get_num_threads() = {num_threads}, get_cpu_capability() = {capability}"
 
 
 class _DeprecationLog(logging.Handler):

@@ -30,7 +30,7 @@ class LaunchError(AssertionError):
 
 
 def environment(programs: Path | None = None, **variables: str) -> dict[str, str]:
-    """The environment of a launched command: this interpreter's programs and packages, CPUs alone, one thread each."""
+    """The environment of a launched command: this interpreter's programs and packages, CPUs alone, this run's threads each."""
     first = [] if programs is None else [str(programs)]
     source_root = Path(slivertune.__file__).resolve().parents[1]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
@@ -40,7 +40,7 @@ def environment(programs: Path | None = None, **variables: str) -> dict[str, str
         "PYTHONPATH": os.pathsep.join([str(source_root), str(CHECKOUT)]),
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **variables,
     }
 

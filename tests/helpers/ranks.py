@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: processes of their own, gloo over a file, one thread each."""
+"""Runs a function on several ranks: processes of their own, gloo over a file, with this run's threads each."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_ranks(
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **(env or {}),
         }
         context = mp.get_context("spawn")
@@ -106,7 +106,7 @@ def _work(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     outcome: tuple[bool, Any]
     try:
         store = dist.FileStore(f"{folder}/store", num_ranks)
