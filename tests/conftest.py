@@ -1,4 +1,4 @@
-"""What every test stands on: a known number of threads, no network, a home of its own, fixed seeds, and no deprecated call."""
+"""What every test stands on: no network, a home of its own, fixed seeds and threads, no deprecated call."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ os.environ.update(
     HF_HOME=_CACHE.name,
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"),
+    # Threads that spin while they wait take the cores from the other test processes: ten times the time with two.
+    OMP_WAIT_POLICY=os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     TOKENIZERS_PARALLELISM="false",
 )
 

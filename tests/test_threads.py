@@ -1,4 +1,4 @@
-"""One number of threads for a whole run of the tests: the recipe's, the test processes', the ranks' and the scripts'."""
+"""One number of threads for a whole run of the tests: the recipe's, its processes', the ranks' and the scripts'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def threads_of_a_rank(rank: int, num_ranks: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("given", "expected"), [((), "1"), (("THREADS=2",), "2")])
-def test_make_test_passes_its_number_of_threads_to_pytest(checkout: Path, given: tuple[str, ...], expected: str) -> None:
+def test_make_test_passes_its_threads_to_pytest(checkout: Path, given: tuple[str, ...], expected: str) -> None:
     done = subprocess.run(
         ["make", "--dry-run", "test", *given], cwd=checkout, capture_output=True, text=True, timeout=60, check=True
     )

@@ -30,7 +30,7 @@ class LaunchError(AssertionError):
 
 
 def environment(programs: Path | None = None, **variables: str) -> dict[str, str]:
-    """The environment of a launched command: this interpreter's programs and packages, CPUs alone, this run's threads each."""
+    """The environment of a launched command: this interpreter's programs and packages, CPUs alone, as many threads."""
     first = [] if programs is None else [str(programs)]
     source_root = Path(slivertune.__file__).resolve().parents[1]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}

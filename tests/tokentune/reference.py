@@ -10,17 +10,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers.models import bits
+from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.tokentune.families import Batch, Cut, Family
 
 Gradients = dict[str, torch.Tensor | None]
 IGNORED = -100
+CAP = 1e-4
+"""What no limit exceeds: a token's gradient too many or too few is off by more than 1e-3."""
+
+
+class Expected(NamedTuple):
+    """Loss and gradients, and what the same computation gives with exact sums: that far does rounding take them."""
+
+    loss: torch.Tensor
+    gradients: Gradients
+    exact_loss: torch.Tensor
+    exact_gradients: Gradients
 
 
 def constants(tensor: torch.Tensor, selection: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -114,11 +126,22 @@ def all_targets(family: Family, batch: Batch) -> torch.Tensor:
 
 def reference_gradients(
     model: nn.Module, family: Family, batch: Batch, selection: torch.Tensor, num_items: float | None = None
-) -> tuple[torch.Tensor, Gradients]:
+) -> Expected:
     """Loss and gradients of the selected tokens."""
-    loss = reference_loss(model, family, batch, selection, num_items)
-    loss.backward()
-    return loss.detach(), take_gradients(model)
+
+    def compute() -> tuple[torch.Tensor, Gradients]:
+        loss = reference_loss(model, family, batch, selection, num_items)
+        loss.backward()
+        return loss.detach(), take_gradients(model)
+
+    expected, exact = with_exact(compute)
+    return Expected(*expected, *exact)
+
+
+def dense_gradients(model: nn.Module, batch: Batch) -> Expected:
+    """Loss and gradients that a model gives which nothing is attached to."""
+    expected, exact = with_exact(lambda: model_gradients(model, batch))
+    return Expected(*expected, *exact)
 
 
 def model_gradients(model: nn.Module, batch: Batch, **options: Any) -> tuple[torch.Tensor, Gradients]:
@@ -153,19 +176,6 @@ def distance(actual: Gradients, expected: Gradients) -> float:
     return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in known.values())) / largest
 
 
-def distances(actual: Gradients, expected: Gradients, floor: float = 1e-3) -> dict[str, float]:
-    """The largest difference in each tensor, relative to the tensor's largest expected gradient.
-
-    Some gradients are zero in exact arithmetic, such as that of a bias of keys, which the softmax does not see; what is
-    left of them is rounding. So no scale is less than `floor` times the largest gradient of all.
-    """
-    known = _pairs(actual, expected)
-    largest = max(float(value.abs().max()) for _, value in known.values())
-    return {
-        name: float((a - b).abs().max()) / max(float(b.abs().max()), floor * largest) for name, (a, b) in known.items()
-    }
-
-
 def _pairs(actual: Gradients, expected: Gradients) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     pairs = {}
     assert actual.keys() == expected.keys()
@@ -179,21 +189,20 @@ def _pairs(actual: Gradients, expected: Gradients) -> dict[str, tuple[torch.Tens
     return pairs
 
 
-def assert_same_gradients(actual: Gradients, expected: Gradients) -> None:
-    """Two fp32 gradients differ by rounding alone: the order of summation depends on how many rows are multiplied.
+def assert_same(loss: torch.Tensor, gradients: Gradients, expected: Expected) -> None:
+    """Loss and gradients are the expected ones but for the order of sums, which depends on the number of rows.
 
-    Over all parameters, where errors average out, they agree to 1e-6, which is eight units in the last place. Single
-    tensors may be small remainders of larger terms, so that each by itself agrees to 2e-5 of its largest entry; a
-    gradient too many or too few would be off by more than 1e-3.
+    Each tensor counts by itself, by its largest entry (`tests.helpers.tolerance.distance`).
     """
-    wrong = {name: f"{error:.1e}" for name, error in distances(actual, expected).items() if not error <= 2e-5}
-    assert not wrong, f"beyond 2e-5: {wrong}"
-    assert distance(actual, expected) <= 1e-6
+    assert loss.dtype == expected.loss.dtype
+    assert_step_close(loss, expected.loss, expected.exact_loss, cap=CAP)
+    assert_same_gradients(gradients, expected.gradients, expected.exact_gradients)
 
 
-def assert_same_loss(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Two fp32 losses differ by rounding alone."""
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
+def assert_same_gradients(actual: Gradients, expected: Gradients, exact: Gradients) -> None:
+    """Gradients are the expected ones but for the order of sums; `exact` are those with exact sums."""
+    _pairs(actual, expected)
+    assert_step_close(actual, expected, exact, cap=CAP)
 
 
 def assert_same_bits(actual: Gradients, expected: Gradients) -> None:

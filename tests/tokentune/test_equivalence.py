@@ -26,13 +26,14 @@ from tests.tokentune.families import (
     make_model,
 )
 from tests.tokentune.reference import (
+    assert_same,
     assert_same_bits,
-    assert_same_gradients,
-    assert_same_loss,
     constants,
+    dense_gradients,
     distance,
     model_gradients,
     reference_gradients,
+    take_gradients,
 )
 
 
@@ -54,16 +55,15 @@ def some_positions(family: Family, count: int = 5) -> torch.Tensor:
 @pytest.mark.parametrize(("family", "attention", "mask"), cases())
 def test_the_reference_with_all_tokens_is_the_model_itself(family: Family, attention: str, mask: Mask) -> None:
     model, batch = make_model(family, attention), make_batch(family, mask)
-    loss, gradients = model_gradients(model, batch)
+    expected = dense_gradients(model, batch)
     reference = reference_gradients(model, family, batch, every_position(family))
-    assert_same_loss(reference[0], loss)
-    assert_same_gradients(reference[1], gradients)
+    assert_same(reference.loss, reference.gradients, expected)
 
 
 @pytest.mark.parametrize("family", families())
 def test_every_cut_of_the_reference_takes_gradient_away(family: Family) -> None:
     model, batch, selection = make_model(family), make_batch(family), some_positions(family)
-    loss, gradients = reference_gradients(model, family, batch, selection)
+    loss, gradients, *_ = reference_gradients(model, family, batch, selection)
     for cut in family.cuts:
         others = tuple(each for each in family.cuts if each is not cut)
         less = dataclasses.replace(family, cuts=others)
@@ -84,7 +84,7 @@ def test_in_the_reference_embeddings_of_unselected_tokens_get_exactly_no_gradien
     outputs.weight = nn.Parameter(outputs.weight.detach().clone())
     used = torch.zeros(VOCAB, dtype=torch.bool)
     used[batch["input_ids"].gather(1, selection)] = True
-    _, gradients = reference_gradients(model, family, batch, selection)
+    gradients = reference_gradients(model, family, batch, selection).gradients
     of_embedding = next(gradients[name] for name, value in model.named_parameters() if value is inputs.weight)
     assert of_embedding is not None
     assert of_embedding[used].abs().amax(dim=1).min() > 0
@@ -109,8 +109,7 @@ def test_the_reference_is_what_a_model_written_out_for_the_selected_rows_gives()
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:][rows]
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     loss.backward()
-    assert_same_loss(expected[0], loss.detach())
-    assert_same_gradients(expected[1], {name: value.grad for name, value in model.named_parameters()})
+    assert_same(loss.detach(), take_gradients(model), expected)
 
 
 def gpt2_block_for_rows(
@@ -167,11 +166,10 @@ def test_with_all_tokens_selected_loss_and_gradients_are_the_unhooked_models(
     family: Family, attention: str, mask: Mask
 ) -> None:
     model, batch = make_model(family, attention), make_batch(family, mask)
-    expected = model_gradients(copy.deepcopy(model), batch)
+    expected = dense_gradients(copy.deepcopy(model), batch)
     loss, gradients, selection = hooked_gradients(model, batch, st.TokenTune(ratio=1.0))
     assert torch.equal(selection, every_position(family))
-    assert_same_loss(loss, expected[0])
-    assert_same_gradients(gradients, expected[1])
+    assert_same(loss, gradients, expected)
 
 
 @pytest.mark.parametrize(("family", "attention", "mask"), cases())
@@ -194,8 +192,7 @@ def assert_is_the_reference(family: Family, attention: str, mask: Mask, ratio: f
     assert selection.dtype == torch.int64 and selection.shape == (BATCH, round(ratio * family.length))
     assert (selection.diff(dim=1) > 0).all()
     expected = reference_gradients(unhooked, family, batch, selection)
-    assert_same_loss(loss, expected[0])
-    assert_same_gradients(gradients, expected[1])
+    assert_same(loss, gradients, expected)
     dense = model_gradients(unhooked, batch)
     assert distance(gradients, dense[1]) > 1e-2, "the selection made no difference"
 
