@@ -59,3 +59,39 @@ def test_it_pickles_in_mid_cycle() -> None:
     for _ in range(3):
         advance(rotation, 0.1)
     assert pickle.loads(pickle.dumps(rotation)) == rotation
+
+
+def test_a_skipped_step_takes_its_place_in_turn_and_cycle_and_is_no_update() -> None:
+    rotation = Rotation(order=(1, 0), steps_per_group=2)
+    turns, held = [], []
+    for step in range(8):
+        turns.append(rotation.active_group)
+        if step in (0, 3, 5):
+            rotation.skip([float(step)])
+        else:
+            rotation.advance(rotation.to_apply([float(step)]))
+        held += rotation.held_lr
+    assert turns == [1, 1, 0, 0] * 2
+    assert held == [0.0] * 4 + [4.0] * 4
+    assert (rotation.updates, rotation.steps, rotation.skipped) == (5, 8, {1: 2, 0: 1})
+
+
+def test_a_group_is_unreached_when_all_its_steps_of_a_cycle_were_skipped() -> None:
+    rotation = Rotation(order=(0, 1), steps_per_group=2)
+    seen = []
+    for step in range(8):
+        if step in (1, 2, 3, 6):
+            rotation.skip([0.1])
+        else:
+            advance(rotation, 0.1)
+        seen.append(rotation.unreached)
+    assert seen == [(), (), (), (1,), (), (), (), ()]
+
+
+def test_its_state_continues_it() -> None:
+    rotation = Rotation(order=(0, 1, 2), steps_per_group=1)
+    for step in range(4):
+        rotation.skip([0.1 * step]) if step % 2 else advance(rotation, 0.1 * step)
+    again = Rotation(order=(0, 1, 2), steps_per_group=1)
+    again.restore(rotation.state())
+    assert again == rotation and again.skipped is not rotation.skipped

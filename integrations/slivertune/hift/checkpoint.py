@@ -9,8 +9,10 @@ import torch
 
 from slivertune.hift.base import CUT_MULTIPLE
 
-VERSION = 1
-"""Version of the saved form."""
+VERSION = 2
+"""Version of the saved form: since 2 it tells the steps that passed without an update."""
+_READABLE = (1, VERSION)
+_SINCE_2 = frozenset({"skipped_turns", "skipped_in_cycle"})
 
 
 class StateMismatchError(ValueError):
@@ -33,8 +35,13 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
                 f"this is no state of HiFT: it has no {key!r}; save one with optimizer.state_dict()"
             )
     theirs, ours = saved["hift"], own["hift"]
+    if theirs.get("version") not in _READABLE:
+        raise StateMismatchError(
+            f"the saved state has version {theirs.get('version')!r}, this library reads {_READABLE}; "
+            "continue with the version that wrote it"
+        )
     for key in ours:
-        if key not in theirs:
+        if key not in theirs and not (theirs["version"] == 1 and key in _SINCE_2):
             raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}; use another checkpoint")
     if not isinstance(theirs["updates"], int) or theirs["updates"] < 0:
         raise StateMismatchError(f"the saved state is damaged: updates={theirs['updates']!r}; use another checkpoint")
@@ -43,11 +50,8 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"the saved state is damaged: held_lr has {len(theirs['held_lr'])} values for "
             f"{len(own['param_groups'])} param groups; use another checkpoint"
         )
-    if theirs["version"] != VERSION:
-        raise StateMismatchError(
-            f"the saved state has version {theirs['version']!r}, this library reads {VERSION}; "
-            "continue with the version that wrote it"
-        )
+    for key in _SINCE_2:
+        _check_counts(key, theirs.get(key, {}), len(theirs["groups"]))
     _same_names(_flat(theirs["groups"]), _flat(ours["groups"]))
     for key, meaning in (
         ("groups", "grouping (layers_per_group, layers)"),
@@ -110,6 +114,15 @@ def check_weight(
                 f"the saved state {key!r} of {name} has shape {tuple(value.shape)}, the weight {tuple(shape)}; "
                 "the checkpoint is of another model or damaged"
             )
+
+
+def _check_counts(key: str, counts: Any, num_groups: int) -> None:
+    right = isinstance(counts, Mapping) and all(
+        isinstance(group, int) and 0 <= group < num_groups and isinstance(count, int) and count >= 0
+        for group, count in counts.items()
+    )
+    if not right:
+        raise StateMismatchError(f"the saved state is damaged: {key}={counts!r}; use another checkpoint")
 
 
 def _same_names(theirs: Sequence[str], ours: Sequence[str]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from slivertune.hift.hooks import ModuleHook
+from slivertune.hift.outputs import tensors_of
 from slivertune.hift.piece import Weight
 from slivertune.ledger import claim
 
@@ -45,8 +47,8 @@ class BackwardSteps:
             module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))
         )
         self._hooks = [
-            model.register_forward_pre_hook(_Hook(self._before_forward)),
-            model.register_forward_hook(_Hook(self._after_forward)),
+            model.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            model.register_forward_hook(ModuleHook(self._after_forward)),
             # Inside of the model's forward, where accelerate has switched autocast on.
             holder.register_forward_pre_hook(_refuse_fp16_autocast),
         ]
@@ -138,7 +140,7 @@ class BackwardSteps:
 
     def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         # Under reentrant checkpointing, gradients arrive in backward passes of their own inside of the one that counts.
-        for tensor in _tensors_of(output):
+        for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: self._watch_backward())
 
@@ -152,20 +154,6 @@ class BackwardSteps:
         engine.queue_callback(lambda: self._running.discard(task))
 
 
-class _Hook:
-    """A hook of a module; in a copy of the model, pickled or not, it does nothing: no optimizer steps that one."""
-
-    def __init__(self, function: Callable[..., None] | None) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> None:
-        if self.function is not None:
-            self.function(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Hook, (None,))
-
-
 def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:
     device = next(module.parameters(recurse=False)).device.type
     is_fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
@@ -174,11 +162,3 @@ def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:
             "fp16 autocast needs a GradScaler, which unscales gradients after the backward, where "
             "step_in_backward=True has stepped on them; take bf16, or leave step_in_backward off"
         )
-
-
-def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-        return
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    yield from (value for value in values if isinstance(value, torch.Tensor))

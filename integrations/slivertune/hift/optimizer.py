@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
 from slivertune.hift.config import HiFTConfig
@@ -23,6 +24,7 @@ from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import Residency
 from slivertune.hift.resident import ResidentGroup
 from slivertune.hift.rotation import LearningRate, Rotation, own_copy
+from slivertune.hift.skipping import SkipNotices
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import say_what_stays_frozen, trainable_weights
 from slivertune.layers import find_layers
@@ -114,6 +116,7 @@ class HiFT(torch.optim.Optimizer):
         self._rotation = Rotation(
             order=turn_order(len(groups), config.order, config.seed), steps_per_group=config.steps_per_group
         )
+        self._notices = SkipNotices(groups)
         self._weights = [tuple(weights[name] for name in group.parameter_names) for group in groups]
         self._meter = StepMeter(base, self.param_groups)
         self._in_backward: BackwardSteps | None = None
@@ -126,6 +129,7 @@ class HiFT(torch.optim.Optimizer):
     def _bind(self, model: nn.Module) -> None:
         self._residencies = [self._make_residency(index) for index in range(len(self._groups))]
         self._thaw = Thaw(model, [weight.trained for weights in self._weights for weight in weights])
+        self._watch = BackwardWatch(model, [layer for group in self._groups for layer in group.layers])
         self._activate()
 
     def _make_residency(self, index: int) -> Residency:
@@ -194,14 +198,19 @@ class HiFT(torch.optim.Optimizer):
         return self._rotation.updates
 
     @property
+    def skipped_turns(self) -> dict[int, int]:
+        """By group: how many of its steps have passed without an update, because no gradient reached it."""
+        return dict(self._rotation.skipped)
+
+    @property
     def cycle_length(self) -> int:
-        """Updates in which every group has one turn."""
+        """Steps in which every group has one turn."""
         return self._rotation.cycle_length
 
     @property
     def held_lr(self) -> list[LearningRate]:
         """The learning rate applied in the running cycle, one a param group; the schedule's before the first step."""
-        return list(self._rotation.held_lr) or [group.get("lr") for group in self.param_groups]
+        return list(self._rotation.held_lr) or self._scheduled_lr()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: the groups of a run are fixed.
@@ -217,8 +226,10 @@ class HiFT(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the active group from its gradients, drop them, and hand the turn on.
 
-        A step in which no parameter of the active group has a gradient is none: nothing changes, the turn stays. With
-        `config.step_in_backward` the weights are updated already, and this hands the turn on.
+        Where a backward ran since the last step and no gradient reached the group, its step passes without an update:
+        no weight and no state changes, and it counts in `skipped_turns`. A step without a backward, or whose gradients
+        were dropped, is none: nothing changes, the turn stays. With `config.step_in_backward` the weights are updated
+        already, and this hands the turn on.
 
         Args:
             closure: Evaluates the model again and returns the loss; called once, before the update.
@@ -239,23 +250,34 @@ class HiFT(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        group = self.active_group
+        group, missed = self.active_group, self._watch.missed
+        self._watch.forget()
         arrived = [weight.take_gradient() for weight in self._weights[group]]
-        if not any(arrived):
-            return loss
-        learning_rates = self._rotation.to_apply([param_group.get("lr") for param_group in self.param_groups])
-        self._residencies[group].step(self.param_groups, learning_rates)
-        self._advance(learning_rates)
+        if any(arrived):
+            learning_rates = self._rotation.to_apply(self._scheduled_lr())
+            self._residencies[group].step(self.param_groups, learning_rates)
+            self._end_step(partial(self._rotation.advance, learning_rates))
+        elif missed:
+            self._skip()
         return loss
 
-    def _advance(self, learning_rates: list[LearningRate]) -> None:
-        """Count an update that was applied, and hand the turn on."""
+    def _skip(self) -> None:
+        """Let a step of the active group pass, which no gradient has reached."""
+        self._notices.skipped(self.active_group)
+        self._end_step(partial(self._rotation.skip, self._scheduled_lr()))
+
+    def _end_step(self, count: Callable[[], None]) -> None:
+        """Count a step and hand the turn on."""
         group = self.active_group
         if self._config.state == "discard" and self._rotation.ends_turn:
             self._residencies[group].discard()
-        self._rotation.advance(learning_rates)
+        count()
         if self.active_group != group:
             self._activate()
+        self._notices.unreached(self._rotation.unreached)
+
+    def _scheduled_lr(self) -> list[LearningRate]:
+        return [param_group.get("lr") for param_group in self.param_groups]
 
     def _close_update(self, steps: BackwardSteps, closure: Callable[[], Any] | None) -> None:
         if closure is not None:
@@ -263,14 +285,18 @@ class HiFT(torch.optim.Optimizer):
                 "step(closure) would run the backward inside the step, and step_in_backward=True steps inside the "
                 "backward; run the backward, then call step()"
             )
-        if steps.close():
+        stepped, missed = steps.close(), self._watch.missed
+        self._watch.forget()
+        if stepped:
             self._residencies[self.active_group].end_weights()
-            self._advance(self._applying)
+            self._end_step(partial(self._rotation.advance, self._applying))
+        elif missed:
+            self._skip()
 
     def _begin_update(self) -> None:
         self._door.check_step(self.updates)  # here already: the weights move in the backward
         self._residencies[self.active_group].begin_weights()
-        self._applying = self._rotation.to_apply([param_group.get("lr") for param_group in self.param_groups])
+        self._applying = self._rotation.to_apply(self._scheduled_lr())
 
     @torch.no_grad()
     def _step_weight(self, weight: Weight) -> None:
@@ -293,6 +319,7 @@ class HiFT(torch.optim.Optimizer):
     def detach(self) -> None:
         """End the rotation: every parameter that HiFT trains may have gradients again, and its hooks are gone."""
         self._thaw.release()
+        self._watch.release()
         if self._in_backward is not None:
             self._in_backward.release()
 
@@ -331,9 +358,9 @@ class HiFT(torch.optim.Optimizer):
         Raises:
             RuntimeError: After the first update.
         """
-        if self.updates:
+        if self._rotation.steps:
             raise RuntimeError(
-                f"HiFT has made {self.updates} updates; parameters can only be replaced before the first"
+                f"HiFT has made {self._rotation.steps} steps; parameters can only be replaced before the first"
             )
         self.detach()
         self._weights, self._residencies = [], []
@@ -411,8 +438,7 @@ class HiFT(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: own_copy(value) for key, value in saved.items() if key != "params"})
         header = state_dict["hift"]
-        self._rotation.updates = header["updates"]
-        self._rotation.held_lr = [own_copy(value) for value in header["held_lr"]]
+        self._rotation.restore(header)
         for index, residency in enumerate(self._residencies):
             names = self._groups[index].parameter_names
             residency.restore({n: state[n] for n in names if n in state}, state_dict.get("own", {}).get(index, {}))
@@ -446,8 +472,7 @@ class HiFT(torch.optim.Optimizer):
                 "groups": [list(group.parameter_names) for group in self._groups],
                 "order": [self._config.order, *self._rotation.order],
                 "steps_per_group": self._rotation.steps_per_group,
-                "updates": self._rotation.updates,
-                "held_lr": list(self._rotation.held_lr),
+                **self._rotation.state(),
             },
         }
 
@@ -471,8 +496,17 @@ class HiFT(torch.optim.Optimizer):
     def _activate(self) -> None:
         residency = self._residencies[self.active_group]
         parameters = [weight.trained for weight in self._weights[self.active_group]]
-        steps = self._in_backward
-        self._thaw.only(parameters, steps.on_gradient if steps is not None else lambda _: residency.prefetch())
+        steps, watch = self._in_backward, self._watch
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            watch.note_gradient()
+            if steps is not None:
+                steps.on_gradient(parameter)
+            else:
+                residency.prefetch()
+
+        watch.watch(parameters)
+        self._thaw.only(parameters, on_gradient)
 
 
 def _disk_pool(directory: Path, device: torch.device) -> Any:

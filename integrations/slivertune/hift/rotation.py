@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,36 +13,52 @@ LearningRate = float | torch.Tensor | None
 
 @dataclass(kw_only=True, slots=True)
 class Rotation:
-    """Counts applied updates; everything else follows from the count."""
+    """Counts steps: updates, and those that passed without one; everything else follows from the counts."""
 
     order: tuple[int, ...]
     """Group indices in the order of their turns."""
     steps_per_group: int
-    """Updates in one turn."""
+    """Steps in one turn."""
     updates: int = 0
-    """Updates applied so far; a skipped step is none."""
+    """Updates applied so far."""
     held_lr: list[LearningRate] = field(default_factory=list)
-    """The learning rate of the running cycle, one a parameter group; empty before the first update."""
+    """The learning rate of the running cycle, one a parameter group; empty before the first step."""
+    skipped: dict[int, int] = field(default_factory=dict)
+    """By group: its steps that passed without an update, because no gradient reached it."""
+    skipped_in_cycle: dict[int, int] = field(default_factory=dict)
+    """The same of the running cycle alone; of the last one until the next begins."""
+
+    @property
+    def steps(self) -> int:
+        """Steps so far: updates, and those that were skipped."""
+        return self.updates + sum(self.skipped.values())
 
     @property
     def cycle_length(self) -> int:
-        """Updates in which every group has one turn."""
+        """Steps in which every group has one turn."""
         return len(self.order) * self.steps_per_group
 
     @property
     def active_group(self) -> int:
         """Index of the group whose turn it is."""
-        return self.order[self.updates // self.steps_per_group % len(self.order)]
+        return self.order[self.steps // self.steps_per_group % len(self.order)]
 
     @property
     def starts_cycle(self) -> bool:
-        """Whether the next update is the first of a cycle."""
-        return self.updates % self.cycle_length == 0
+        """Whether the next step is the first of a cycle."""
+        return self.steps % self.cycle_length == 0
 
     @property
     def ends_turn(self) -> bool:
-        """Whether the next update is the last of the active group's turn."""
-        return (self.updates + 1) % self.steps_per_group == 0
+        """Whether the next step is the last of the active group's turn."""
+        return (self.steps + 1) % self.steps_per_group == 0
+
+    @property
+    def unreached(self) -> tuple[int, ...]:
+        """Groups that all steps of the cycle that has just ended passed over; empty in mid-cycle."""
+        if not self.starts_cycle:
+            return ()
+        return tuple(group for group, count in sorted(self.skipped_in_cycle.items()) if count == self.steps_per_group)
 
     def to_apply(self, scheduled: Sequence[LearningRate]) -> list[LearningRate]:
         """The learning rates of the next update: the schedule's where a cycle begins, else those that are held."""
@@ -52,8 +68,40 @@ class Rotation:
 
     def advance(self, applied: list[LearningRate]) -> None:
         """Count one update that was applied with these learning rates."""
-        self.held_lr = applied
+        self._begin_step(applied)
         self.updates += 1
+
+    def skip(self, scheduled: Sequence[LearningRate]) -> None:
+        """Count one step of the active group without an update: it takes its place in the turn and the cycle.
+
+        Args:
+            scheduled: The schedule's learning rates, which are held from here if a cycle begins.
+        """
+        group = self.active_group
+        self._begin_step(self.to_apply(scheduled))
+        self.skipped[group] = self.skipped.get(group, 0) + 1
+        self.skipped_in_cycle[group] = self.skipped_in_cycle.get(group, 0) + 1
+
+    def state(self) -> dict[str, Any]:
+        """What continues the rotation, in plain containers; `restore` takes it."""
+        return {
+            "updates": self.updates,
+            "held_lr": list(self.held_lr),
+            "skipped_turns": dict(self.skipped),
+            "skipped_in_cycle": dict(self.skipped_in_cycle),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` returned; a state of before turns were skipped has no counts of them."""
+        self.updates = state["updates"]
+        self.held_lr = [own_copy(value) for value in state["held_lr"]]
+        self.skipped = dict(state.get("skipped_turns", {}))
+        self.skipped_in_cycle = dict(state.get("skipped_in_cycle", {}))
+
+    def _begin_step(self, applied: list[LearningRate]) -> None:
+        if self.starts_cycle:
+            self.skipped_in_cycle = {}
+        self.held_lr = applied
 
 
 def own_copy(value: Any) -> Any:
