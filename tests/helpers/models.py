@@ -14,8 +14,12 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 VOCAB = 97
@@ -64,6 +68,36 @@ def tiny_llama(
         use_cache=False,
     )
     return seeded(lambda: LlamaForCausalLM(config), seed).to(dtype)
+
+
+EXPERTS = 4
+
+_MIXTURE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "use_cache": False,
+    "pad_token_id": 0,
+}
+
+
+def tiny_mixtral(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:
+    """Two blocks of four experts, whose matrices are stacked (expert, out, in); two of them take each token."""
+    return seeded(lambda: MixtralForCausalLM(MixtralConfig(**_MIXTURE)), seed).to(dtype)
+
+
+def tiny_gpt_oss(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:
+    """Like `tiny_mixtral`, with matrices stacked (expert, in, out) and a bias for each expert."""
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    return seeded(lambda: GptOssForCausalLM(GptOssConfig(**_MIXTURE, rope_parameters=rope)), seed).to(dtype)
 
 
 def tiny_gpt2(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> nn.Module:

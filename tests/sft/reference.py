@@ -59,6 +59,12 @@ def ranked(values: np.ndarray) -> np.ndarray:
     return np.lexsort((np.arange(values.size), -np.abs(values)))
 
 
+def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
+    """SM3's covers: of all ways to cut the extents in two, the one with the fewest accumulators."""
+    cuts = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(1, len(shape))]
+    return sorted(cuts, key=sum)[0] if cuts else (math.prod(shape), 1)
+
+
 def reselection_times(selection: str, total: int, interval: int | None, gamma: int) -> list[int]:
     """The updates after which weights are reselected, one by one from the rule."""
     if interval is None:
@@ -86,7 +92,7 @@ class NaiveSFT:
         self.candidates: dict[int, dict[str, dict[int, list[float]]]] = {}
         for name, value in weights.items():
             size = value.numel()
-            rows, columns = (value.shape[0], value[0].numel()) if value.ndim else (1, 1)
+            rows, columns = rows_and_columns(value.shape)
             mask = np.zeros(size, dtype=bool)
             mask[active[name].numpy()] = True
             self.state[name] = {

@@ -14,12 +14,14 @@ from tests.helpers.models import (
     bits,
     tiny_bert,
     tiny_gpt2,
+    tiny_gpt_oss,
     tiny_llama,
+    tiny_mixtral,
     token_batches,
     twin,
     weights,
 )
-from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients, rows_and_columns
 
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4}
 STEPS = 30
@@ -70,7 +72,7 @@ def test_weight_decay_is_adamws_on_the_deltas() -> None:
         torch.testing.assert_close(delta.values.view(delta.shape), deltas[name].detach(), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_bert])
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_bert, tiny_mixtral, tiny_gpt_oss])
 def test_fixed_indices_are_adamw_with_a_masked_gradient(build: Any) -> None:
     model = build()
     other, before = twin(model), weights(model)
@@ -148,7 +150,7 @@ class DenseSM3:
     """SM3-II over whole matrices, written from the paper: covers are rows and columns."""
 
     def __init__(self, weight: torch.Tensor, lr: float, momentum: float) -> None:
-        self.weight, self.lr, self.momentum = weight.double().view(weight.shape[0], -1), lr, momentum
+        self.weight, self.lr, self.momentum = weight.double().view(rows_and_columns(weight.shape)), lr, momentum
         self.rows = torch.zeros(self.weight.shape[0], dtype=torch.float64)
         self.columns = torch.zeros(self.weight.shape[1], dtype=torch.float64)
         self.average = torch.zeros_like(self.weight)

@@ -7,9 +7,20 @@ from slivertune.sft.sm3 import matrix_shape, sm3_
 
 
 @pytest.mark.parametrize(
-    ("shape", "matrix"), [((), (1, 1)), ((7,), (7, 1)), ((3, 4), (3, 4)), ((2, 3, 5), (2, 15)), ((4, 0), (4, 0))]
+    ("shape", "matrix"),
+    [
+        ((), (1, 1)),
+        ((7,), (7, 1)),
+        ((3, 4), (3, 4)),
+        ((2, 3, 5), (6, 5)),
+        ((16, 2, 8), (16, 16)),
+        ((64, 8, 3, 3), (64, 72)),
+        ((4, 0), (4, 0)),
+    ],
 )
-def test_a_tensor_is_seen_as_rows_of_its_first_extent(shape: tuple[int, ...], matrix: tuple[int, int]) -> None:
+def test_a_tensor_is_seen_as_the_matrix_with_the_fewest_rows_and_columns(
+    shape: tuple[int, ...], matrix: tuple[int, int]
+) -> None:
     assert matrix_shape(shape) == matrix
 
 

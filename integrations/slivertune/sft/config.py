@@ -33,7 +33,8 @@ class SFTConfig:
     num_weights: int | None = None
     """Weights trained in all targets together (d_phi)."""
     equivalent_lora_rank: int | None = None
-    """As many weights as LoRA of this rank would train on the same matrices. 64 if nothing is said."""
+    """As many weights as LoRA of this rank would train on the same matrices: rank x (in + out) for each of them, and
+    for each expert's. 64 if nothing is said."""
     selection: Selection = "accumulated_gradient"
     """How weights are grown: by the gradient accumulated over `estimation_steps` updates, trained by AdamW (AG), or by
     the row and column accumulators of the SM3 optimizer that trains them (MA), which takes less memory."""
@@ -45,7 +46,7 @@ class SFTConfig:
     """Peak share of the weights that a reselection replaces (alpha), in [0, 1]; falls to 0 at the end of training."""
     targets: Sequence[str | type[nn.Module]] | None = None
     """What is trained: ends of module paths ("q_proj"), ends of parameter names ("q_proj.bias"), module classes. None
-    takes the weights of all linear layers of the blocks that require gradients."""
+    takes the weights of all linear layers and experts of the blocks that require gradients."""
     embeddings: bool = False
     """Whether the weights of all `nn.Embedding` modules are targets, too."""
     form: Form = "auto"

@@ -28,7 +28,8 @@ def check_layer_form(target: Target, phi_gradient: PhiGradient) -> None:
     if target.attribute != "weight" or not (target.is_4bit or type(module).forward is nn.Linear.forward):
         raise ValueError(
             f"{target.name} belongs to {type(module).__name__}; the layer form takes weights of nn.Linear and of "
-            'bitsandbytes\' Linear4bit. Use form="optimizer", or leave it out of targets'
+            'bitsandbytes\' Linear4bit. Use form="optimizer" ("auto" beside 4-bit layers), or '
+            "leave it out of targets"
         )
     if phi_gradient == "sampled" and (target.is_4bit or weight.dtype != torch.float32 or weight.device.type != "cpu"):
         raise ValueError(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """A tensor seen as a matrix: its first extent, and all others together (1 for a vector)."""
+    """A tensor seen as a matrix, whose rows and columns are some of its extents each (1 column for a vector).
+
+    Of several ways to cut the extents in two, the one with the fewest rows and columns: a stack of experts
+    (experts, out, in) has one row for each output of each expert, a convolution (out, in, height, width) one for each
+    output.
+    """
     if not shape:
         return 1, 1
-    columns = 1
-    for extent in shape[1:]:
-        columns *= extent
-    return shape[0], columns
+    cuts = range(1, max(2, len(shape)))
+    return min(((math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in cuts), key=sum)
 
 
 def sm3_(

@@ -14,6 +14,7 @@ from torch import nn
 from slivertune.layers import find_layers
 from slivertune.sft.config import DEFAULT_LORA_RANK, SFTConfig
 from slivertune.sft.delta import INDEX_LIMIT
+from slivertune.sft.matrices import matrices_of
 from slivertune.sft.selection import spread_weights
 from slivertune.sft.sm3 import matrix_shape
 
@@ -30,6 +31,8 @@ class Target:
     """Its name there."""
     shape: tuple[int, ...]
     """Extents of the dense tensor."""
+    num_experts: int = 1
+    """Experts whose matrices the tensor stacks; 1 if they are no experts'."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -47,18 +50,18 @@ class Target:
         """Elements of the dense tensor."""
         return math.prod(self.shape)
 
+    def lora_numbers(self, rank: int) -> int:
+        """Numbers that LoRA of a rank would train beside the tensor: rank x (in + out) for each expert's matrix."""
+        if self.num_experts == 1:
+            return rank * sum(matrix_shape(self.shape))
+        columns = self.shape[-1]
+        return rank * (self.num_elements // columns + self.num_experts * columns)
+
 
 def is_4bit(parameter: torch.Tensor) -> bool:
     """Whether a parameter holds bitsandbytes' 4-bit codes."""
     bitsandbytes = sys.modules.get("bitsandbytes")
     return bitsandbytes is not None and isinstance(parameter, bitsandbytes.nn.Params4bit)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a matrix product: `nn.Linear` and what derives from it, or transformers' Conv1D."""
-    pytorch_utils: Any = sys.modules.get("transformers.pytorch_utils")
-    classes: tuple[type, ...] = (nn.Linear,) if pytorch_utils is None else (nn.Linear, pytorch_utils.Conv1D)
-    return isinstance(module, classes)
 
 
 def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
@@ -79,8 +82,8 @@ def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:
     found = [target for target in found if target.num_elements]
     if not found:
         raise ValueError(
-            f"{type(model).__name__} has no weight to train sparsely: no linear layer of its blocks has a weight that "
-            "requires a gradient; name what to train with targets=, or unfreeze it"
+            f"{type(model).__name__} has no weight to train sparsely: no linear layer or expert of its blocks has a "
+            "weight that requires a gradient; name what to train with targets=, or unfreeze it"
         )
     for target in found:
         _check(target)
@@ -106,7 +109,7 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
     if config.num_weights is not None:
         return spread_weights(sizes, config.num_weights)
     rank = config.equivalent_lora_rank or DEFAULT_LORA_RANK
-    total = sum(rank * sum(matrix_shape(target.shape)) for target in targets)
+    total = sum(target.lora_numbers(rank) for target in targets)
     if total > sum(sizes):
         raise ValueError(
             f"LoRA of rank {rank} would train {total} numbers, the targets have {sum(sizes)}; lower "
@@ -117,14 +120,30 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
 
 def _default_names(model: nn.Module) -> list[str]:
     in_blocks = {name for layer in find_layers(model) if layer.kind == "block" for name in layer.parameter_names}
+    others_are_frozen = _is_frozen_beside_4bit(model)
     names = []
-    for path, module in model.named_modules():
-        name = f"{path}.weight"
-        if is_linear(module) and name in in_blocks:
-            weight = module.get_parameter("weight")
-            if weight.requires_grad or is_4bit(weight) or not weight.is_floating_point():
-                names.append(name)
+    for name in _matrix_names(model):
+        weight = model.get_parameter(name)
+        # Codes never require gradients, and are trained or refused.
+        is_open = weight.requires_grad or is_4bit(weight) or not weight.is_floating_point() or others_are_frozen
+        if name in in_blocks and is_open:
+            names.append(name)
     return names
+
+
+def _is_frozen_beside_4bit(model: nn.Module) -> bool:
+    """Whether all weights beside 4-bit ones are frozen, as PEFT's `prepare_model_for_kbit_training` leaves them."""
+    parameters = list(model.parameters())
+    return any(map(is_4bit, parameters)) and not any(parameter.requires_grad for parameter in parameters)
+
+
+def _matrix_names(module: nn.Module, path: str = "") -> list[str]:
+    """Names of the weights of matrix products in a module and inside of it."""
+    return [
+        f"{inner}.{attribute}" if inner else attribute
+        for inner, each in module.named_modules(prefix=path)
+        for attribute in matrices_of(each)
+    ]
 
 
 def _listed_names(model: nn.Module, targets: Sequence[str | type[nn.Module]]) -> list[str]:
@@ -142,11 +161,14 @@ def _listed_names(model: nn.Module, targets: Sequence[str | type[nn.Module]]) ->
 
 
 def _of_class(model: nn.Module, kind: type[nn.Module]) -> list[str]:
-    return [
-        f"{path}.weight"
-        for path, module in model.named_modules()
-        if isinstance(module, kind) and isinstance(getattr(module, "weight", None), nn.Parameter)
-    ]
+    return [name for path, module in model.named_modules() if isinstance(module, kind) for name in _own(module, path)]
+
+
+def _own(module: nn.Module, path: str) -> list[str]:
+    """What a module named by the user is trained by: its weight, or else the matrices that it multiplies by."""
+    if isinstance(getattr(module, "weight", None), nn.Parameter):
+        return [f"{path}.weight"]
+    return [f"{path}.{attribute}" for attribute in matrices_of(module)]
 
 
 def _named(model: nn.Module, target: str) -> list[str]:
@@ -154,11 +176,8 @@ def _named(model: nn.Module, target: str) -> list[str]:
     for path, module in model.named_modules():
         if not _ends_with(path, target):
             continue
-        if isinstance(getattr(module, "weight", None), nn.Parameter):
-            found.append(f"{path}.weight")
-        else:
-            inside = ((f"{path}.{name}", each) for name, each in module.named_modules())
-            found += [f"{name}.weight" for name, each in inside if is_linear(each)]
+        has_weight = isinstance(getattr(module, "weight", None), nn.Parameter)
+        found += _own(module, path) if has_weight else _matrix_names(module, path)
     return found
 
 
@@ -176,13 +195,23 @@ def _target(model: nn.Module, name: str) -> Target:
         if state is None:
             raise ValueError(f"{name} is a 4-bit weight that is not quantised yet; move the model to its device first")
         shape = tuple(state.shape)
-    return Target(name=name, module=module, attribute=attribute, shape=shape)
+    num_experts = matrices_of(module).get(attribute, 1)
+    return Target(name=name, module=module, attribute=attribute, shape=shape, num_experts=num_experts)
 
 
 def _check(target: Target) -> None:
     dtype = target.parameter.dtype
+    if target.parameter.is_meta:
+        raise ValueError(
+            f"{target.name} is on the meta device, where it has no data to train; load the model with its weights, and "
+            "without what keeps them on the host or on disk (accelerate's cpu_offload, disk_offload, a device_map with "
+            '"cpu" or "disk"), or name targets that are in memory'
+        )
     if target.num_elements >= INDEX_LIMIT:
-        raise ValueError(f"{target.name} has {target.num_elements} elements; SFT indexes tensors of up to 2^31 - 1")
+        raise ValueError(
+            f"{target.name} has {target.num_elements} elements; SFT indexes tensors of up to 2^31 - 1; "
+            "leave it out of targets"
+        )
     if isinstance(target.module, nn.Embedding) and target.module.sparse:
         raise ValueError(f"{target.name} is an embedding with sparse gradients; build it with sparse=False")
     if target.is_4bit:
