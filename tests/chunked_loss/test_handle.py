@@ -404,6 +404,24 @@ def test_adapters_under_a_plain_head(four_bit: bool) -> None:
     assert_same_step(found, expected)
 
 
+def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autocast_lets_it_run() -> None:
+    model = made(llama)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.bfloat16())
+    # Asked inside of autocast or not, where its own forward could not run either.
+    assert why_not_chunked(model) is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert why_not_chunked(model) is None
+        expected = step(model)
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        with pytest.raises(
+            ValueError, match=r"hidden states in torch.float32 .* torch.bfloat16; use one dtype, or autocast"
+        ):
+            model(**batch())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = step(model)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize("num_items", [None, torch.tensor(40)], ids=["mean", "num_items"])
 @pytest.mark.parametrize("chunked_first", [False, True])
 @pytest.mark.parametrize("removed_first", ["tokens", "chunks"])

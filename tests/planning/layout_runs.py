@@ -23,7 +23,7 @@ from slivertune.planning.request import PlanRequest
 from slivertune.sft import adam
 from tests.parallel.reference import on_fsdp2_ranks, on_ranks
 from tests.parallel.zero_runs import quiet
-from tests.planning.real import LLAMA, real_batch, real_model, real_optimizer
+from tests.planning.real import LLAMA, attach_hooks, real_batch, real_model, real_optimizer
 
 BUCKET_BYTES = 96 * 2**10
 """Of the exchange under DDP: fewer than a group's gradients, so that several are under way."""
@@ -58,6 +58,7 @@ def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest) -> list[int]:
     exchange.BUCKET_BYTES = BUCKET_BYTES
     model = real_model(request, LLAMA)
     optimizer: Any = real_optimizer(request, model)
+    attach_hooks(request, model)
     if request.method == "sft":
         return _sparse_peaks(rank, request, model, optimizer)
     with _layout(request, model, optimizer) as (step, resized, made):

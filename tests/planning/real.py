@@ -64,15 +64,19 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             # PEFT 0.21 asks by the name that transformers 5.23 retires.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             model = get_peft_model(model, adapters)
-    if request.task == "causal_lm" and request.chunked_cross_entropy:
-        attach_chunked_cross_entropy(model)
-    if request.token_ratio is not None:
-        TokenTune(ratio=request.token_ratio).attach(model)
     return model.train()
 
 
+def attach_hooks(request: PlanRequest, model: Any) -> None:
+    """Put the selection of tokens and the chunked loss on a model that has its optimizer."""
+    if request.token_ratio is not None:
+        TokenTune(ratio=request.token_ratio).attach(model)
+    if request.task == "causal_lm" and request.chunked_cross_entropy:
+        attach_chunked_cross_entropy(model)
+
+
 def quantise(model: Any) -> None:
-    """Put the linear layers of the blocks into bitsandbytes' NF4."""
+    """Put the linear layers of the blocks into bitsandbytes' NF4, and the norms into fp32."""
     from bitsandbytes.nn import Linear4bit
 
     for parent in list(model.model.layers.modules()):
@@ -88,6 +92,9 @@ def quantise(model: Any) -> None:
                 layer.weight.data.copy_(child.weight.data)
                 layer.support_avx512bf16_for_cpu = False
                 setattr(parent, name, layer.to("cpu"))
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            module.float()
 
 
 def real_batch(request: PlanRequest, config: Any) -> dict[str, torch.Tensor]:
@@ -150,6 +157,7 @@ def run_for_real(
     """
     model, batch = real_model(request, config), real_batch(request, config)
     optimizer = real_optimizer(request, model)
+    attach_hooks(request, model)
     # SFT's tables of bias corrections outlive a run; here they are to be counted in each.
     adam._corrections.cache_clear()
     if num_steps is None:

@@ -6,10 +6,11 @@ it in what no operator on the CPU shows (temporaries inside a GPU's kernels), wh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
@@ -112,6 +113,17 @@ def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: boo
         method=method, load_in_4bit=four_bit, gradient_checkpointing=checkpointing, task=task, **SIZES
     )
     check(request, LLAMA if task == "causal_lm" else ROBERTA)
+
+
+@pytest.mark.parametrize("method", ["lora", "sft"])
+def test_norms_in_fp32_under_a_head_in_bf16_are_planned_with_their_loss_in_chunks(method: Any) -> None:
+    # A vocabulary that sets the peak: whole logits would be 2 x 64 x 8192 x (2 + 4 + 4 + 2) bytes more.
+    config = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 8192})
+    request = PlanRequest(method=method, precision="bf16", load_in_4bit=True, density=0.05, **SIZES)
+    plan = make_plan(request, config)
+    assert not [note for note in plan.notes if "logits" in note]
+    assert plan.peak_bytes < make_plan(replace(request, chunked_cross_entropy=False), config).peak_bytes
+    assert plan.peak_bytes == pytest.approx(run_for_real(request, config).peak.device, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(

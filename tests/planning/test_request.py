@@ -29,7 +29,11 @@ from slivertune.planning.request import PlanRequest
         ({"precision": "mixed_hi", "master": "none"}, "take precision='bf16'"),
         ({"precision": "bf16", "master": "fp32"}, "take precision='mixed_hi'"),
         ({"method": "sft", "optimizer": "sgd"}, "does not go with method='sft'"),
-        ({"method": "hift", "load_in_4bit": True}, "load_in_4bit goes with method='lora' or 'sft'"),
+        ({"method": "hift", "load_in_4bit": True}, "--load_in_4bit does not go with --method hift"),
+        (
+            {"method": "lora", "load_in_4bit": True, "layout": "zero3", "num_gpus": 2},
+            "--load_in_4bit does not go with ZeRO-3",
+        ),
         ({"method": "lora", "load_in_4bit": True, "precision": "mixed"}, "computes in precision 'bf16' or 'fp32'"),
         ({"state": "device", "precision": "mixed_hi", "master": "split"}, "take master='fp32'"),
         ({"method": "dense", "step_in_backward": True}, "step_in_backward is HiFT's"),

@@ -157,7 +157,7 @@ def test_a_sweep_has_a_plan_a_value_a_table_and_a_picture(
         (["--model", "{tiny}", "--sweep", "token_ratio=0.5,2"], "token_ratio=2.0 must be in (0, 1]"),
         (
             ["--model", "{tiny}", "--method", "dense", "--fit", "1GiB", "--load_in_4bit"],
-            "load_in_4bit goes with method",
+            "--load_in_4bit does not go with --method dense",
         ),
         (["--model", "{tiny}", "--method", "magic"], "argument --method: invalid choice: 'magic'"),
         ([], "the following arguments are required: --model"),

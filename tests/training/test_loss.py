@@ -6,15 +6,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slivertune.training import loss as loss_of_run
+from slivertune.training.arguments import parse_train_arguments
+from slivertune.training.assemble import assemble
 from slivertune.training.loss import attach_loss
+from slivertune.training.ready import Run
 from tests.helpers.architectures import DECODER
 from tests.helpers.models import tiny_llama, twin
 from tests.training.test_callbacks import make_trainer
 from tests.training.tiny import byte_tokenizer, llama_config, prepared, sentiment_splits, splits_of, word_tokenizer
-from tests.training.tiny_runs import COMBINATIONS, train, write_classes, write_texts
+from tests.training.tiny_runs import COMBINATIONS, train, train_arguments, write_classes, write_texts
 
 hf: Any = transformers
 CAUSAL = prepared(splits_of({"text": ["a b c"] * 4}), byte_tokenizer(), llama_config(), task="causal_lm")
@@ -83,7 +87,18 @@ def test_other_tasks_have_no_such_loss_and_nothing_is_said(tmp_path: Path) -> No
     assert attach_loss(trainer, CAUSAL, pytest.fail, wanted=False) is None
 
 
-@pytest.mark.parametrize("name", ["hift", "hift with tokens", "sft with tokens", "lora", "qlora with tokens"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hift",
+        "hift with tokens",
+        "sft with tokens",
+        "lora",
+        "qlora with tokens",
+        "qlora in bf16 with tokens",
+        "sft in 4 bits and bf16 with tokens",
+    ],
+)
 def test_every_method_trains_alike_with_the_loss_in_chunks(name: str, tiny_base: Path, tmp_path: Path) -> None:
     more = COMBINATIONS.get(name, ("--method", "hift"))
     data = write_texts(tmp_path)
@@ -93,6 +108,45 @@ def test_every_method_trains_alike_with_the_loss_in_chunks(name: str, tiny_base:
     assert whole["settings"]["chunked_cross_entropy"] is False
     for when in ("before", "after"):
         assert chunked[when]["eval_loss"] == pytest.approx(whole[when]["eval_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("words", [("--bf16",), ("--weights_dtype", "bf16"), ("--bf16", "--weights_dtype", "fp32"), ()])
+def test_norms_in_fp32_under_a_head_in_bf16_score_in_chunks_with_the_gradients_of_whole_logits(
+    words: tuple[str, ...], tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--lora_rank", "4", "--load_in_4bit", "--use_cpu", *words)
+    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out", *more, method="lora")[1:]
+    run = assemble(parse_train_arguments(arguments), Console(quiet=True))
+    try:
+        assert run.loss is not None
+        found = loss_and_gradients(run)
+        run.loss.remove()
+        expected = loss_and_gradients(run)
+    finally:
+        run.close()
+    # The same products in bf16, rounded at the same places; what differs is the order of the sums over the rows.
+    bound = 1e-2 if "bf16" in " ".join(words) else 1e-5
+    torch.testing.assert_close(found.pop("loss"), expected.pop("loss"), rtol=1e-5, atol=0)
+    assert found.keys() == expected.keys() and any(bool(each.any()) for each in expected.values())
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) <= bound * float(gradient.norm()), name
+
+
+def loss_and_gradients(run: Run) -> dict[str, torch.Tensor]:
+    """What the Trainer computes of the first batch, by name."""
+    trainer, model = run.trainer, run.trainer.model
+    assert model is not None
+    torch.manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would leave no gradient to half of the adapters
+            torch.nn.init.normal_(parameter, std=0.1)
+        parameter.grad = None
+    batch = next(iter(trainer.get_train_dataloader()))
+    with trainer.accelerator.autocast():
+        loss: torch.Tensor = trainer.compute_loss(model, batch, num_items_in_batch=torch.tensor(50))
+    loss.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {"loss": loss.detach(), **gradients}
 
 
 def test_a_classifiers_run_says_nothing_of_it(

@@ -67,6 +67,10 @@ def chunked_cross_entropy(
     return loss
 
 
+class MixedDtypesError(ValueError):
+    """Hidden states and weight are of two dtypes, which only autocast multiplies, in a linear layer, too."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Settings:
     dtype: torch.dtype
@@ -194,6 +198,6 @@ def _check(
             "give one target for each"
         )
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-        raise ValueError(
+        raise MixedDtypesError(
             f"hidden states in {hidden.dtype} don't go with a weight in {weight.dtype}; use one dtype, or autocast"
         )

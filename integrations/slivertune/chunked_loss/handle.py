@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, chunked_cross_entropy
+from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
 
 
 def attach_chunked_cross_entropy(
@@ -43,6 +43,8 @@ def attach_chunked_cross_entropy(
 def why_not_chunked(model: nn.Module) -> str | None:
     """Find out whether a model can be served, by a forward of two tokens without gradients.
 
+    Call it as the model is going to be trained: with its adapters in, and inside of autocast if training is.
+
     Args:
         model: Any model; it is as it was afterwards.
 
@@ -61,6 +63,8 @@ def why_not_chunked(model: nn.Module) -> str | None:
             inner(input_ids=tokens, labels=tokens)
         except ChunkedLossError as error:
             return error.reason
+        except MixedDtypesError:
+            return None  # whole logits can't be computed here, either; under the autocast of training both can
         except ValueError as error:
             # A loss that the model computes by itself finds no classes in the logits.
             return f"{type(inner).__name__} does not compute its loss by model.loss_function ({error})"

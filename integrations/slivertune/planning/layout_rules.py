@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from slivertune.planning.four_bit_rules import clash_with_zero3
+
 if TYPE_CHECKING:
     from slivertune.planning.request import PlanRequest
 
@@ -18,7 +20,9 @@ def clash_of(request: PlanRequest) -> str | None:
         The reason and the way out; None if the two go together.
     """
     layout = request.layout
-    if request.method == "sft" and request.load_in_4bit and layout in ("fsdp2", "zero3"):
+    if request.load_in_4bit and layout == "zero3":
+        return clash_with_zero3()
+    if request.method == "sft" and request.load_in_4bit and layout == "fsdp2":
         return (
             f"layout={layout!r} does not share 4-bit weights out, as their codes belong to scales that no shard "
             "carries; train 4-bit models with layout='ddp', 'zero1' or 'zero2', or leave out load_in_4bit"

@@ -55,15 +55,13 @@ def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanReq
     model = build_model(request, config)
     with without_data():
         give_sizes(model)
-        with attached(request, model) as notes, standing_in(shared, model, bucket_elements):
+        with standing_in(shared, model, bucket_elements):
             forward = _forward_of(model, request)
             if request.method == "hift":
-                plan = _plan_hift(request, model, forward, shared.layout)
-            elif request.method == "sft":
-                plan = _plan_sft(request, model, forward)
-            else:
-                plan = _plan_whole(request, model, forward)
-    return replace(plan, notes=(*plan.notes, *notes))
+                return _plan_hift(request, model, forward, shared.layout)
+            if request.method == "sft":
+                return _plan_sft(request, model, forward)
+            return _plan_whole(request, model, forward)
 
 
 def _forward_of(model: Any, request: PlanRequest) -> Forward:
@@ -80,14 +78,16 @@ def _forward_of(model: Any, request: PlanRequest) -> Forward:
 def _plan_hift(request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> Plan:
     run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
     groups, host = [], {}
-    for members in alike(run.groups, model):
-        peak = run.measure(members[0], forward)
-        if layout == "fsdp2" and len(members) > 1:
-            # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on its way.
-            peak = _higher_before_step(peak, run.measure(members[1], forward))
-        masters, others = run.state_bytes(members[0])
-        groups.append(_group_plan(members, run, peak, masters, others))
-        host[members[0].index] = peak.after.host * len(members)
+    with attached(request, model) as notes:
+        for members in alike(run.groups, model):
+            peak = run.measure(members[0], forward)
+            if layout == "fsdp2" and len(members) > 1:
+                # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on its
+                # way.
+                peak = _higher_before_step(peak, run.measure(members[1], forward))
+            masters, others = run.state_bytes(members[0])
+            groups.append(_group_plan(members, run, peak, masters, others))
+            host[members[0].index] = peak.after.host * len(members)
     waiting = sum(host.values())
     if request.state == "device":
         groups = _with_state_of_others(groups, run)
@@ -97,6 +97,7 @@ def _plan_hift(request: PlanRequest, model: nn.Module, forward: Forward, layout:
         groups,
         host_bytes=0 if request.state == "disk" else waiting,
         disk_bytes=waiting if request.state == "disk" else 0,
+        notes=notes,
     )
 
 
@@ -137,7 +138,7 @@ def _plan_whole(request: PlanRequest, model: nn.Module, forward: Forward) -> Pla
     optimizer_class, arguments = optimizer_of(request.optimizer)
     with Answers():
         optimizer = optimizer_class(trained, **arguments)
-    with Ledger(model) as ledger:
+    with attached(request, model) as notes, Ledger(model) as ledger:
         # The first step makes the state, all later ones have it from their beginning.
         peak = largest_of(
             [measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards) for _ in range(2)]
@@ -154,19 +155,20 @@ def _plan_whole(request: PlanRequest, model: nn.Module, forward: Forward) -> Pla
         activation_bytes=peak.activations,
         before_step=_before_step(0, peak),
     )
-    return _plan(request, model, [group], host_bytes=0, disk_bytes=0)
+    return _plan(request, model, [group], notes=notes)
 
 
 def _plan_sft(request: PlanRequest, model: nn.Module, forward: Forward) -> Plan:
     with without_kept_tensors():
         run = SFTRun(model, request)
-        inside, outside = run.measure(forward)
+        with attached(request, model) as notes:
+            inside, outside = run.measure(forward)
     num_parameters = num_weights(model) - sum(each.numel() for each in run.own_parameters)
     groups = []
     if inside is not None:
         groups.append(_sparse_group(0, "inside an estimation phase", run, inside, inside.highest.state))
     groups.append(_sparse_group(len(groups), "outside of estimation phases", run, outside, outside.after.state))
-    plan = _plan(request, model, groups, host_bytes=0, disk_bytes=0)
+    plan = _plan(request, model, groups, notes=notes)
     stored = plan.parameter_bytes - sum(each.nbytes for each in run.own_parameters)
     return replace(plan, num_parameters=num_parameters, parameter_bytes=stored)
 
@@ -211,7 +213,13 @@ def _moment_of(group: int, phase: Phase, census: Census) -> Moment:
 
 
 def _plan(
-    request: PlanRequest, model: nn.Module, groups: Sequence[GroupPlan], *, host_bytes: int, disk_bytes: int
+    request: PlanRequest,
+    model: nn.Module,
+    groups: Sequence[GroupPlan],
+    *,
+    notes: tuple[str, ...],
+    host_bytes: int = 0,
+    disk_bytes: int = 0,
 ) -> Plan:
     peak = max((group.peak for group in groups), key=lambda moment: moment.total)
     largest = max(groups, key=lambda group: group.num_parameters)
@@ -230,4 +238,5 @@ def _plan(
         residual_bytes=peak.residual,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
+        notes=notes,
     )

@@ -16,6 +16,7 @@ from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunke
 from slivertune.planning.four_bit import hold_in_4bit
 from slivertune.planning.kernels import GpuKernels
 from slivertune.planning.request import PlanRequest
+from slivertune.planning.step import autocast_of
 from slivertune.tokentune import TokenTune
 
 
@@ -74,25 +75,26 @@ def give_sizes(model: nn.Module) -> None:
 
 @contextmanager
 def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Put on the model what a run hooks on it, for a time: the chunked loss, the selection of tokens.
+    """Put on the model what a run hooks on it, for a time, in the run's order: selection of tokens, chunked loss.
 
     Args:
         request: Says what.
-        model: The model, among tensors without data.
+        model: The model, among tensors without data, with its method on it.
 
     Yields:
         What had to be left out or was computed from sizes, for people to read.
     """
     notes: tuple[str, ...] = ()
     with ExitStack() as stack:
+        if request.token_ratio is not None:
+            stack.enter_context(TokenTune(ratio=request.token_ratio).attach(model))
         if request.task == "causal_lm" and request.chunked_cross_entropy:
-            reason = why_not_chunked(model)
+            with autocast_of(request.has_autocast):
+                reason = why_not_chunked(model)
             if reason is None:
                 stack.enter_context(attach_chunked_cross_entropy(model))
             else:
                 notes = (f"the loss is computed from all logits: {reason}",)
-        if request.token_ratio is not None:
-            stack.enter_context(TokenTune(ratio=request.token_ratio).attach(model))
         if request.load_in_4bit:
             notes += ("products with 4-bit weights are computed from their sizes",)
         if request.method == "sft":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from slivertune.hift.config import MasterKind, StatePlace
+from slivertune.planning.four_bit_rules import clash_with_method
 from slivertune.planning.layout_rules import clash_of
 from slivertune.sft.config import Selection
 
@@ -167,10 +168,8 @@ class PlanRequest:
                 f"reselection_interval={self.reselection_interval} must be greater than "
                 f"estimation_steps={self.estimation_steps}, which are the last updates of each interval"
             )
-        if self.load_in_4bit and self.method not in ("lora", "sft"):
-            raise ValueError(
-                f"load_in_4bit goes with method='lora' or 'sft', which train beside frozen codes, not {self.method!r}"
-            )
+        if self.load_in_4bit and (clash := clash_with_method(self.method)) is not None:
+            raise ValueError(clash)
         if self.load_in_4bit and self.precision not in ("fp32", "bf16"):
             raise ValueError(f"load_in_4bit computes in precision 'bf16' or 'fp32', not {self.precision!r}")
         if self.state == "device" and self.master == "split":

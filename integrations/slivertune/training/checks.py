@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from slivertune.interop.refusals import check_base_optimizer, check_best_model
+from slivertune.planning.four_bit_rules import clash_with_method
 from slivertune.training.data_arguments import DataArguments
 from slivertune.training.extras import require
 from slivertune.training.hift_arguments import HiFTArguments
@@ -19,10 +20,6 @@ from slivertune.training.token_arguments import TokenArguments
 
 _SETTINGS_OF_METHOD: dict[Method, Any] = {"hift": HiFTArguments, "sft": SFTArguments, "lora": LoraArguments}
 """What one method alone reads."""
-_FOUR_BIT_REASONS: dict[Method, str] = {
-    "dense": "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps",
-    "hift": "HiFT changes every weight in its turn, and 4-bit weights can't be changed by small steps",
-}
 
 
 def enum_value(value: Any) -> str:
@@ -62,11 +59,8 @@ def check_model(method: Method, model: ModelArguments) -> None:
     """
     if not model.load_in_4bit:
         return
-    if method in _FOUR_BIT_REASONS:
-        raise ValueError(
-            f"--load_in_4bit does not go with --method {method}: {_FOUR_BIT_REASONS[method]}; take --method lora or "
-            "sft, which train adapters or deltas beside them, or leave out --load_in_4bit"
-        )
+    if (clash := clash_with_method(method)) is not None:
+        raise ValueError(clash)
     require("bitsandbytes", "--load_in_4bit")
 
 

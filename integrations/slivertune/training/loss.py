@@ -31,7 +31,9 @@ def attach_loss(
     if not wanted or task.model_kind != "causal_lm" or task.compute_loss_func is not None:
         return None
     model: Any = trainer.model
-    reason = _why_not_in_this_run(trainer) or why_not_chunked(model)
+    # As training runs it: without autocast, the fp32 norms of a 4-bit model don't go with a head in bf16.
+    with trainer.accelerator.autocast():
+        reason = _why_not_in_this_run(trainer) or why_not_chunked(model)
     if reason is not None:
         say(_WHOLE_LOGITS.format(reason=reason))
         return None

@@ -9,6 +9,8 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
+from slivertune.planning.four_bit_rules import clash_with_zero3
+
 
 def asks_for_deepspeed(values: dict[str, Any]) -> bool:
     """Whether the command line or the launcher asks for DeepSpeed.
@@ -88,10 +90,7 @@ def check_four_bit(training: TrainingArguments) -> None:
     """
     plugin: Any = training.deepspeed_plugin
     if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError(
-            "--load_in_4bit does not go with ZeRO-3, which shares weights out without the scales that belong to 4-bit "
-            "codes; take DDP, ZeRO-1 or ZeRO-2, or leave out --load_in_4bit"
-        )
+        raise ValueError(clash_with_zero3())
 
 
 def check_processes(training: TrainingArguments, world_size: int) -> None:
