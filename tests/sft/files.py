@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,7 @@ def damage(
     name: str = DELTA_FILE,
     **fields: Any,
 ) -> Path:
-    """Rewrite a file with changed tensors or metadata."""
+    """Rewrite a file with changed tensors or metadata, as somebody would who makes its hash agree."""
     path = folder / name
     with safe_open(path, "pt") as file:
         metadata = dict(file.metadata())
@@ -85,7 +87,15 @@ def damage(
         change(tensors, metadata)
     metadata |= fields
     save_file(tensors, path, metadata)
+    path.write_bytes(with_hash(path.read_bytes()))
     return folder
+
+
+def with_hash(content: bytes) -> bytes:
+    """Independent: the digits are replaced by zeros, the whole is hashed, and the hash takes their place."""
+    blank = re.sub(rb'("file_sha256":")[0-9a-f]{64}', rb"\g<1>" + 64 * b"0", content)
+    digest = hashlib.sha256(blank).hexdigest().encode()
+    return re.sub(rb'("file_sha256":")[0-9a-f]{64}', rb"\g<1>" + digest, blank)
 
 
 def change_table(metadata: dict[str, str], name: str, **said: Any) -> None:

@@ -99,7 +99,7 @@ def test_the_file_is_safetensors_with_its_version_and_costs_8_bytes_a_weight(tmp
     model = tiny_llama()
     write_deltas(tmp_path / "deltas", model, UP)
     with safe_open(tmp_path / "deltas" / DELTA_FILE, "pt") as file:
-        assert file.metadata()["version"] == "1"
+        assert file.metadata()["version"] == "2"
         assert {key: file.get_slice(key).get_dtype() for key in file.keys()} == {  # noqa: SIM118
             f"{UP}.indices": "I32",
             f"{UP}.values": "F32",
@@ -257,8 +257,11 @@ HOSTILE: list[tuple[Change, str]] = [
     (replace("indices", lambda old: old.view(4, 10)), r"UP.indices has shape \[4, 10\], it must have one dimension"),
     (lambda tensors, _: tensors.pop(f"{UP}.values"), r"lacks the tensor 'UP.values'"),
     (lambda tensors, _: tensors.update(extra=torch.zeros(1)), r"has, beyond its table, the tensor 'extra'"),
-    (meta("version", "2"), r"has version '2', this library reads 1; use the version of slivertune that wrote it"),
-    (meta("version", None), r"has version None, this library reads 1"),
+    (meta("version", "1"), r"has version '1', this library reads 2; use the version of slivertune that wrote it"),
+    (meta("version", None), r"has version None, this library reads 2"),
+    (meta("file_sha256", None), r"holds other bytes than were written \(its SHA-256 is another\); the file is damaged"),
+    (meta("file_sha256", 64 * "F"), r"holds other bytes than were written"),
+    (meta("note", '{"file_sha256":"x'), r"holds other bytes than were written|no JSON"),
     (meta("format", "pt"), r"has format 'pt', not 'slivertune.sft_delta'; it is another kind of file"),
     (meta("tensors", None), r"its metadata 'tensors' is absent or no JSON"),
     (meta("tensors", "{"), r"its metadata 'tensors' is absent or no JSON"),

@@ -503,7 +503,7 @@ def test_a_merged_checkpoint_that_was_changed_is_not_unmerged(tmp_path: Path) ->
             lambda tensors, _: tensors[f"{UP}.values"].__setitem__(0, 9),
             "does not become the base's; the file is damaged",
         ),
-        (lambda _, metadata: metadata.update(version="9"), "has version '9', this library reads 1"),
+        (lambda _, metadata: metadata.update(version="9"), "has version '9', this library reads 2"),
         (lambda _, metadata: metadata.update(format="slivertune.sft_delta"), "it is another kind of file"),
         (lambda _, metadata: change_table(metadata, UP, dtype=7), r"it must be 7; the file is damaged"),
         (lambda _, metadata: change_table(metadata, UP, base_sha256="a"), "does not become the base's"),

@@ -2,7 +2,7 @@
 
 Nothing in it is ever unpickled. The file holds, for each tensor, its sorted int32 positions and float32 values, and in
 its metadata `config`, `base_model_name` and a table: shape, dtype and SHA-256 of the base tensor, and the other names
-that it was tied to.
+that it was tied to; and a hash of the whole file, so that no changed bit goes unnoticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slivertune.sft.sparse_file import DeltaFileError, check_entries, read_spars
 
 DELTA_FILE = "sft_delta.safetensors"
 """The file in the folder."""
-VERSION = 1
+VERSION = 2
 """Version of the file's form."""
 _KIND = "slivertune.sft_delta"
 PLAIN_DTYPES = ("float32", "bfloat16", "float16")
@@ -86,6 +86,7 @@ def save_pretrained(
 
     Raises:
         ValueError: If there is nothing to save, or a delta has no base tensor, does not fit it, or is not finite.
+        OSError: If it can't be written; names the folder, and what it needed. What was there before is whole.
     """
     folder = Path(folder)
     base_values = base_values or {}
@@ -106,13 +107,14 @@ def save_pretrained(
             fields={"config": dict(config), "base_model_name": base_model_name},
         )
 
+    needs_bytes = sum(delta.indices.nbytes + delta.values.nbytes for delta in deltas.values())
     if folder.is_symlink() or folder.exists():
         if not folder.is_dir():
             check_absent(folder)
-        with new_file(folder / DELTA_FILE) as path:
+        with new_file(folder / DELTA_FILE, needs_bytes=needs_bytes) as path:
             write(path)
         return
-    with new_folder(folder) as aside:
+    with new_folder(folder, needs_bytes=needs_bytes) as aside:
         write(aside / DELTA_FILE)
 
 

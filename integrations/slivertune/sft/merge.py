@@ -2,13 +2,15 @@
 
 The copy's shards are those of the base, byte for byte, except for the touched entries; no model is built, and no tensor
 is loaded whole. `sft_undo/base_values.safetensors` in the merged folder keeps the base's bits of the touched entries,
-as rounding can't be inverted: 4 bytes a position and the weight's own bytes.
+as rounding can't be inverted: 4 bytes a position and the weight's own bytes. It also has a hash of every file of the
+base, by which unmerging knows that it gives the base back.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +28,7 @@ UNDO_FILE = "base_values.safetensors"
 """The base's bits of the touched entries."""
 REPORT_FILE = "merged.json"
 """What was merged, and the overlap of each tensor."""
-VERSION = 1
+VERSION = 2
 """Version of the undo file's form."""
 _KIND = "slivertune.sft_undo"
 
@@ -89,9 +91,9 @@ def merge(
     progress("checking the base", 0, 0)
     files = read_sources(deltas)
     additions = add_up(files, base.tensors, _place(checkpoint, allow_quantized_base), hash_base=True)
-    with new_folder(output) as new:
-        _copy(base, new, progress)
-        undo = _Undo()
+    touched_bytes = sum(addition.delta.indices.nbytes + addition.delta.values.nbytes for addition in additions)
+    with new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
+        undo = _Undo(_copy(base, new, progress))
         for number, addition in enumerate(additions):
             progress("adding", number, len(additions))
             undo.add(addition, *_add(base.moved(addition.target, new), addition))
@@ -123,14 +125,18 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
     progress("checking", 0, 0)
     for name, said in undo.table.items():
         _check_merged(path, name, said, merged)
-    with new_folder(output) as new:
-        _copy(merged, new, progress)
+    hashes = _hashes_of_files(path, undo.fields)
+    with new_folder(output, needs_bytes=_size(merged)) as new:
+        found = _copy(merged, new, progress)
         for number, (name, (indices, values)) in enumerate(undo.entries.items()):
             progress("restoring", number, len(undo.entries))
             tensor = merged.moved(merged.tensors[name], new)
             tensor.write(indices, values)
             if tensor.sha256() != undo.table[name].get("base_sha256"):
                 raise DeltaFileError(f"{path}: {name!r} does not become the base's; the file is damaged, take the base")
+        progress("checking", 0, 0)
+        changed = {str(merged.tensors[name].shard.relative_to(checkpoint)) for name in undo.entries}
+        _check_files(checkpoint, hashes, found | {name: _hash_file(new / name) for name in changed})
         progress("writing", 0, 0)
 
 
@@ -147,16 +153,30 @@ def _place(checkpoint: Path, allow_quantized_base: bool) -> Place:
     )
 
 
-def _copy(base: PlainCheckpoint, new: Path, progress: Progress) -> None:
-    total = sum((base.folder / file).stat().st_size for file in base.files)
-    done = 0
+def _size(checkpoint: PlainCheckpoint) -> int:
+    return sum((checkpoint.folder / file).stat().st_size for file in checkpoint.files)
+
+
+def _copy(base: PlainCheckpoint, new: Path, progress: Progress) -> dict[str, str]:
+    """Copy the files of a checkpoint; the SHA-256 of each."""
+    total, done = _size(base), 0
+    hashes = {}
     for file in base.files:
         (new / file).parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
         with (base.folder / file).open("rb") as source, (new / file).open("wb") as target:
             while piece := source.read(CHUNK_BYTES):
                 target.write(piece)
+                digest.update(piece)
                 done += len(piece)
                 progress("copying", done, total)
+        hashes[str(file)] = digest.hexdigest()
+    return hashes
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _add(tensor: StoredTensor, addition: Addition[StoredTensor]) -> tuple[StoredTensor, torch.Tensor]:
@@ -167,9 +187,14 @@ def _add(tensor: StoredTensor, addition: Addition[StoredTensor]) -> tuple[Stored
 
 
 class _Undo:
-    """Collects what unmerging needs."""
+    """Collects what unmerging needs.
 
-    def __init__(self) -> None:
+    Args:
+        hashes: SHA-256 of every file of the base.
+    """
+
+    def __init__(self, hashes: Mapping[str, str]) -> None:
+        self.hashes = hashes
         self.entries: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.table: dict[str, dict[str, object]] = {}
 
@@ -188,7 +213,12 @@ def _write_undo(
 ) -> None:
     folder.mkdir()
     write_sparse_file(
-        folder / UNDO_FILE, kind=_KIND, version=VERSION, entries=undo.entries, table=undo.table, fields={}
+        folder / UNDO_FILE,
+        kind=_KIND,
+        version=VERSION,
+        entries=undo.entries,
+        table=undo.table,
+        fields={"base_files": undo.hashes},
     )
     report = {
         "deltas": [file.source for file in files],
@@ -216,3 +246,21 @@ def _check_merged(path: Path, name: str, said: dict[str, object], merged: PlainC
         raise DeltaFileError(
             f"{path}: {name!r} was changed since it was merged, so the base can't be restored from it; take the base"
         )
+
+
+def _hashes_of_files(path: Path, fields: Mapping[str, object]) -> dict[str, str]:
+    hashes = fields.get("base_files")
+    if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
+        raise DeltaFileError(f"{path}: base_files must be a table of names and hashes; the file is damaged")
+    return hashes
+
+
+def _check_files(checkpoint: Path, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Files that were added since are let through."""
+    for name, sha256 in expected.items():
+        if found.get(name) != sha256:
+            what = "changed" if name in found else "removed"
+            raise DeltaFileError(
+                f"{checkpoint / name} was {what} since it was merged, so the base can't be restored; bring the file "
+                "back as it was, or take the base"
+            )

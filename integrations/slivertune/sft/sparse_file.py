@@ -1,7 +1,8 @@
 """A safetensors file of sparse tensors: for each, sorted int32 positions and values. A file is checked as if hostile.
 
 On disk, tensor `NAME` is two entries, `NAME.indices` and `NAME.values`; the metadata hold `format`, `version`, the
-table `tensors` (JSON: what is said of each name, its dense `shape` at least), and further JSON fields.
+table `tensors` (JSON: what is said of each name, its dense `shape` at least), further JSON fields, and a hash of the
+whole file (`file_hash`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slivertune.sft.delta import INDEX_LIMIT
+from slivertune.sft.file_hash import FIELD, UNKNOWN, has_its_hash, write_file_hash
 
 _NAME_OF_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
 _MAX_DIMENSIONS = 8
@@ -33,7 +35,7 @@ class SparseFile:
     """What a file holds, checked."""
 
     fields: dict[str, Any]
-    """The metadata other than `format`, `version` and `tensors`, decoded."""
+    """The metadata other than `format`, `version`, `tensors` and the hash, decoded."""
     table: dict[str, dict[str, Any]]
     """What the file says of each name; `shape` was checked."""
     entries: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -62,7 +64,7 @@ def write_sparse_file(
     Raises:
         ValueError: If `fields` or `table` can't be written as JSON.
     """
-    metadata = {"format": kind, "version": str(version)}
+    metadata = {"format": kind, "version": str(version), FIELD: UNKNOWN}
     for key, value in {**fields, "tensors": table}.items():
         try:
             metadata[key] = json.dumps(value, allow_nan=False)
@@ -78,6 +80,7 @@ def write_sparse_file(
             tensors[key] = tensor.clone() if address in storages else tensor
             storages.add(address)
     save_file(tensors, path, metadata)
+    write_file_hash(path)
 
 
 def read_sparse_file(
@@ -161,7 +164,10 @@ def _metadata(path: Path, metadata: Mapping[str, str], kind: str, version: int) 
             "use the version of slivertune that wrote it"
         )
     fields = {}
-    for key in {*metadata, "tensors"} - {"format", "version"}:
+    # Damage is told as such, before what it did to some field is complained of.
+    if not has_its_hash(path, metadata.get(FIELD)):
+        raise DeltaFileError(f"{path} holds other bytes than were written (its SHA-256 is another); {_DAMAGED}")
+    for key in {*metadata, "tensors"} - {"format", "version", FIELD}:
         try:
             fields[key] = json.loads(metadata[key])
         except (KeyError, ValueError, RecursionError) as error:
