@@ -15,6 +15,7 @@ FLOORS = {
     "ledger": 0,
     "presets": 0,
     "hift": 1,
+    "manifest": 1,
     "sft": 1,
     "tokentune": 1,
     "parallel": 2,

@@ -9,6 +9,7 @@ import torch
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
+from slivertune.manifest import DamagedCheckpointError, write_manifest
 from slivertune.parallel import beside
 from slivertune.parallel.beside import keep_beside, load_hift, save_hift
 from tests.helpers.accelerator import one_device
@@ -136,13 +137,19 @@ def _hift(**config: Any) -> HiFT:
 def test_a_lost_file_is_named(written: Path) -> None:
     (written / "group-00001.rank-00000.safetensors").unlink()
     hift = _hift()
-    with pytest.raises(FileNotFoundError, match=r"group-00001\.rank-00000\.safetensors is not there"):
+    with pytest.raises(DamagedCheckpointError, match=r"group-00001\.rank-00000\.safetensors is missing"):
+        load_hift(hift, written)
+    write_manifest(written)
+    with pytest.raises(ValueError, match=r"group-00001\.rank-00000\.safetensors is not there"):
         load_hift(hift, written)
     assert hift.updates == 0
 
 
 def test_files_of_another_group_are_refused(written: Path) -> None:
     shutil.copy(written / "group-00001.rank-00000.safetensors", written / "group-00000.rank-00000.safetensors")
+    with pytest.raises(DamagedCheckpointError, match=r"group-00000\.rank-00000\.safetensors has"):
+        load_hift(_hift(), written)
+    write_manifest(written)
     with pytest.raises(ValueError, match="which this model does not train there"):
         load_hift(_hift(), written)
 
@@ -151,6 +158,7 @@ def test_rows_that_are_lost_are_noticed(found: list[dict[str, Any]], folder: Pat
     shutil.copytree(folder / "FSDP2", tmp_path / "hift")
     header = torch.load(tmp_path / "hift" / "header.pt")
     torch.save({**header, "num_ranks": 1}, tmp_path / "hift" / "header.pt")
+    write_manifest(tmp_path / "hift")
     hift = _hift()
     with pytest.raises(ValueError, match=r"has shape \(49, 32\), the weight \(97, 32\)"):
         load_hift(hift, tmp_path / "hift")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from slivertune.manifest import write_manifest
 from slivertune.parallel.layout import Layout
 from slivertune.parallel.sparse_beside import FOLDER, load_sft
 from slivertune.sft import apply
@@ -134,9 +135,21 @@ def test_one_process_without_fsdp_continues(name: str, checkpoints: tuple[Path, 
         assert_same_tree({each: state[each] for each in expected[key]}, expected[key])
 
 
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_load_state_of_one_process_takes_weights_and_state(
+    kind: str, checkpoints: tuple[Path, list[dict[str, Any]]]
+) -> None:
+    folder, two = checkpoints
+    saved = {name: two[0][kind]["fsdp2", name] for name in RESUMED}
+    assert_continued([load_elsewhere(0, 1, "single", folder / kind / "fsdp2")], saved, before=2)
+
+
 def test_a_folder_without_the_state_is_refused_by_its_name(tmp_path: Path) -> None:
     _, sft = RESUMED["AG"].build()
-    with pytest.raises(FileNotFoundError, match=r"state\.pt is not there; the checkpoint must be whole"):
+    with pytest.raises(ValueError, match=r"has no slivertune_checkpoint\.json, so its writing was cut short"):
+        load_sft(sft, tmp_path)
+    write_manifest(tmp_path)
+    with pytest.raises(ValueError, match=r"state\.pt is not there; the checkpoint must be whole"):
         load_sft(sft, tmp_path)
     assert sft.updates == 0
 

@@ -11,8 +11,9 @@ from transformers.modeling_outputs import ModelOutput
 
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.interop import attach
+from slivertune.manifest import MANIFEST_NAME, find_damage
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
-from slivertune.training.checkpoints import MARKER_NAME, checkpoint_folders, find_damage, read_facts
+from slivertune.training.checkpoints import checkpoint_folders, read_facts
 from tests.helpers.models import tiny_llama
 from tests.training.test_checkpoints import make_checkpoint
 
@@ -232,5 +233,5 @@ def test_a_damaged_checkpoint_that_will_be_written_over_loses_its_marker_first(t
         (folder / "model.bin").write_bytes(b"short")
     whole = make_checkpoint(tmp_path, 5)
     make_trainer(tmp_path, CheckpointMarker({}), max_steps=1).train()
-    assert not (tmp_path / "checkpoint-9" / MARKER_NAME).exists()
-    assert (whole / MARKER_NAME).exists()
+    assert not (tmp_path / "checkpoint-9" / MANIFEST_NAME).exists()
+    assert (whole / MANIFEST_NAME).exists()

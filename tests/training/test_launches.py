@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.training.checkpoints import find_damage
+from slivertune.manifest import find_damage
 from tests.helpers.launching import environment
 from tests.training.tiny_runs import assert_same_bits, final_weights, saved_weights, train, train_arguments, write_texts
 

@@ -8,7 +8,7 @@ import torch
 
 from slivertune.cli import main
 from slivertune.interop.checkpoints import TOKENS_NAME
-from slivertune.training.checkpoints import find_damage
+from slivertune.manifest import find_damage
 from tests.training.tiny_runs import (
     COMBINATIONS,
     TINY_CYCLE,

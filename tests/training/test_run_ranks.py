@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from slivertune.manifest import find_damage
 from slivertune.training.arguments import parse_train_arguments
-from slivertune.training.checkpoints import find_damage
 from tests.helpers.ranks import run_ranks
 from tests.training.tiny_runs import TINY_RECIPE, final_weights, saved_weights, train, train_arguments, write_texts
 from tests.training.train_runs import OF_METHOD, PROBE, STEPS, STOPPED, Case, Seen, on_a_rank

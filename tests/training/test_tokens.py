@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from slivertune.interop.checkpoints import TOKENS_NAME
+from slivertune.manifest import find_damage
 from slivertune.tokentune.config import TokenTune
 from slivertune.training.callbacks import CheckpointMarker
-from slivertune.training.checkpoints import find_damage
 from slivertune.training.token_arguments import TokenArguments
 from slivertune.training.tokens import attach_tokens
 from tests.helpers.models import tiny_bert, tiny_llama

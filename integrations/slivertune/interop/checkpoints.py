@@ -4,45 +4,112 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from slivertune import aside
 from slivertune.hift import HiFT
+from slivertune.manifest import MANIFEST_NAME
 from slivertune.parallel.beside import FOLDER as HIFT_FOLDER
-from slivertune.parallel.beside import load_hift, save_hift
+from slivertune.parallel.beside import read_hift, save_hift
+from slivertune.parallel.layout import layout_of
+from slivertune.parallel.manifests import check_together, write_together
+from slivertune.parallel.sharded_weights import holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.sparse_beside import FOLDER as SFT_FOLDER
-from slivertune.parallel.sparse_beside import load_sft, save_sft
+from slivertune.parallel.sparse_beside import read_sft, save_sft
 from slivertune.sft import SFT
 from slivertune.tokentune import TokenTuneHandle
 
 TOKENS_NAME = "slivertune_tokens.json"
 """The file of a checkpoint that says which selection of tokens comes next."""
+_SCHEDULE_NAME = "scheduler.pt"
+# Of one process; of DeepSpeed. What DDP and FSDP2 keep of HiFT has a folder of its own.
+_STATE_PATTERNS = ("optimizer.pt", "optimizer.bin", "global_step*")
 
 
 class ResumeListener:
-    """Knows which checkpoint a Trainer's `train` was asked to continue from; callbacks are not told.
+    """Knows which checkpoint a Trainer's `train` was asked to continue from, and refuses one that is not whole.
 
     Args:
         trainer: Its `train` is listened to, on this instance alone.
+        needs_manifest: Whether a checkpoint without a manifest is refused; TokenTune alone takes those of any Trainer.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, needs_manifest: bool) -> None:
         self.checkpoint: Path | None = None
         """What the run under way continues from."""
         train: Callable[..., Any] = trainer.train
 
         @wraps(train)
         def listen(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            self.checkpoint = _find_checkpoint(trainer.args, resume_from_checkpoint)
-            return train(resume_from_checkpoint, *args, **kwargs)
+            checkpoint = self.checkpoint = _find_checkpoint(trainer.args, resume_from_checkpoint)
+            if checkpoint is not None and (needs_manifest or (checkpoint / MANIFEST_NAME).is_file()):
+                check_together(checkpoint)
+            with _plain_reading(trainer, checkpoint if needs_manifest else None):
+                return train(resume_from_checkpoint, *args, **kwargs)
 
         trainer.train = listen  # type: ignore[method-assign]
+        stop_at_the_end(trainer)
+
+
+def stop_at_the_end(trainer: Trainer) -> None:
+    """Let a run that is resumed from its very last checkpoint make no further update; the Trainer itself makes one.
+
+    Args:
+        trainer: The method that runs an epoch is overridden, on this instance.
+    """
+    own: Any = trainer
+    run_epoch = own._run_epoch
+
+    @wraps(run_epoch)
+    def run_what_is_left(*args: Any, **kwargs: Any) -> Any:
+        if 0 < trainer.state.max_steps <= trainer.state.global_step:
+            trainer.control.should_training_stop = True
+            return None
+        return run_epoch(*args, **kwargs)
+
+    own._run_epoch = run_what_is_left
+
+
+@contextmanager
+def _plain_reading(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
+    """Inside, a Trainer takes what ranks under FSDP2 have saved also where no rank holds a shard."""
+    is_plain = layout_of(trainer.accelerator) in ("single", "ddp")
+    if checkpoint is None or not is_plain or not holds_sharded_weights(checkpoint):
+        yield
+        return
+    own: Any = trainer
+    weights, states = own._load_from_checkpoint, own._load_optimizer_and_scheduler
+
+    def load_weights(folder: str, model: Any = None) -> None:
+        load_sharded_weights(trainer.model if model is None else model, folder)  # type: ignore[arg-type]
+
+    def load_schedule(folder: str | None) -> None:
+        # What FSDP2 keeps of the optimizer is a card, in a form of its own.
+        if folder is not None:
+            saved = torch.load(Path(folder) / _SCHEDULE_NAME, map_location="cpu", weights_only=True)
+            own.lr_scheduler.load_state_dict(saved)
+
+    own._load_from_checkpoint, own._load_optimizer_and_scheduler = load_weights, load_schedule
+    try:
+        yield
+    finally:
+        own._load_from_checkpoint, own._load_optimizer_and_scheduler = weights, states
+
+
+class KeepManifest(TrainerCallback):
+    """Writes a checkpoint's manifest when all that belongs to it has been written. The last callback of ours."""
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Complete the checkpoint that was just saved. A collective."""
+        write_together(checkpoint_folder(args, state), {"global_step": state.global_step})
 
 
 def _find_checkpoint(training: TrainingArguments, asked: str | bool | None) -> Path | None:
@@ -69,6 +136,22 @@ def checkpoint_folder(training: TrainingArguments, state: TrainerState) -> Path:
             "hyperparameter_search, which gives every trial a folder, does not go with slivertune.attach"
         )
     return folder
+
+
+def keep_manifest_last(trainer: Trainer, callback: KeepManifest) -> None:
+    """Let a callback write the manifests of a Trainer's checkpoints, after all callbacks that it has so far.
+
+    Args:
+        trainer: The one that wrote them before writes none any more.
+        callback: The one that does from now on.
+    """
+    trainer.remove_callback(KeepManifest)
+    trainer.add_callback(callback)
+
+
+def _holds_state(checkpoint: Path) -> bool:
+    """Whether an optimizer's state is in a checkpoint, in a form that the Trainer itself has loaded by now."""
+    return any(next(checkpoint.glob(pattern), None) is not None for pattern in _STATE_PATTERNS)
 
 
 class KeepTokens(TrainerCallback):
@@ -127,10 +210,22 @@ class KeepHiFT(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Continue from the state of the run that is resumed."""
+        """Continue from the state of the run that is resumed.
+
+        Raises:
+            RuntimeError: If it is not in the checkpoint.
+        """
         checkpoint = self._listener.checkpoint
-        if checkpoint is not None and (checkpoint / HIFT_FOLDER).is_dir():
-            load_hift(self._optimizer(), checkpoint / HIFT_FOLDER)
+        if checkpoint is None:
+            return
+        if (checkpoint / HIFT_FOLDER).is_dir():
+            read_hift(self._optimizer(), checkpoint / HIFT_FOLDER)
+        elif not _holds_state(checkpoint):
+            raise RuntimeError(
+                f"{checkpoint} has no optimizer state, so masters, moments and the turn would begin anew in the midst "
+                "of a run; resume from one that was saved without save_only_model, or start a new run from its weights "
+                f"(from_pretrained({str(checkpoint)!r}))"
+            )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint that was just saved. A collective."""
@@ -161,7 +256,7 @@ class KeepSFT(TrainerCallback):
         """
         optimizer, checkpoint = self._optimizer(), self._listener.checkpoint
         if checkpoint is not None and (checkpoint / SFT_FOLDER).is_dir():
-            load_sft(optimizer, checkpoint / SFT_FOLDER)
+            read_sft(optimizer, checkpoint / SFT_FOLDER)
         if state.global_step and not optimizer.updates:
             raise RuntimeError(
                 f"the checkpoint after {state.global_step} updates has no optimizer state, so its deltas can't be told "

@@ -9,7 +9,14 @@ from torch import nn
 from transformers import Trainer
 
 from slivertune.hift import HiFT, HiFTConfig
-from slivertune.interop.checkpoints import KeepHiFT, KeepSFT, KeepTokens, ResumeListener
+from slivertune.interop.checkpoints import (
+    KeepHiFT,
+    KeepManifest,
+    KeepSFT,
+    KeepTokens,
+    ResumeListener,
+    keep_manifest_last,
+)
 from slivertune.interop.refusals import check_base_optimizer, check_best_model, check_step_in_backward, check_trainer
 from slivertune.parallel.prepare import prepare
 from slivertune.sft import SFT, SFTConfig
@@ -35,7 +42,7 @@ class Attachment:
         self._method = method
         self._tune = tune
         self._momentum = momentum
-        self._listener = ResumeListener(trainer)
+        self._listener = ResumeListener(trainer, needs_manifest=method is not None)
         self._optimizer: HiFT | SFT | None = None
         self._tokens: TokenTuneHandle | None = None
         self._model: nn.Module | None = None
@@ -178,6 +185,7 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
         _let_make(trainer, attachment)
     if tune is not None:
         trainer.add_callback(KeepTokens(attachment.current_tokens, attachment._listener))
+    keep_manifest_last(trainer, KeepManifest())
     return attachment
 
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from slivertune.aside import folder_aside
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.hift.piece import Weight
 from slivertune.parallel.agreement import check_agreement, world_size
-from slivertune.parallel.folder import carry_folder, unwrapped
+from slivertune.parallel.folder import carry_folder, unwrapped, write_folder_together
 from slivertune.parallel.fsdp2_weight import ShardedWeight
+from slivertune.parallel.manifests import check_together
 
 FOLDER = "hift"
 """Name of the folder inside a checkpoint."""
@@ -45,7 +45,7 @@ def keep_beside(accelerator: Any, hift: HiFT) -> None:
         accelerator,
         FOLDER,
         save=lambda folder: save_hift(hift, folder),
-        load=lambda folder: load_hift(hift, folder),
+        load=lambda folder: read_hift(hift, folder),
         is_kept=lambda: hift.keeps_beside,
     )
 
@@ -87,7 +87,7 @@ def save_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
             }
             torch.save({**whole, "scalars": scalars, "num_ranks": world_size() if is_sharded else 1}, aside / _HEADER)
 
-    _write_together(Path(folder), write)
+    write_folder_together(Path(folder), write)
 
 
 def load_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -98,8 +98,21 @@ def load_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         folder: As given to `save_hift`.
 
     Raises:
-        FileNotFoundError: If a file of the folder is not there.
-        ValueError: If the state is of another model, grouping or optimizer, or is damaged.
+        ValueError: If the folder is not whole, or the state is of another model, grouping or optimizer.
+    """
+    check_together(folder)
+    read_hift(optimizer, folder)
+
+
+def read_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """As `load_hift`, from a folder in a checkpoint that was found to be whole.
+
+    Args:
+        optimizer: As there.
+        folder: As there.
+
+    Raises:
+        ValueError: If the state is of another model, grouping or optimizer, or of other ranks' making.
     """
     hift = unwrapped(optimizer, HiFT)
     folder = Path(folder)
@@ -124,7 +137,7 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight]) -> dict[st
     with ExitStack() as opened:
         for path in files:
             if not path.is_file():
-                raise FileNotFoundError(f"{path} is not there; the folder must be whole, and seen by every rank")
+                raise StateMismatchError(f"{path} is not there; the folder must be whole, and seen by every rank")
             file = opened.enter_context(safe_open(path, "pt"))
             for name, first_row in json.loads(file.metadata()[_FIRST_ROWS]).items():
                 is_scalar = not file.get_slice(name).get_shape()
@@ -163,43 +176,3 @@ def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
-
-
-def _write_together(target: Path, write: Any) -> None:
-    """Let every rank write into one folder, which takes its name when all are done.
-
-    Raises:
-        OSError: On every rank, if one failed; what was at `target` is as before.
-    """
-    with ExitStack() as opened:
-        aside: list[Path | None] = [None]
-        failure = ""
-        try:
-            if world_size() == 1 or dist.get_rank() == 0:
-                aside = [opened.enter_context(folder_aside(target))]
-        except OSError as error:
-            failure = str(error)
-        if world_size() > 1:
-            dist.broadcast_object_list(aside, src=0)
-        try:
-            if aside[0] is not None:
-                write(aside[0])
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-        _fail_together(target, failure)
-        failure = ""
-        try:
-            opened.close()
-        except OSError as error:
-            failure = str(error)
-    _fail_together(target, failure)
-
-
-def _fail_together(target: Path, failure: str) -> None:
-    failures = [failure]
-    if world_size() > 1:
-        failures = [""] * world_size()
-        dist.all_gather_object(failures, failure)
-    told = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each]
-    if told:
-        raise OSError(f"{target} could not be written ({'; '.join(told)}); it must lie where every rank can write")

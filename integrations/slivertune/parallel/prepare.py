@@ -7,8 +7,10 @@ from typing import Any
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.beside import keep_beside
+from slivertune.parallel.beside import keep_beside as keep_hift_beside
 from slivertune.parallel.layout import layout_of
+from slivertune.parallel.manifests import seal_states
+from slivertune.parallel.sparse_beside import keep_beside as keep_sft_beside
 from slivertune.sft import SFT
 
 
@@ -36,10 +38,11 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     """
     slivers = [each for each in objects if isinstance(each, (HiFT, SFT))]
     layout = layout_of(accelerator) if slivers else "single"
+    if slivers:
+        seal_states(accelerator)
     if layout == "single":
-        for each in slivers:
-            if isinstance(each, HiFT):
-                keep_beside(accelerator, each)  # so that a checkpoint of several ranks can be read
+        for each in slivers:  # so that a checkpoint of several ranks can be read
+            keep_hift_beside(accelerator, each) if isinstance(each, HiFT) else keep_sft_beside(accelerator, each)
         return accelerator.prepare(*objects)
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1 or len(slivers) != 1:

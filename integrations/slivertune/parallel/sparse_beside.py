@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slivertune.aside import new_file
+from slivertune.manifest import MANIFEST_NAME
 from slivertune.parallel.agreement import check_agreement, world_size
-from slivertune.parallel.folder import carry_folder, unwrapped
+from slivertune.parallel.folder import carry_folder, unwrapped, write_folder_together
+from slivertune.parallel.manifests import check_together
 from slivertune.sft import SFT
 
 FOLDER = "sft"
@@ -28,10 +29,15 @@ def keep_beside(accelerator: Any, sft: SFT) -> None:
 
     Args:
         accelerator: `accelerate.Accelerator`.
-        sft: Prepared for several ranks.
+        sft: Prepared for shards, or for whole weights, where all is in the optimizer's own file and a folder that
+            ranks with shards have written is read.
     """
     carry_folder(
-        accelerator, FOLDER, save=lambda folder: save_sft(sft, folder), load=lambda folder: load_sft(sft, folder)
+        accelerator,
+        FOLDER,
+        save=lambda folder: save_sft(sft, folder),
+        load=lambda folder: read_sft(sft, folder),
+        is_kept=lambda: sft.shows_card,
     )
 
 
@@ -40,25 +46,20 @@ def save_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 
     Args:
         optimizer: SFT, or accelerate's wrapper of it.
-        folder: Where the state is to lie; an older one in it is replaced once the new one is whole.
+        folder: Where the state is to lie; an older folder is replaced once the new one is whole.
 
     Raises:
+        FileExistsError: If the folder holds other things, which would be lost.
         OSError: On every rank, if rank 0 could not write.
     """
     sft = unwrapped(optimizer, SFT)
-    failure = ""
-    if world_size() == 1 or dist.get_rank() == 0:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with new_file(Path(folder) / _FILE) as path:
-                torch.save(sft.whole_state(), path)
-        except OSError as error:
-            failure = str(error)
-    failures = [failure]
-    if world_size() > 1:
-        dist.broadcast_object_list(failures, src=0)
-    if failures[0]:
-        raise OSError(f"{folder} could not be written ({failures[0]}); it must lie where rank 0 can write")
+    _check_own(Path(folder))
+
+    def write(aside: Path) -> None:
+        if world_size() == 1 or dist.get_rank() == 0:
+            torch.save(sft.whole_state(), aside / _FILE)
+
+    write_folder_together(Path(folder), write)
 
 
 def load_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -69,12 +70,33 @@ def load_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         folder: As given to `save_sft`, seen by every rank.
 
     Raises:
-        FileNotFoundError: If the file is not there.
-        ValueError: If the state is of another model, pretrained value or selection, or is damaged.
+        ValueError: If the folder is not whole, or the state is of another model, pretrained value or selection.
+    """
+    check_together(folder)
+    read_sft(optimizer, folder)
+
+
+def read_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """As `load_sft`, from a folder in a checkpoint that was found to be whole.
+
+    Args:
+        optimizer: As there.
+        folder: As there.
+
+    Raises:
+        ValueError: If the state is of another model, pretrained value or selection.
     """
     sft = unwrapped(optimizer, SFT)
     path = Path(folder) / _FILE
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there; the checkpoint must be whole, and seen by every rank")
+        raise ValueError(f"{path} is not there; the checkpoint must be whole, and seen by every rank")
     sft.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
     check_agreement({"updates of the state that was loaded": sft.updates})
+
+
+def _check_own(folder: Path) -> None:
+    others = (
+        [path.name for path in folder.iterdir() if path.name not in (_FILE, MANIFEST_NAME)] if folder.is_dir() else []
+    )
+    if others:
+        raise FileExistsError(f"{folder} holds {', '.join(sorted(others)[:3])}; name a folder for SFT's state alone")

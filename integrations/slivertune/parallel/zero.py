@@ -15,6 +15,7 @@ from torch import nn
 
 from slivertune.hift import HiFT
 from slivertune.parallel.agreement import check_agreement
+from slivertune.parallel.manifests import seal_engine
 from slivertune.parallel.zero_checkpoint import Checkpoints
 from slivertune.parallel.zero_checks import (
     check_engine_config,
@@ -106,6 +107,7 @@ def rotate(engine: Any, optimizer: HiFT) -> Turns:
     optimizer.hand_over(f"DeepSpeed's ZeRO-{engine.zero_optimization_stage()} engine")
     turns = Turns(engine, optimizer, engine.module)
     Checkpoints(turns)
+    seal_engine(engine)
     engine.hift_turns = turns
     drive_by_config(engine, optimizer)
     return turns

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
+from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.training.arguments import TrainArguments
 from slivertune.training.callbacks import CheckpointMarker, JudgeFirst, NonFiniteGuard
 from slivertune.training.checkpoints import read_facts
@@ -101,7 +102,8 @@ def assemble(arguments: TrainArguments, console: Console, peers: Peers | None = 
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
     loss = attach_loss(trainer, task, display.say, wanted=arguments.method.chunked_cross_entropy)
     # Last of all that write into checkpoints.
-    trainer.add_callback(marker)
+    keep_manifest_last(trainer, marker)
+    stop_at_the_end(trainer)
     run = Run(
         arguments=arguments,
         peers=peers,

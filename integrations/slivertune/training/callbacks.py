@@ -12,23 +12,19 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from slivertune.interop.checkpoints import KeepManifest
+from slivertune.manifest import find_damage, remove_manifest
 from slivertune.parallel.agreement import world_size
-from slivertune.training.checkpoints import (
-    MARKER_NAME,
-    checkpoint_folders,
-    checkpoint_step,
-    find_damage,
-    remove_old,
-    write_marker,
-)
+from slivertune.parallel.manifests import write_together
+from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, marker_entries, remove_old
 
 logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
 
-class CheckpointMarker(TrainerCallback):
-    """Marks a Trainer checkpoint as whole, last of all, and only then deletes old ones.
+class CheckpointMarker(KeepManifest):
+    """Writes a Trainer checkpoint's manifest, last of all, and only then deletes old ones.
 
     The Trainer itself deletes before it says that it has saved, so its own limit (`TrainingArguments.save_total_limit`)
     must be off: between its deletion and our marker nothing whole would be left. Add it after all callbacks that write
@@ -55,19 +51,14 @@ class CheckpointMarker(TrainerCallback):
         if state.is_world_process_zero:
             for folder in checkpoint_folders(Path(str(args.output_dir))):
                 if checkpoint_step(folder) > state.global_step and find_damage(folder) is not None:
-                    (folder / MARKER_NAME).unlink(missing_ok=True)
+                    remove_manifest(folder)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Complete and mark the checkpoint that was just saved, and delete those beyond the limit."""
-        if world_size() > 1:
-            # Other processes may still be writing their random states.
-            torch.distributed.barrier()
-        if not state.is_world_process_zero:
-            return
+        """Complete and mark the checkpoint that was just saved, and delete those beyond the limit. A collective."""
         output_folder = Path(str(args.output_dir))
         checkpoint = output_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        write_marker(checkpoint, self._facts)
-        if self._save_total_limit is not None:
+        write_together(checkpoint, marker_entries(checkpoint, self._facts))
+        if state.is_world_process_zero and self._save_total_limit is not None:
             best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
             remove_old(output_folder, self._save_total_limit, best)
 
