@@ -140,7 +140,7 @@ def _train(argv: list[str], *, debug: bool) -> int:
         peers = join_peers()
         from slivertune.training.arguments import parse_train_arguments
         from slivertune.training.assemble import assemble
-        from slivertune.training.run import execute
+        from slivertune.training.run import describe_finished, execute
         from slivertune.training.terminal import make_console, one_voice
 
         console = make_console(quiet=not peers.is_first)
@@ -148,6 +148,10 @@ def _train(argv: list[str], *, debug: bool) -> int:
             peers.agree_on("arguments", argv)
             arguments = parse_train_arguments(argv, peers)
             peers.reach(1)
+            if arguments.folder.is_finished:
+                if peers.is_first:
+                    print(f"slivertune train: {describe_finished(arguments)}")
+                return 0
             run = assemble(arguments, console, peers)
             is_ready = True
             peers.reach(2)

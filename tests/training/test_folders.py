@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.training.folders import choose_run_folder
+from slivertune.aside import write_json
+from slivertune.training.folders import START_NAME, choose_run_folder
 from tests.training.test_checkpoints import make_checkpoint
 
 
@@ -80,3 +81,63 @@ def test_newer_whole_checkpoints_are_not_written_over() -> None:
     make_checkpoint(Path("mine"), 6)
     with pytest.raises(ValueError, match="checkpoint-6 is newer than mine/checkpoint-3 and would be written over"):
         choose_run_folder("hift", None, str(older))
+
+
+def test_auto_begins_where_nothing_lies_and_continues_the_newest_whole_checkpoint() -> None:
+    for asked, path in ((None, Path("runs/hift")), ("mine", Path("mine"))):
+        folder = choose_run_folder("hift", asked, "auto")
+        assert (folder.path, folder.checkpoint, folder.is_finished) == (path, None, False)
+        assert folder.notes == (f"{path} holds no whole checkpoint; this run begins at the start",)
+        wanted = make_checkpoint(path, 3)
+        make_checkpoint(path, 6, marked=False)
+        folder = choose_run_folder("hift", asked, "Auto")
+        assert (folder.path, folder.checkpoint) == (path, wanted)
+        assert len(folder.notes) == 1 and "checkpoint-6 is not whole" in folder.notes[0]
+
+
+def test_auto_begins_again_in_the_folder_of_a_run_that_was_killed_early() -> None:
+    for asked in (None, "mine"):
+        path = choose_run_folder("hift", asked, "auto").path
+        path.mkdir(parents=True)
+        (path / START_NAME).touch()
+        (path / "events.log").touch()
+        assert choose_run_folder("hift", asked, "auto").path == path
+        make_checkpoint(path, 3, marked=False)
+        folder = choose_run_folder("hift", asked, "auto")
+        assert (folder.path, folder.checkpoint) == (path, None)
+        assert "checkpoint-3 is not whole" in folder.notes[0]
+
+
+def test_auto_continues_the_newest_default_folder_and_leaves_what_is_no_run() -> None:
+    make_checkpoint(Path("runs/hift"), 30)
+    Path("runs/hift-2").mkdir()
+    (Path("runs/hift-2") / START_NAME).touch()
+    Path("runs/hift-3").mkdir()
+    Path("runs/hift-3/thesis.txt").touch()
+    Path("runs/hift-4").touch()
+    folder = choose_run_folder("hift", None, "auto")
+    assert (folder.path, folder.checkpoint) == (Path("runs/hift-2"), None)
+    with pytest.raises(FileExistsError, match=r"runs/hift-3 holds no checkpoint and things that are of no run"):
+        choose_run_folder("hift", "runs/hift-3", "auto")
+    with pytest.raises(FileExistsError, match="runs/hift-4"):
+        choose_run_folder("hift", "runs/hift-4", "auto")
+
+
+def test_auto_leaves_a_finished_run_alone_unless_it_has_gone_on() -> None:
+    make_checkpoint(Path("mine"), 3)
+    write_json(Path("mine/results.json"), {"num_steps": 3})
+    assert choose_run_folder("hift", "mine", "auto").is_finished
+    assert not choose_run_folder("hift", "mine", "true").is_finished
+    later = make_checkpoint(Path("mine"), 5)
+    folder = choose_run_folder("hift", "mine", "auto")
+    assert (folder.is_finished, folder.checkpoint) == (False, later)
+    for text in ("{", "[]", "{}"):
+        Path("mine/results.json").write_text(text)
+        with pytest.raises(ValueError, match=r"mine/results\.json can't be read"):
+            choose_run_folder("hift", "mine", "auto")
+
+
+def test_a_run_that_only_started_leaves_its_default_folder_free() -> None:
+    Path("runs/hift").mkdir(parents=True)
+    (Path("runs/hift") / START_NAME).touch()
+    assert choose_run_folder("hift", None, None).path == Path("runs/hift")

@@ -3,13 +3,15 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
-from slivertune.training.checkpoints import find_damage
+from slivertune.manifest import find_damage, write_manifest
+from slivertune.training.folders import START_NAME
 from tests.training.tiny_runs import (
     METHODS,
     TINY_CYCLE,
@@ -141,6 +143,57 @@ def test_the_newest_whole_checkpoint_is_taken_and_others_are_passed_over_aloud(
     assert all(torch.equal(saved_weights(output / "model")[name], wanted[name]) for name in wanted)
     assert find_damage(output / "checkpoint-6") is None
     assert find_damage(output / "checkpoint-8") is None
+
+
+@pytest.mark.parametrize("method", ["dense", "hift", "sft"])
+def test_one_command_starts_continues_and_finishes_a_run(
+    method: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = [
+        "--save_steps",
+        "2",
+        *(("--density", "0.1", "--reselection_interval", "3", "--estimation_steps", "2") if method == "sft" else ()),
+    ]
+    train(tiny_base, write_texts(tmp_path), tmp_path / "whole", *more, method=method)
+    arguments = train_arguments(tiny_base, tmp_path / "texts.jsonl", tmp_path / "x", *more, method=method)
+    place = arguments.index("--output_dir")
+    command = [*arguments[:place], *arguments[place + 2 :], "--resume_from_checkpoint", "auto"]
+    output = tmp_path / "runs" / method
+
+    def end_early(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:  # ended before its first update
+        patched.setattr("slivertune.training.run._evaluate", end_early)
+        assert main(command) == 130
+    assert sorted(path.name for path in output.iterdir()) == [START_NAME]
+    with monkeypatch.context() as patched:  # ended while its fourth checkpoint file was being written
+        patched.setattr("slivertune.training.callbacks.write_together", _ends_at(output / "checkpoint-4"))
+        assert main(command) == 130
+    assert find_damage(output / "checkpoint-2") is None and find_damage(output / "checkpoint-4") is not None
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert f"runs/{method} holds no whole checkpoint; this run begins at the start" in out
+    assert f"continuing from runs/{method}/checkpoint-2" in out
+    assert_same_bits(tmp_path / "whole", output)
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    assert main(command) == 0
+    assert f"the run in runs/{method} is finished after 6 updates; nothing was trained" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+    (output / "results.json").unlink()  # as if it had ended between the model and the results
+    assert main(command) == 0
+    assert_same_bits(tmp_path / "whole", output)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [method]
+
+
+def _ends_at(folder: Path) -> Any:
+    def write(checkpoint: Path, entries: Any) -> None:
+        if checkpoint.resolve() == folder:
+            raise KeyboardInterrupt
+        write_manifest(checkpoint, entries)
+
+    return write
 
 
 def test_another_method_or_grouping_cannot_resume_a_run(

@@ -189,6 +189,10 @@ def make_parser() -> HfArgumentParser:
         ),
         epilog=(
             "Without --output_dir, a run writes to runs/METHOD, or the first free one of runs/METHOD-2, -3, ... "
+            "--resume_from_checkpoint takes a checkpoint's folder; or true for the newest whole one; or auto for the "
+            "newest whole one, and the start where there is none, so that one command both starts and continues a run: "
+            "given again after a kill it goes on in the same folder, by default the newest of runs/METHOD; a run that "
+            "is finished it leaves alone, and says so. "
             "Lines come once a cycle of HiFT, once a reselection of SFT, or every 8 updates. The embedded model and "
             "data bring a learning rate, a schedule, a length and a batch size of their own; what is given here wins."
         ),

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, find_damage, newest_whole
+from slivertune.manifest import find_damage
+from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, newest_whole
+
+RESULTS_NAME = "results.json"
+"""The file that a run writes into its folder when it ends."""
+START_NAME = "slivertune_run.json"
+"""The file that it writes there when it starts, so that one which is killed early can start again in that folder."""
 
 _RUNS = Path("runs")
 
@@ -19,6 +26,8 @@ class RunFolder:
     checkpoint: Path | None = None
     notes: tuple[str, ...] = ()
     """What the user should know about checkpoints that were passed over."""
+    is_finished: bool = False
+    """Whether the run in it has come to its end, and nothing is left to do."""
 
 
 def choose_run_folder(method: str, asked: str | None, resume: str | None) -> RunFolder:
@@ -27,7 +36,8 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None) -> Run
     Args:
         method: Names the default folder: `runs/METHOD`, or the first free one of `runs/METHOD-2`, `runs/METHOD-3`, ...
         asked: `--output_dir`.
-        resume: `--resume_from_checkpoint`: "true" for the newest whole checkpoint, or the path of one.
+        resume: `--resume_from_checkpoint`: "true" for the newest whole checkpoint; "auto" for the same, or the start
+            where there is none; or the path of one.
 
     Returns:
         The folder, which need not exist yet, and the checkpoint if the run is resumed.
@@ -40,6 +50,8 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None) -> Run
         return RunFolder(path=_fresh_folder(method, asked))
     if resume.lower() == "true":
         return _continue_newest(method, asked)
+    if resume.lower() == "auto":
+        return _start_or_continue(method, asked)
     return _continue_from(Path(resume).expanduser(), asked)
 
 
@@ -50,7 +62,7 @@ def _fresh_folder(method: str, asked: str | None) -> Path:
     if _is_occupied(folder):
         raise FileExistsError(
             f"output_dir {folder} already holds something, which is never written over; name another folder, or "
-            "continue what lies there with --resume_from_checkpoint true"
+            "continue what lies there with --resume_from_checkpoint true, or auto"
         )
     return folder
 
@@ -68,10 +80,51 @@ def _continue_newest(method: str, asked: str | None) -> RunFolder:
     return RunFolder(path=folder, checkpoint=checkpoint, notes=tuple(f"passed over: {line}" for line in passed_over))
 
 
+def _start_or_continue(method: str, asked: str | None) -> RunFolder:
+    """The newest whole checkpoint of a run, or its start; a run that has ended is left alone."""
+    if asked is not None:
+        folder = Path(asked).expanduser()
+    else:
+        # The one that the first of these commands has made, be it empty; not another for each.
+        existing = itertools.takewhile(Path.exists, _default_folders(method))
+        ours = [path for path in existing if not _is_occupied(path) or _is_of_a_run(path)]
+        folder = ours[-1] if ours else _fresh_folder(method, None)
+    checkpoint, passed_over = newest_whole(folder)
+    notes = tuple(f"passed over: {line}" for line in passed_over)
+    if _has_finished(folder, checkpoint):
+        return RunFolder(path=folder, checkpoint=checkpoint, is_finished=True)
+    if checkpoint is not None:
+        return RunFolder(path=folder, checkpoint=checkpoint, notes=notes)
+    if _is_occupied(folder) and not _is_of_a_run(folder):
+        raise FileExistsError(
+            f"output_dir {folder} holds no checkpoint and things that are of no run of slivertune train, which are "
+            "never written over; name another folder"
+        )
+    return RunFolder(path=folder, notes=(*notes, f"{folder} holds no whole checkpoint; this run begins at the start"))
+
+
+def _is_of_a_run(folder: Path) -> bool:
+    """Whether a folder holds what a run of this command has made of it."""
+    return folder.is_dir() and ((folder / START_NAME).is_file() or bool(checkpoint_folders(folder)))
+
+
+def _has_finished(folder: Path, checkpoint: Path | None) -> bool:
+    """Whether the run in a folder has written its results, and no later checkpoint."""
+    try:
+        num_steps = json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))["num_steps"]
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / RESULTS_NAME} can't be read ({error}); move it away to go on") from error
+    # Resumed with more steps, it has checkpoints beyond its first results.
+    return checkpoint is None or checkpoint_step(checkpoint) <= num_steps
+
+
 def _continue_from(checkpoint: Path, asked: str | None) -> RunFolder:
     if not checkpoint.is_dir():
         raise ValueError(
-            f"resume_from_checkpoint={str(checkpoint)!r} is no folder; give a checkpoint's path, or true for the newest"
+            f"resume_from_checkpoint={str(checkpoint)!r} is no folder; give a checkpoint's path, true for the newest, "
+            "or auto for the newest or the start"
         )
     damage = find_damage(checkpoint)
     if damage is not None:
@@ -95,4 +148,4 @@ def _default_folders(method: str) -> itertools.chain[Path]:
 
 
 def _is_occupied(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    return folder.exists() and (not folder.is_dir() or any(path.name != START_NAME for path in folder.iterdir()))

@@ -16,9 +16,9 @@ from rich.text import Text
 
 from slivertune import __version__, aside
 from slivertune.ledger import Census
+from slivertune.training.folders import RESULTS_NAME
 from slivertune.training.plan_line import Peaks
 
-RESULTS_NAME = "results.json"
 _PEAK_ROWS = {
     "parameters": "weights",
     "gradients": "gradients",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from slivertune import aside
 from slivertune.training.arguments import TrainArguments
 from slivertune.training.checkpoints import newest_whole
 from slivertune.training.checks import enum_value
 from slivertune.training.display import describe_metrics
+from slivertune.training.folders import RESULTS_NAME, START_NAME
 from slivertune.training.plan_line import PlanLine
 from slivertune.training.ready import Run
 from slivertune.training.report import Results, Sample, print_results, write_results
@@ -54,9 +57,31 @@ def describe_interruption(arguments: TrainArguments) -> str:
     return f"interrupted; the last whole checkpoint is {checkpoint}; continue with: {shlex.join(command)}"
 
 
+def describe_finished(arguments: TrainArguments) -> str:
+    """Say that the run which was asked for has been finished before, and by which command.
+
+    Args:
+        arguments: The settings; its folder holds the results.
+
+    Returns:
+        One line.
+    """
+    folder = arguments.folder.path
+    results = json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))
+    command = shlex.join(results.get("command") or ["unknown"])
+    return (
+        f"the run in {folder} is finished after {results['num_steps']} updates; nothing was trained. It was started "
+        f"by: {command}. To train on, raise --max_steps or --num_train_epochs with --resume_from_checkpoint true; to "
+        "start anew, name another --output_dir"
+    )
+
+
 def _execute(run: Run, console: Console) -> Results:
     training = run.arguments.training
     output_folder = Path(str(training.output_dir))
+    if run.peers.is_first:
+        output_folder.mkdir(parents=True, exist_ok=True)
+        aside.write_json(output_folder / START_NAME, {"command": run.arguments.command})
     plan_line = PlanLine(run)
     if run.layout == "single":
         _judge_before(run)
