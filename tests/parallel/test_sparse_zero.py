@@ -20,9 +20,11 @@ from tests.helpers.ranks import run_ranks
 from tests.parallel.sparse_checkpoints import (
     CUT,
     RESUMED,
+    assert_continued,
     assert_is_plain,
     assert_trainers_went_on,
     assert_went_on,
+    load_elsewhere,
     load_without_the_library,
     resume_trainers,
     save_and_resume,
@@ -118,6 +120,19 @@ def test_a_run_that_was_saved_on_its_way_continues_to_the_bit(
     results = [found["accelerate"][layout, name] for found in checkpoints[1]]
     assert_went_on(results)
     assert_equal_to_one_process([{**each["straight"], "weights": each["weights"]} for each in results], RESUMED[name])
+
+
+def load_in_every_layout(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    return {layout: load_elsewhere(rank, num_ranks, layout, folder / layout) for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, two = checkpoints
+    results = run_ranks(load_in_every_layout, num_ranks, folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
+    for layout in LAYOUTS:
+        saved = {name: two[0]["accelerate"][layout, name] for name in RESUMED}
+        assert_continued([found[layout] for found in results], saved, before=2)
 
 
 @pytest.mark.parametrize(("layout", "name"), TRAINERS)

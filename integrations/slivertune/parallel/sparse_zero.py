@@ -11,16 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
+from slivertune.parallel.manifests import seal_engine
 from slivertune.parallel.sparse_base import ShardedBase
 from slivertune.parallel.sparse_checks import check_layers, check_zero_config
 from slivertune.parallel.sparse_exchange import RankExchange
 from slivertune.parallel.zero_checks import fill_clipping
+from slivertune.parallel.zero_elsewhere import fill_frozen, first_states, ranks_of_states, reading_first
 from slivertune.parallel.zero_engine import drive_by_config, take_place
 from slivertune.sft import SFT
 from slivertune.sft.base_access import BaseAccess
@@ -112,6 +116,50 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
         delattr(model, _PLACEHOLDER)
         engine.optimizer = engine.basic_optimizer = EngineStep(sft, engine)
         drive_by_config(engine, sft)
+        _read_by_any_ranks(engine, stage)
+        seal_engine(engine)
+
+
+def _read_by_any_ranks(engine: Any, stage: int) -> None:
+    """Let an engine that steps SFT load what another number of ranks has saved, which DeepSpeed itself refuses."""
+    own_load = engine.load_checkpoint
+
+    @wraps(own_load)
+    def load_checkpoint(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        options = {
+            "load_module_strict": load_module_strict,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "custom_load_fn": custom_load_fn,
+        }
+        num_saved = None if tag is None or load_module_only else ranks_of_states(Path(load_dir) / tag)
+        if tag is None or num_saved in (None, torch.distributed.get_world_size()):
+            return own_load(
+                load_dir,
+                tag,
+                load_optimizer_states=load_optimizer_states,
+                load_module_only=load_module_only,
+                **options,
+            )
+        assert num_saved is not None
+        folder = Path(load_dir) / tag
+        with reading_first(engine, folder):
+            loaded = engine._load_checkpoint(load_dir, tag, load_optimizer_states=True, **options)
+        if stage == 3:
+            engine.empty_partition_cache()
+            fill_frozen(engine, folder, num_saved, ())
+        if load_optimizer_states:
+            engine.optimizer.load_state_dict([first_states(folder)])
+        return loaded
+
+    engine.load_checkpoint = load_checkpoint
 
 
 class EngineStep:

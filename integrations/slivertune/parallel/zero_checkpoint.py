@@ -1,7 +1,8 @@
 """Checkpoints of a DeepSpeed engine that HiFT rotates: DeepSpeed's files, and beside them one a rank with the rest.
 
 DeepSpeed writes the model, its counters and schedule, and the optimizer of the active group. A file of ours for each
-rank holds the rotation, and its share of the masters and state of every other group.
+rank holds the rotation, its share of the masters and state of every group, and which elements of which parameters that
+is, so that any other number of ranks can put its own shares together.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ import torch.distributed as dist
 from slivertune.aside import new_file
 from slivertune.hift.rotation import own_copy
 from slivertune.parallel.agreement import check_agreement
+from slivertune.parallel.zero_elsewhere import fill_frozen, reading_first
+from slivertune.parallel.zero_shares import Piece, SavedShares, file_name, pieces_of, saved_ranks
 from slivertune.parallel.zero_turns import Turns
 
-VERSION = 1
+VERSION = 2
 """Version of the saved form."""
-
-
-def file_name(rank: int, num_ranks: int) -> str:
-    """Name of a rank's file in the folder of a checkpoint."""
-    return f"slivertune_hift_rank_{rank}_of_{num_ranks}.pt"
+_READABLE = (1, 2)
 
 
 class Checkpoints:
@@ -55,6 +54,11 @@ class Checkpoints:
         tag = f"global_step{turns.engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
         folder.mkdir(parents=True, exist_ok=True)
+        if dist.get_rank() == 0:
+            for path in folder.glob("slivertune_hift_rank_*_of_*.pt"):
+                # Of an older checkpoint that other ranks have saved under this name.
+                if not path.stem.endswith(f"_of_{dist.get_world_size()}"):
+                    path.unlink()
         # Before DeepSpeed's, whose last act is to point "latest" at the folder.
         with new_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as aside:
             torch.save(self._export(), aside)
@@ -81,8 +85,8 @@ class Checkpoints:
         """As DeepSpeed's; a collective.
 
         Raises:
-            ValueError: If the checkpoint is not one of HiFT, of another number of ranks, or of other groups; on all
-                ranks, before anything is changed.
+            ValueError: If the checkpoint is not one of HiFT, or of other groups; on all ranks, before anything is
+                changed.
         """
         turns = self._turns
         latest = Path(load_dir) / "latest"
@@ -100,6 +104,9 @@ class Checkpoints:
             turns.restore(saved["updates"], saved["held_lr"])
             for outer, values in zip(turns.optimizer.param_groups, saved["param_groups"], strict=True):
                 outer.update({key: own_copy(value) for key, value in values.items()})
+            num_saved = saved_ranks(Path(load_dir) / str(tag))
+            if num_saved is not None and num_saved != dist.get_world_size():
+                return self._load_from_others(Path(load_dir), str(tag), num_saved, load_optimizer_states, rest)
         loaded = self._engine_load(
             str(load_dir),
             str(tag),
@@ -116,6 +123,56 @@ class Checkpoints:
                 self._import(group, saved["groups"][str(group)])
             turns.adopt(group, saved["own"][str(group)])
         return loaded
+
+    def _load_from_others(
+        self, load_dir: Path, tag: str, num_saved: int, load_states: bool, rest: Mapping[str, Any]
+    ) -> Any:
+        """Load what another number of ranks has saved: every share anew, out of all their files."""
+        turns, folder = self._turns, load_dir / tag
+        shares = SavedShares(folder, num_saved)
+        zero: Any = turns.engine.optimizer
+        if turns.stage == 3:
+            zero.checkpoint_event_prologue()
+        with reading_first(turns.engine, folder):
+            loaded = turns.engine._load_checkpoint(str(load_dir), tag, load_optimizer_states=True, **rest)
+        turns.follow_counters()
+        for name, value in shares.first["scaler"].items():
+            setattr(turns.children[turns.active].loss_scaler, name, value)
+        for group in turns.children:
+            self._fill(group, shares, load_states)
+            own = shares.first["own"][str(group)]
+            turns.adopt(group, own if load_states else [{} for _ in own])
+        if turns.stage == 3:
+            trained = {id(each.parameter) for group in turns.children for each in turns.optimizer.weights_of(group)}
+            fill_frozen(turns.engine, folder, num_saved, trained)
+            zero.checkpoint_event_epilogue()
+        return loaded
+
+    def _fill(self, group: int, shares: SavedShares, load_states: bool) -> None:
+        turns = self._turns
+        mover, child = turns.mover(group), turns.children[group]
+        mover.to_device()
+        with turns.all_masters_listed(group) as optimizer:
+            state: dict[int, Any] = {}
+            for index, (master, own) in enumerate(zip(mover.masters, self._pieces(group), strict=True)):
+                whole = master.detach().cpu().clone()
+                kept = shares.fill(group, own, whole)
+                master.data.copy_(whole)
+                if kept:
+                    state[index] = kept
+            if load_states:
+                exported = shares.first["groups"].get(str(group), shares.first["active"])
+                inner = optimizer.state_dict()["param_groups"]
+                for mine, theirs in zip(inner, exported["optimizer"]["param_groups"], strict=True):
+                    mine.update({key: own_copy(value) for key, value in theirs.items() if key != "params"})
+                optimizer.load_state_dict({"state": state, "param_groups": inner})
+        if turns.stage == 3:
+            for index in range(len(mover.masters)):
+                child._reassign_or_swap_out_partitioned_parameters(index)
+
+    def _pieces(self, group: int) -> list[list[Piece]]:
+        names = {id(each): name for name, each in self._turns.engine.module.named_parameters()}
+        return pieces_of(self._turns.children[group], self._turns.stage, names)
 
     def _destroy(self) -> None:
         """As DeepSpeed's."""
@@ -138,7 +195,30 @@ class Checkpoints:
                 for group in turns.optimizer.param_groups
             ],
             "groups": {str(group): self._export_group(group) for group in waiting},
+            # DeepSpeed's files have it too, in a form that only as many ranks read.
+            "active": self._export_group(turns.active),
+            "pieces": {
+                str(group): [list(map(tuple, each)) for each in self._pieces(group)] for group in turns.children
+            },
+            "shapes": self._shapes(),
+            "scaler": {
+                name: value
+                for name, value in vars(turns.children[turns.active].loss_scaler).items()
+                if isinstance(value, (bool, int, float))
+            },
             "own": {str(group): turns.own_hyperparameters(group) for group in turns.children},
+        }
+
+    def _shapes(self) -> dict[str, dict[str, list[int]]]:
+        """The parameters' shapes by group and name."""
+        turns = self._turns
+        names = {id(each): name for name, each in turns.engine.module.named_parameters()}
+        return {
+            str(group): {
+                names[id(each.parameter)]: list(getattr(each.parameter, "ds_shape", each.parameter.shape))
+                for each in turns.optimizer.weights_of(group)
+            }
+            for group in turns.children
         }
 
     def _export_group(self, group: int) -> dict[str, Any]:
@@ -184,27 +264,22 @@ class Checkpoints:
 
     def _checked(self, folder: Path) -> dict[str, Any]:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        path = folder / file_name(rank, num_ranks)
-        if not path.is_file():
-            others = sorted(folder.glob("slivertune_hift_rank_*_of_*.pt"))
-            if not others:
-                raise ValueError(f"{folder} has no {path.name}: it was not saved by HiFT on DeepSpeed; name another")
-            num_saved = others[0].stem.rpartition("_")[2]
-            if num_saved == str(num_ranks):
-                raise ValueError(f"{folder} has no {path.name}; the checkpoint is damaged, use another")
+        num_saved = saved_ranks(folder)
+        if num_saved is None:
             raise ValueError(
-                f"{folder} was saved by {num_saved} ranks, and this run has {num_ranks}; ZeRO's shares can't be cut "
-                f"anew. Resume with {num_saved} processes, or start a new run from the weights "
-                "(engine.save_16bit_model, or zero_to_fp32.py in the checkpoint); under DDP and FSDP2 another number "
-                "of ranks resumes"
+                f"{folder} has no {file_name(rank, num_ranks)}: it was not saved by HiFT on DeepSpeed; name another"
             )
+        # All ranks' files say the same of what is asked here.
+        path = folder / file_name(rank if num_saved == num_ranks else 0, num_saved)
+        if not path.is_file():
+            raise ValueError(f"{folder} has no {path.name}; the checkpoint is damaged, use another")
         try:
             saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(f"{path} can't be read ({error}); the checkpoint is damaged, use another") from error
-        if saved["version"] != VERSION:
+        if saved["version"] not in _READABLE:
             raise ValueError(
-                f"{path} has version {saved['version']!r}, this library reads {VERSION}; "
+                f"{path} has version {saved['version']!r}, this library reads {_READABLE}; "
                 "continue with the version that wrote it"
             )
         for name, value in self._identity().items():
