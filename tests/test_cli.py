@@ -263,7 +263,7 @@ def test_merge_takes_the_base_that_the_deltas_name_from_a_folder_or_the_hubs_cac
 def test_what_merge_refuses_is_one_line_and_code_2(to_merge: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_deltas(to_merge / "nameless", tiny_llama(torch.bfloat16))
     write_deltas(to_merge / "other", tiny_llama(torch.bfloat16, seed=1), base_model_name="base")
-    damage(write_deltas(to_merge / "newer", tiny_llama(), base_model_name="base"), version="2")
+    damage(write_deltas(to_merge / "newer", tiny_llama(), base_model_name="base"), version="3")
     before = sorted(to_merge.rglob("*"))
     for arguments, message in (
         (["merge", "nameless"], "the deltas name ['None'] as their base; say which it is with --model_name_or_path"),
@@ -275,7 +275,7 @@ def test_what_merge_refuses_is_one_line_and_code_2(to_merge: Path, capfd: pytest
         (["merge", "deltas0", "--model_name_or_path", "./absent"], "'./absent' is neither a folder nor a model"),
         (["merge", "absent"], "absent/sft_delta.safetensors is not there; name the folder that save_pretrained"),
         (["merge", "other"], f"other: '{UP}' was trained on another base"),
-        (["merge", "newer"], "newer/sft_delta.safetensors has version '2', this library reads 1; use the version"),
+        (["merge", "newer"], "newer/sft_delta.safetensors has version '3', this library reads 2; use the version"),
         (["unmerge", "base"], "base_values.safetensors is not there, so base can't be unmerged"),
         (["unmerge", "absent"], "absent is no folder"),
     ):
