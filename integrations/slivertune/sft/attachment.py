@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.sft.averaging import Averaging
 from slivertune.sft.config import PhiGradient
+from slivertune.sft.guard import ModelGuard
 from slivertune.sft.holder import HOLDER_NAME, DeltaHolder
 from slivertune.sft.linear import DeltaLayer
 from slivertune.sft.names import name_before
@@ -25,6 +27,7 @@ class Attachment:
         holder: Holds their deltas.
         averaging: Is told of each gradient.
         phi_gradient: How the layer form computes gradients.
+        guard: Looks after the model while it is attached.
     """
 
     layer_class = DeltaLayer
@@ -37,8 +40,10 @@ class Attachment:
         holder: DeltaHolder,
         averaging: Averaging,
         phi_gradient: PhiGradient,
+        guard: ModelGuard,
     ) -> None:
         self._model = model
+        self._guard = guard
         self._weights = weights
         self._holder = holder
         self._averaging = averaging
@@ -64,7 +69,7 @@ class Attachment:
         for at, weight in enumerate(self._weights):
             if weight.merged:
                 weight.target.parameter.requires_grad_(True)
-                hook = self._taker(at, weight)
+                hook = self._taker(at)
                 self._handles.append(weight.target.parameter.register_post_accumulate_grad_hook(hook))
             else:
                 self._layers.append(self.layer_class(weight, at, self._averaging, self._phi_gradient))
@@ -73,9 +78,11 @@ class Attachment:
         # On a layer, as a model that is a container would count it among its layers and call it.
         if with_holder:
             self._owner.add_module(HOLDER_NAME, self._holder)
+        self._guard.put_on(self)
 
     def take_off(self) -> None:
         """Leave the model without any of it, still frozen."""
+        self._guard.take_off()
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
@@ -95,12 +102,20 @@ class Attachment:
     def _owner(self) -> nn.Module:
         return self._weights[0].target.module
 
-    def _taker(self, at: int, weight: SparseWeight) -> Callable[[torch.Tensor], None]:
+    def _taker(self, at: int) -> Callable[[torch.Tensor], None]:
+        # A tensor's hooks lie where Python's garbage collector does not look: they must not hold the tensor.
+        reference = weakref.ref(self)
+
         def take(parameter: torch.Tensor) -> None:
-            if parameter.grad is not None:
-                serial = self._averaging.begin()
-                weight.take(parameter.grad)
-                self._averaging.show(at, parameter.grad.reshape(-1), 0, weight.indices, serial)
+            attachment = reference()
+            if attachment is not None and parameter.grad is not None:
+                attachment._take(at, parameter.grad)
                 parameter.grad = None
 
         return take
+
+    def _take(self, at: int, gradient: torch.Tensor) -> None:
+        weight = self._weights[at]
+        serial = self._averaging.begin()
+        weight.take(gradient)
+        self._averaging.show(at, gradient.reshape(-1), 0, weight.indices, serial)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from slivertune.sft.exchange import ALONE, NOWHERE, Exchange, Place
 from slivertune.sft.growth import GrowthEstimator
+from slivertune.sft.guard import tensors_in
 from slivertune.sft.holder import DeltaHolder
 from slivertune.sft.weight import SparseWeight
 
@@ -63,7 +63,7 @@ class Averaging:
             self._waits_for_end = False
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            for leaf in _tensors(output):
+            for leaf in tensors_in(output):
                 if leaf.requires_grad:
                     leaf.register_hook(lambda gradient: self._await_end())
 
@@ -166,10 +166,3 @@ def _buckets(weights: Sequence[SparseWeight]) -> Iterator[list[SparseWeight]]:
         bucket.append(weight)
         size += own
     yield bucket
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors in a model's output, whatever holds them."""
-    # Some models' outputs are plain objects that no tree knows.
-    leaves = tree_leaves(output if not hasattr(output, "__dict__") else [output, list(vars(output).values())])
-    return [leaf for leaf in {id(leaf): leaf for leaf in leaves}.values() if isinstance(leaf, torch.Tensor)]

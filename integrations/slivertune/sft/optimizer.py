@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta import SparseDelta
 from slivertune.sft.delta_file import save_pretrained
 from slivertune.sft.exchange import Exchange
+from slivertune.sft.guard import ModelGuard
 from slivertune.sft.holder import DeltaHolder
 from slivertune.sft.linear import check_layer_form
 from slivertune.sft.names import name_before
@@ -31,6 +33,9 @@ from slivertune.sft.schedule import Schedule
 from slivertune.sft.selection import random_indices
 from slivertune.sft.targets import Target, count_weights, find_targets
 from slivertune.sft.weight import SparseWeight, new_moments
+
+IDLE_STEPS = 20
+"""Steps without a gradient, one after the other, after which a warning says so."""
 
 
 class SFT(torch.optim.Optimizer):
@@ -104,10 +109,12 @@ class SFT(torch.optim.Optimizer):
         self._sealed = True
         self._card = Card()
         self._updates = 0
+        self._num_idle_steps = 0
         self._grad_norm: torch.Tensor | None = None
         self._averaging = Averaging(self._weights, self._holder)
+        self._guard = ModelGuard(model, self._weights, self._holder, self)
         self._attachment = self.attachment_class(
-            model, self._weights, self._holder, self._averaging, config.phi_gradient
+            model, self._weights, self._holder, self._averaging, config.phi_gradient, self._guard
         )
         self._attachment.put_on()
         self._open_phases()
@@ -178,7 +185,19 @@ class SFT(torch.optim.Optimizer):
             weight.claim()
 
     def deltas(self) -> dict[str, SparseDelta]:
-        """A copy of every tensor's positions and deltas, by parameter name."""
+        """A copy of every tensor's positions and deltas, by parameter name.
+
+        Raises:
+            RuntimeError: If somebody else has set trained entries of the weights since the last step.
+        """
+        for weight in self._weights:
+            if count := weight.num_foreign():
+                raise RuntimeError(
+                    f"{count} of {weight.num_active} trained entries of {weight.name} were set by something else than "
+                    "SFT since its last step (load_state_dict of the model, averaged weights), so that their deltas "
+                    "don't describe the model; bring the weights back, load the optimizer's state of the same moment, "
+                    "or go on training: the next step takes them for pretrained ones"
+                )
         return {weight.name: weight.delta() for weight in self._weights}
 
     def positions(self) -> dict[str, torch.Tensor]:
@@ -247,7 +266,8 @@ class SFT(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the deltas, drop their gradients, and reselect if it is time.
 
-        A step in which no active weight has a gradient is none: nothing changes.
+        A step in which no active weight has a gradient is none: nothing changes. Entries of the weights that somebody
+        else has set since the last step are taken for pretrained ones: training goes on from there.
 
         Args:
             closure: Evaluates the model again and returns the loss; called once, before the update.
@@ -256,9 +276,12 @@ class SFT(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: If other ranks train too, and the gradients were not averaged over them; or if only the card
-                of a state was loaded (see `show_card`).
+            RuntimeError: If other ranks train too, and the gradients were not averaged over them; if only the card of
+                a state was loaded (see `show_card`); if a trained tensor was replaced or cast; or after `detach`.
         """
+        if not self._attachment.is_on:
+            raise RuntimeError("step() was called after detach(), which ends SFT's training; build SFT anew to go on")
+        self._guard.check()
         self._averaging.exchange.check()
         self._card.check(self._updates)
         loss = None
@@ -266,7 +289,9 @@ class SFT(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if all(weight.phi.grad is None for weight in self._weights):
+            self._note_idle_step()
             return loss
+        self._num_idle_steps = 0
         if self._averaging.has_own:
             raise RuntimeError(
                 "the gradients are those of this rank alone, as no backward came to its end while the Accelerator was "
@@ -285,6 +310,16 @@ class SFT(torch.optim.Optimizer):
             self._reselect()
         self._open_phases()
         return loss
+
+    def _note_idle_step(self) -> None:
+        self._num_idle_steps += 1
+        if self._num_idle_steps == IDLE_STEPS:
+            warnings.warn(
+                f"no gradient has reached any of the {len(self._weights)} trained tensors (the first is "
+                f"{self._weights[0].name}) in the last {IDLE_STEPS} steps, none of which was an update; check that the "
+                "loss depends on them, or name others with SFTConfig(targets=...)",
+                stacklevel=4,
+            )
 
     def _open_phases(self) -> None:
         self._reselection.open_phases(self._updates)
@@ -313,6 +348,9 @@ class SFT(torch.optim.Optimizer):
                 f"{quantised[0]} is a 4-bit weight: most deltas would vanish and inactive weights change if it were "
                 "quantised again; save deltas() and detach(merge=False), then merge them into the 16-bit model"
             )
+        for weight in self._weights:
+            if not merge:
+                weight.adopt()
         self._attachment.take_off()
         for weight in self._weights:
             weight.merge() if merge else weight.write_base()
@@ -338,6 +376,7 @@ class SFT(torch.optim.Optimizer):
         """
         self._attachment.take_off()
         for weight in self._weights:
+            weight.adopt()
             weight.write_base()
         yield
         self._averaging.exchange = exchange
@@ -411,6 +450,17 @@ class SFT(torch.optim.Optimizer):
         self._open_phases()
         for weight in self._weights:
             weight.load_estimates(state_dict["state"][weight.name])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, for `copy` and `pickle`: the deltas belong to one model, whose weights and hooks no copy has.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "SFT can't be copied or pickled, as it is attached to its model; save state_dict(), and load it into an "
+            "SFT that was built over the other model"
+        )
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> torch.Tensor:

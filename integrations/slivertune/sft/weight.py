@@ -73,6 +73,7 @@ class SparseWeight:
             # Gradients of many micro-batches add up in fp32 whatever the deltas are kept in.
             self.phi.grad_dtype = torch.float32
         self.moments = moments
+        self._dtype = target.parameter.dtype
         self.estimators: dict[int, GrowthEstimator] = {}
         """Open estimation phases by the update count at which they end."""
         self._base = self.access.read(self.indices) if merged else None
@@ -99,10 +100,64 @@ class SparseWeight:
         return self._positions.tensors()[0].device
 
     def base_values(self) -> torch.Tensor | None:
-        """Pretrained values of the active weights, shape (n,), in the weight's dtype; None for a 4-bit weight."""
-        if self._base is not None:
-            return self._base
-        return None if self.target.is_4bit else self.access.read(self.indices)
+        """Pretrained values of the active weights, shape (n,), in the weight's dtype; None for a 4-bit weight.
+
+        Where somebody else has set entries since, as the model's `load_state_dict` does, those are the pretrained ones.
+        """
+        if self._base is None:
+            return None if self.target.is_4bit else self.access.read(self.indices)
+        return self._base if self.num_foreign() == 0 else torch.where(*self._foreign(), self._base)
+
+    def num_foreign(self) -> int:
+        """Active entries of a merged weight that are not what was written last: somebody else has set them."""
+        return int(self._foreign()[0].sum()) if self.merged and self._base is not None else 0
+
+    def _foreign(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each active entry whether somebody else has set it, and its present value."""
+        self.check_tensor()
+        self.follow(self.access.device)
+        present, written = self.access.read(self.indices), self._sums()
+        bits = torch.int32 if present.dtype == torch.float32 else torch.int16
+        return present.view(bits) != written.view(bits), present
+
+    def adopt(self) -> None:
+        """Take active entries that somebody else has set for pretrained ones, from where training goes on.
+
+        Their deltas begin at zero again; moments and ages stay, as a plain optimizer's do. Nothing waits for the
+        device.
+        """
+        if self.merged and self._base is not None:
+            is_foreign, present = self._foreign()
+            self._base.copy_(torch.where(is_foreign, present, self._base))
+            self.phi.data.masked_fill_(is_foreign, 0)
+
+    def check_tensor(self) -> None:
+        """Check that the weight is still of the dtype and the shape that it was built over, and has data.
+
+        Raises:
+            RuntimeError: If it is not, as after `model.to(dtype)`, `model.half()` or `resize_token_embeddings`.
+        """
+        now = self.target.parameter
+        if not self.access.is_whole or self.target.is_4bit:
+            return
+        self._check_data()
+        if now.dtype != self._dtype:
+            raise RuntimeError(
+                f"{self.name} was {self._dtype} when SFT was built and is {now.dtype} now; cast the model (to, half, "
+                "bfloat16) before SFT(...), or call detach() first and build SFT anew"
+            )
+        if tuple(now.shape) != self.target.shape:
+            raise RuntimeError(
+                f"{self.name} was of shape {self.target.shape} when SFT was built and is of {tuple(now.shape)} now; "
+                "resize it (resize_token_embeddings) before SFT(...), or call detach() first and build SFT anew"
+            )
+
+    def _check_data(self) -> None:
+        if self.access.is_whole and self.target.parameter.is_meta:
+            raise RuntimeError(
+                f"{self.name} has left for the meta device since SFT was built, as accelerate's cpu_offload and "
+                "disk_offload move weights; SFT trains weights that are in memory"
+            )
 
     @property
     def kept_base(self) -> torch.Tensor | None:
@@ -117,6 +172,7 @@ class SparseWeight:
             access: Reads and writes pretrained values.
         """
         self.merged, self.access = merged, access
+        self._dtype = self.target.parameter.dtype
         self.follow(access.device)
         self._keep_base()
         self.write()
@@ -195,6 +251,7 @@ class SparseWeight:
             options: Those of the param group.
             updates: Finished updates of the run, from which packed values draw their rounding.
         """
+        self.adopt()
         if self.phi.grad is None:
             return
         if self.packed:
@@ -209,13 +266,20 @@ class SparseWeight:
     def write(self) -> None:
         """Set the active entries of a merged weight to W0 + delta, added in fp32 and rounded once."""
         if self.merged and self._base is not None:
-            sums = self._base.float() + self.phi.data
-            self.access.write(self.indices, sums.to(self._base.dtype))
+            self.access.write(self.indices, self._sums())
+
+    def _sums(self) -> torch.Tensor:
+        """W0 + delta at the active entries, added in fp32 and rounded once."""
+        assert self._base is not None
+        return (self._base.float() + self.phi.data).to(self._base.dtype)
 
     def merge(self) -> None:
         """Give a weight that stayed W0 its deltas for good."""
+        if self.merged:
+            return
+        self._check_data()
         base = self.base_values()
-        if self.merged or base is None:
+        if base is None:
             return
         sums = base.float() + self.phi.data
         self.access.write(self.indices, sums.to(base.dtype))
@@ -242,6 +306,9 @@ class SparseWeight:
         estimator = self.estimators.pop(end, None)
         if isinstance(self.moments, SM3Accumulators):
             estimate = None
+            if not bool(self.moments.rows.any()):
+                # No batch has reached this tensor, so that all its positions are worth the same.
+                return None
             # The active ones may all be among the first.
             searched = min((1 + breadth) * self.num_active, self.target.num_elements)
             positions, products = largest_products(self.moments.rows, self.moments.columns, searched)
@@ -286,12 +353,14 @@ class SparseWeight:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that continues the run, in plain containers; tensors are the living ones where possible."""
-        base = self.base_values()
+        base, delta = self.base_values(), self.phi.data
+        if self.num_foreign():
+            delta = delta.masked_fill(self._foreign()[0], 0)
         estimates = {end: estimator.state_dict() for end, estimator in self.estimators.items()}
         estimates = {end: state for end, state in estimates.items() if state is not None}
         return {
             "indices": self.indices,
-            "delta": self.phi.data,
+            "delta": delta,
             **({} if base is None else {"base": base}),
             **self.moments.tensors(),
             **({"estimates": estimates} if estimates else {}),
@@ -300,6 +369,7 @@ class SparseWeight:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checked state; tensors are copied, the weight gets its bits."""
         device = self.access.device
+        self.adopt()
         self.write_base()
         self._positions.set(state["indices"].to(device, copy=True))
         self.phi.grad = None

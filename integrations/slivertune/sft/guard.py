@@ -1,0 +1,195 @@
+"""Sees to it that what trains is what SFT says, whatever the script or other libraries do to the model in between."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from slivertune.sft.holder import DeltaHolder
+from slivertune.sft.weight import SparseWeight
+
+
+class ModelGuard:
+    """Looks after an attached model: in the pre-hook of each training forward, at the backward's begin, and in `step`.
+
+    - `requires_grad` is set as SFT needs it; what was changed is no error, and its dense gradient is dropped.
+    - A trained tensor that was replaced or cast, and a new parameter that requires a gradient, are errors.
+    - Another optimizer that steps the deltas, or holds the trained weights, is an error before it has stepped.
+
+    Costs a walk over the model's modules in each forward; no tensor is read.
+
+    Args:
+        model: The model.
+        weights: The trained tensors.
+        holder: Holds their deltas.
+        optimizer: The one that may step them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Sequence[SparseWeight],
+        holder: DeltaHolder,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._holder = holder
+        self._optimizer = weakref.ref(optimizer)
+        self._handles: list[RemovableHandle] = []
+        self._known: dict[int, tuple[nn.Parameter, bool]] = {}
+        self._trained: dict[int, str] = {}
+        self._is_whole = True
+        self._companion: object = None
+
+    def put_on(self, companion: object) -> None:
+        """Begin, with the model's parameters as they are now.
+
+        Args:
+            companion: Kept alive for as long as the model is guarded.
+        """
+        self._companion = companion
+        self._is_whole = all(weight.access.is_whole for weight in self._weights)
+        self._trained = {id(weight.target.parameter): weight.name for weight in self._weights}
+        trained = {id(weight.target.parameter) for weight in self._weights if weight.merged}
+        deltas = [weight.phi for weight in self._weights]
+        known = [(each, id(each) in trained) for each in self._model.parameters()]
+        known += [(each, True) for each in (*deltas, self._holder.witness)]
+        self._known = {id(each): (each, required) for each, required in known}
+        step_hook = register_optimizer_step_pre_hook(_Hook(self, "before_foreign_step"))
+        # The model may outlive this, or go with it; the optimizers' hook would stay for ever.
+        weakref.finalize(self, step_hook.remove)
+        self._handles = [
+            self._model.register_forward_pre_hook(_Hook(self, "before_forward")),
+            self._model.register_forward_hook(_Hook(self, "after_forward")),
+            step_hook,
+        ]
+
+    def take_off(self) -> None:
+        """End."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._known, self._trained, self._companion = [], {}, {}, None
+
+    def before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """See to a training forward."""
+        if torch.is_grad_enabled():
+            self.check()
+            self.freeze()
+
+    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Freeze again when the backward begins, in which checkpointed layers run once more.
+
+        Where a training forward has met nothing that is trained, the user's backward finds an end nevertheless.
+        """
+        if not torch.is_grad_enabled():
+            return
+        tensors = [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
+        followed = [leaf for leaf in tensors if leaf.requires_grad]
+        for leaf in followed:
+            leaf.register_hook(lambda gradient: self.freeze())
+        if not followed and module.training:
+            for leaf in tensors:
+                if leaf.is_leaf and not leaf.is_inference() and not isinstance(leaf, nn.Parameter):
+                    leaf.requires_grad_(True)
+
+    def freeze(self) -> None:
+        """Let exactly what SFT trains require gradients; what others got meanwhile is dropped."""
+        for parameter, required in self._known.values():
+            if parameter.requires_grad != required:
+                parameter.requires_grad_(required)
+                if not required:
+                    parameter.grad = None
+
+    def check(self) -> None:
+        """Check that the model still has the tensors that SFT was built over.
+
+        Raises:
+            RuntimeError: Naming the parameter that was replaced, cast or added.
+        """
+        if not self._is_whole:
+            return
+        missing, added = dict(self._trained), []
+        for module in self._model.modules():
+            for parameter in module._parameters.values():
+                if id(parameter) in self._known:
+                    missing.pop(id(parameter), None)
+                elif parameter is not None and parameter.requires_grad and not isinstance(module, DeltaHolder):
+                    added.append(parameter)
+        for name in missing.values():
+            raise RuntimeError(
+                f"{name} was replaced after SFT was built, so that the model would not compute with what is trained; "
+                "do what replaced it (a new module, resize_token_embeddings, load_state_dict(assign=True), an offload) "
+                "before SFT(...), or call detach() first and build SFT anew"
+            )
+        for weight in self._weights:
+            weight.check_tensor()
+        for parameter in added:
+            self._refuse_new(parameter)
+
+    def _refuse_new(self, parameter: nn.Parameter) -> None:
+        names = [name for name, each in self._model.named_parameters() if each is parameter]
+        raise RuntimeError(
+            f"{names[0]} came into the model after SFT was built and requires a gradient, but SFT does not train it; "
+            "add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
+            "requires_grad_(False) on it"
+        )
+
+    def before_foreign_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse the step of another optimizer that holds what SFT trains."""
+        own = self._optimizer()
+        inner: Any = optimizer
+        while inner is not None:
+            if inner is own:
+                return
+            inner = getattr(inner, "optimizer", None)
+        deltas = {id(weight.phi): weight.name for weight in self._weights} | self._trained
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in deltas:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} would step {deltas[id(parameter)]}, which SFT trains while it is "
+                        "attached; call detach() of the SFT (or of what slivertune.attach returned) before anything "
+                        "else trains the model, and build that optimizer afterwards"
+                    )
+
+
+class _Hook:
+    """A hook of the guard; in a copy of the model, or a pickled one, it does nothing."""
+
+    def __init__(self, guard: ModelGuard, method: str) -> None:
+        # Optimizers' hooks are global, and must not keep the model alive.
+        self._guard = weakref.ref(guard) if method == "before_foreign_step" else lambda: guard
+        self._method = method
+
+    def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        guard = self._guard()
+        if guard is not None:
+            getattr(guard, self._method)(*arguments)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _idle_hook, ()
+
+
+def _idle_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*arguments: Any) -> None:
+    pass
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """The tensors in a model's output, each once, whatever holds them."""
+    # Some models' outputs are plain objects that no tree knows.
+    leaves = tree_leaves(output if not hasattr(output, "__dict__") else [output, list(vars(output).values())])
+    return [leaf for leaf in {id(leaf): leaf for leaf in leaves}.values() if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,512 @@
+"""Whatever happens to the model between steps, the next one trains what SFT says, or says why not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+import slivertune
+from slivertune import SFT, SFTConfig
+from tests.helpers.models import (
+    HIDDEN,
+    VOCAB,
+    assert_same_bits,
+    assert_same_tree,
+    bits,
+    differing,
+    tiny_llama,
+    token_batches,
+    trainable,
+    twin,
+    weights,
+)
+
+FORMS = ["optimizer", "layer"]
+SELECTIONS = ["accumulated_gradient", "momentum"]
+
+
+def make(model: nn.Module, **options: Any) -> SFT:
+    settings = {"density": 0.1, "reselection_interval": 6, "estimation_steps": 2, **options}
+    return SFT(model, config=SFTConfig(**settings), lr=1e-2, total_steps=40)
+
+
+def train(model: nn.Module, optimizer: SFT, batches: list[dict[str, torch.Tensor]]) -> None:
+    for batch in batches:
+        model(**batch).loss.backward()
+        optimizer.step()
+
+
+class FixedAdamW:
+    """AdamW on fixed entries of dense weights: the reference, which starts from whatever the weights are."""
+
+    def __init__(self, model: nn.Module, optimizer: SFT) -> None:
+        self.model = model
+        self.masks = {}
+        for name, delta in optimizer.deltas().items():
+            mask = torch.zeros(delta.shape).view(-1)
+            mask[delta.indices.long()] = 1
+            self.masks[name] = mask.view(delta.shape)
+        self.adamw = torch.optim.AdamW([model.get_parameter(name) for name in self.masks], lr=1e-2, weight_decay=0.0)
+
+    def train(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        for batch in batches:
+            self.model(**batch).loss.backward()
+            for name, mask in self.masks.items():
+                self.model.get_parameter(name).grad.mul_(mask)
+            self.adamw.step()
+            self.model.zero_grad()
+
+
+def load(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(values, strict=False)
+
+
+def copy_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """As averaging libraries put their weights in; no version of a tensor tells."""
+    for name, parameter in model.named_parameters():
+        if name in values:
+            parameter.data.copy_(values[name])
+
+
+def copy_without_grad(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            model.get_parameter(name).copy_(value)
+
+
+def replace_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        model.get_parameter(name).data = value.clone()
+
+
+@pytest.mark.parametrize("put", [load, copy_data, copy_without_grad, replace_data])
+def test_training_goes_on_from_weights_that_are_put_in_between_steps(put: Callable[..., None]) -> None:
+    """As a plain optimizer does: AdamW with a masked gradient, given the same weights, and the moments it had."""
+    model = tiny_llama()
+    other, new = twin(model), weights(tiny_llama(seed=5))
+    optimizer = make(model, reselection_interval=None)
+    reference = FixedAdamW(other, optimizer)
+    batches = token_batches(12)
+    train(model, optimizer, batches[:6])
+    reference.train(batches[:6])
+    put(model, new)
+    load(other, new)
+    train(model, optimizer, batches[6:])
+    reference.train(batches[6:])
+    for name in reference.masks:
+        # AdamW adds each update to an fp32 weight, SFT to an fp32 delta that is added once.
+        torch.testing.assert_close(model.get_parameter(name), other.get_parameter(name), rtol=1e-6, atol=1e-6)
+    for name, delta in optimizer.deltas().items():
+        base = new[name].view(-1)[delta.indices.long()]
+        assert torch.equal(optimizer.base_values()[name], base)
+    optimizer.detach(merge=False)
+    assert differing(weights(model), new) == []
+
+
+def test_loading_the_pretrained_weights_starts_from_them() -> None:
+    model = tiny_llama()
+    before = weights(model)
+    optimizer = make(model)
+    train(model, optimizer, token_batches(4))
+    load(model, before)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, token_batches(1))
+    assert {name: value for name, value in weights(model).items() if "slivertune" not in name}.keys() == before.keys()
+    assert not any(delta.values.any() for delta in optimizer.deltas().values())
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_putting_in_what_the_model_holds_or_swapping_weights_and_back_changes_nothing(
+    dtype: torch.dtype, form: str
+) -> None:
+    model = tiny_llama(dtype)
+    other = twin(model)
+    optimizer, untouched = make(model, form=form), make(other, form=form)
+    batches = token_batches(12)
+    train(model, optimizer, batches[:5])
+    train(other, untouched, batches[:5])
+    load(model, copy.deepcopy(model.state_dict()))
+    train(model, optimizer, batches[5:8])
+    train(other, untouched, batches[5:8])
+    held = copy.deepcopy(model.state_dict())
+    averaged = {name: value * 0.5 for name, value in held.items()}
+    load(model, averaged)
+    with torch.no_grad():
+        model(**batches[0])
+    optimizer.state_dict()
+    load(model, held)
+    train(model, optimizer, batches[8:])
+    train(other, untouched, batches[8:])
+    assert_same_bits(model, other)
+    assert_same_tree(optimizer.state_dict(), untouched.state_dict())
+
+
+def test_the_layer_form_adds_its_deltas_to_weights_that_are_loaded() -> None:
+    model = tiny_llama()
+    new = weights(tiny_llama(seed=5))
+    optimizer = make(model, form="layer")
+    train(model, optimizer, token_batches(4))
+    load(model, new)
+    deltas = optimizer.deltas()
+    optimizer.detach()
+    for name, delta in deltas.items():
+        wanted = new[name].clone().view(-1)
+        wanted[delta.indices.long()] += delta.values
+        assert torch.equal(bits(model.get_parameter(name)), bits(wanted))
+
+
+def test_deltas_are_not_saved_while_others_weights_are_in_the_model(tmp_path: Path) -> None:
+    model = tiny_llama()
+    optimizer = make(model)
+    train(model, optimizer, token_batches(4))
+    held = copy.deepcopy(model.state_dict())
+    load(model, weights(tiny_llama(seed=5)))
+    for act in (optimizer.deltas, lambda: optimizer.save_pretrained(tmp_path / "deltas")):
+        with pytest.raises(RuntimeError, match=r"of .* trained entries of .*q_proj\.weight were set by something else"):
+            act()
+    load(model, held)
+    optimizer.save_pretrained(tmp_path / "deltas")
+    train(model, optimizer, token_batches(1))
+
+
+def test_deltas_after_a_step_belong_to_the_weights_that_were_loaded(tmp_path: Path) -> None:
+    model, base = tiny_llama(), tiny_llama(seed=5)
+    optimizer = make(model)
+    train(model, optimizer, token_batches(4))
+    load(model, weights(base))
+    train(model, optimizer, token_batches(8))
+    optimizer.save_pretrained(tmp_path / "deltas")
+    optimizer.detach()
+    with slivertune.sft.apply(base, tmp_path / "deltas"):
+        assert_same_bits(model, base)
+
+
+def test_a_state_is_refused_once_the_weights_belong_to_another_base() -> None:
+    model = tiny_llama()
+    optimizer = make(model, reselection_interval=None)
+    train(model, optimizer, token_batches(4))
+    state = copy.deepcopy(optimizer.state_dict())
+    load(model, weights(tiny_llama(seed=5)))
+    with pytest.raises(ValueError, match="belong to other pretrained values than the model has"):
+        optimizer.load_state_dict(state)
+
+
+def resize(model: Any) -> None:
+    model.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+
+
+def new_layer(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj = nn.Linear(HIDDEN, 48, bias=False)
+
+
+def new_parameter(model: Any) -> None:
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def assign(model: Any) -> None:
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def offload(model: Any) -> None:
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def adapt(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+def new_head(model: Any) -> None:
+    model.score = nn.Linear(HIDDEN, 3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (resize, r"lm_head\.weight was replaced after SFT was built"),
+        (new_layer, r"layers\.1\.mlp\.up_proj\.weight was replaced after SFT was built.*detach\(\)"),
+        (new_parameter, r"layers\.1\.mlp\.up_proj\.weight was replaced after SFT was built"),
+        (assign, r"weight was replaced after SFT was built.*load_state_dict\(assign=True\)"),
+        (offload, r"weight was replaced after SFT was built.*an offload"),
+        (adapt, r"q_proj\.lora_A\.default\.weight came into the model after SFT was built and requires a gradient"),
+        (new_head, r"score\.weight came into the model after SFT was built.*targets"),
+        (lambda model: model.to(torch.bfloat16), r"weight was torch\.float32 when .* is torch\.bfloat16 now; cast"),
+        (lambda model: model.half(), r"weight was torch\.float32 when SFT was built and is torch\.float16 now"),
+    ],
+)
+def test_a_trained_tensor_that_is_replaced_cast_or_added_is_named_in_the_next_forward_and_step(
+    form: str, act: Callable[[Any], None], text: str
+) -> None:
+    model = tiny_llama()
+    options = {"targets": [nn.Linear], "embeddings": form == "optimizer"}
+    optimizer = make(model, form=form, **options)
+    batch = token_batches(1)[0]
+    train(model, optimizer, [batch])
+    model(**batch).loss.backward()
+    act(model)
+    with pytest.raises(RuntimeError, match=text):
+        model(**batch)
+    with pytest.raises(RuntimeError, match=text):
+        optimizer.step()
+    optimizer.detach(merge=act is not offload or form == "optimizer")
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_an_embedding_that_was_resized_in_place_is_named() -> None:
+    model = tiny_llama(tied=True)
+    optimizer = make(model, embeddings=True)
+    resize(model)
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight was of shape \(97, 32\) .*and is of \(100, 32\) now"):
+        train(model, optimizer, token_batches(1))
+
+
+def test_a_cast_is_allowed_for_what_is_not_trained_and_for_evaluation() -> None:
+    model = tiny_llama(torch.bfloat16)
+    optimizer = make(model)
+    model.lm_head.float()
+    model.lm_head.bfloat16()
+    train(model, optimizer, token_batches(2))
+    model.float()
+    with torch.no_grad():
+        model(**token_batches(1)[0])
+    model.bfloat16()
+    before = optimizer.updates
+    train(model, optimizer, token_batches(2))
+    assert optimizer.updates == before + 2
+
+
+def unfreeze(model: nn.Module) -> None:
+    model.requires_grad_(True)
+
+
+def freeze_all(model: nn.Module) -> None:
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("act", [unfreeze, freeze_all])
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+def test_requires_grad_of_others_changes_neither_the_update_nor_the_norm(
+    checkpointing: bool | None, form: str, act: Callable[[nn.Module], None], when: str
+) -> None:
+    models = [tiny_llama() for _ in range(2)]
+    norms: list[list[float]] = [[], []]
+    for model, found, meddles in zip(models, norms, (False, True), strict=True):
+        optimizer = make(model, form=form)
+        if checkpointing is not None:
+            model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+            if checkpointing:
+                model.enable_input_require_grads()
+        for batch in token_batches(8):
+            if meddles and when == "before forward":
+                act(model)
+            loss = model(**batch).loss
+            if meddles and when == "before backward":
+                act(model)
+            loss.backward()
+            found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            extra = [name for name, each in model.named_parameters() if each.grad is not None]
+            assert all("slivertune_sft" in name for name in extra)
+            optimizer.step()
+        optimizer.detach()
+    assert norms[0] == norms[1]
+    assert_same_bits(*models)
+
+
+def test_what_a_call_past_the_model_gathers_is_dropped_before_it_is_clipped() -> None:
+    """A backbone that is called by itself passes the model's hook; the next forward of the model drops what it left."""
+    model = tiny_llama()
+    make(model)
+    unfreeze(model)
+    model.model(token_batches(1)[0]["input_ids"]).last_hidden_state.sum().backward()
+    assert model.model.norm.weight.grad is not None
+    model(**token_batches(1)[0])
+    assert model.model.norm.weight.grad is None and not model.model.norm.weight.requires_grad
+
+
+def test_another_optimizer_that_holds_what_is_trained_is_refused_before_it_steps() -> None:
+    model = tiny_llama()
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = make(model)
+    late = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1.0)
+    other = torch.optim.AdamW(tiny_llama().parameters(), lr=1.0)
+    model(**token_batches(1)[0]).loss.backward()
+    before = weights(model)
+    for each in (early, late):
+        with pytest.raises(RuntimeError, match=r"(SGD|AdamW) would step .*q_proj\.weight, which SFT.*detach\(\)"):
+            each.step()
+    other.step()
+    assert differing(weights(model), before) == []
+    optimizer.step()
+    optimizer.detach()
+    early.step()
+
+
+def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detached(tmp_path: Path) -> None:
+    model = tiny_llama()
+    data = [{key: value[0] for key, value in batch.items()} for batch in token_batches(8)]
+
+    def trainer(name: str) -> transformers.Trainer:
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path / name), max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
+        )
+        return transformers.Trainer(model=model, args=arguments, train_dataset=data)
+
+    first = trainer("first")
+    attached = slivertune.attach(first, SFTConfig(density=0.1))
+    first.train()
+    optimizer = attached.optimizer
+    assert isinstance(optimizer, SFT) and optimizer.updates == 2
+    first.evaluate(data)
+    optimizer.save_pretrained(tmp_path / "deltas")
+    with pytest.raises(RuntimeError, match=r"AdamW would step .*which SFT trains.*slivertune\.attach returned"):
+        trainer("second").train()
+    attached.detach()
+    before = weights(model)
+    trainer("third").train()
+    assert len(differing(weights(model), before)) == len(before)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str) -> None:
+
+    gc.collect()
+    num_hooks = len(_global_optimizer_pre_hooks)
+    model = tiny_llama()
+    optimizer = make(model, form=form)
+    train(model, optimizer, token_batches(1))
+    assert len(_global_optimizer_pre_hooks) == num_hooks + 1
+    reference = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert reference() is None
+    assert len(_global_optimizer_pre_hooks) == num_hooks
+
+
+def test_after_detach_a_step_is_an_error_and_the_model_as_before() -> None:
+    model = tiny_llama()
+    model.model.norm.requires_grad_(False)
+    before = trainable(model)
+    optimizer = make(model)
+    train(model, optimizer, token_batches(2))
+    unfreeze(model)
+    optimizer.detach()
+    optimizer.detach()
+    assert trainable(model) == before
+    with pytest.raises(RuntimeError, match=r"step\(\) was called after detach\(\)"):
+        optimizer.step()
+
+
+class TwoTowers(nn.Module):
+    """A text tower, and another that a batch may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.text(text)
+        return hidden.sum() if image is None else (hidden * self.image(image)).sum()
+
+
+def tower_batches(count: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        yield torch.randn(3, 4, generator=generator)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_batch_that_reaches_nothing_is_no_update_and_said_if_it_lasts(form: str) -> None:
+    model = TwoTowers()
+    optimizer = make(model, targets=["image"], density=0.5, form=form)
+    before = weights(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in tower_batches(19):
+            model(batch).backward()
+            optimizer.step()
+    model(torch.ones(3, 4)).backward()
+    with pytest.warns(UserWarning, match=r"no gradient has reached any of the 1 trained tensors \(.*image\.weight\)"):
+        optimizer.step()
+    assert optimizer.updates == 0 and differing(weights(model), before) == []
+    model(torch.ones(3, 4), torch.ones(3, 4)).backward()
+    optimizer.step()
+    assert optimizer.updates == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_a_tensor_that_no_batch_reaches_keeps_its_positions_and_bits(selection: str, packed: bool) -> None:
+    model = TwoTowers()
+    options = {"targets": ["image", "text"], "density": 0.25, "replacement_rate": 1.0}
+    optimizer = make(model, selection=selection, packed=packed, **options)
+    before, first = weights(model), optimizer.deltas()
+    for batch in tower_batches(20):
+        model(batch).backward()
+        optimizer.step()
+    after = optimizer.deltas()
+    assert optimizer.updates == 20
+    assert torch.equal(after["image.weight"].indices, first["image.weight"].indices)
+    assert torch.equal(bits(model.image.weight), bits(before["image.weight"]))
+    assert not torch.equal(after["text.weight"].indices, first["text.weight"].indices)
+    for batch in tower_batches(16):
+        model(batch, batch + 1).backward()
+        optimizer.step()
+    assert not torch.equal(optimizer.deltas()["image.weight"].indices, first["image.weight"].indices)
+    assert all(delta.values.isfinite().all() for delta in optimizer.deltas().values())
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_copy_of_sft_is_refused_naming_what_to_save(act: Callable[[Any], Any]) -> None:
+    optimizer = make(tiny_llama())
+    with pytest.raises(TypeError, match=r"SFT can't be copied or pickled.*save state_dict\(\)"):
+        act(optimizer)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_of_the_model_computes_the_same_and_is_not_guarded(form: str) -> None:
+    model = tiny_llama()
+    optimizer = make(model, form=form)
+    train(model, optimizer, token_batches(3))
+    other = copy.deepcopy(model)
+    batch = token_batches(1)[0]
+    assert torch.equal(other(**batch).loss, model(**batch).loss)
+    other.score = nn.Linear(3, 3)
+    other(**batch)
+    if form == "optimizer":
+        pickle.loads(pickle.dumps(model))(**batch)
+
+
+@pytest.mark.parametrize("build", ["meta", "cpu_offload", "disk_offload"])
+def test_weights_without_data_are_refused(build: str, tmp_path: Path) -> None:
+    if build == "meta":
+        with torch.device("meta"):
+            model = tiny_llama()
+    else:
+        model = tiny_llama()
+        if build == "cpu_offload":
+            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        else:
+            accelerate.disk_offload(model, str(tmp_path / "weights"), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"q_proj\.weight is on the meta device.*cpu_offload, disk_offload"):
+        make(model)
