@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+
+from slivertune.hift.unsupported_optimizers import refuse_class, refuse_instance
 
 Unit = Literal["elements", "tensors", "group"]
 
@@ -35,6 +38,7 @@ _BITSANDBYTES_ELEMENTWISE = frozenset(
 # Each tensor alone, but whole and in its own shape (factored moments, norms, orthogonalisation).
 _TENSORWISE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 _TENSORWISE_NAMES = frozenset({"transformers.optimization.Adafactor"})
+_TORCHAO_TENSORWISE = frozenset({"Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8"})
 
 # Vector loops and bitsandbytes' quantisation blocks both begin anew at multiples of this, so that a cut changes no bit.
 CUT_MULTIPLE = 256
@@ -48,6 +52,8 @@ class Slicing:
     """`elements`: anywhere at multiples of `CUT_MULTIPLE`; `tensors`: between tensors; `group`: nowhere."""
     minimum: int = CUT_MULTIPLE
     """Elements below which no cut may leave a slice (bitsandbytes keeps 32-bit state for small tensors)."""
+    is_listed: bool = False
+    """Whether this file knows the class, and so the form of its state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +82,9 @@ class BaseOptimizer:
                 f"optimizer_class={optimizer_class!r} must be a class of torch.optim.Optimizer; "
                 "HiFT.wrap(optimizer, model) takes an instance"
             )
-        _refuse(optimizer_class)
+        refuse_class(optimizer_class)
         sample = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **arguments)
+        refuse_instance(sample)
         return cls._of(sample, arguments, elementwise)
 
     @classmethod
@@ -85,18 +92,22 @@ class BaseOptimizer:
         """Take an instance that has not stepped yet; its constructor's arguments are read back from it.
 
         Raises:
-            ValueError: If it has already stepped, or HiFT can't rotate its class.
+            ValueError: If it has already stepped, HiFT can't rotate its class, or it can't be built again alike.
+            TypeError: If it is no optimizer.
         """
-        _refuse(type(optimizer))
-        if any(_has_stepped(state) for state in optimizer.state.values()):
+        refuse_class(type(optimizer))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"{optimizer!r} must be an instance of torch.optim.Optimizer, built over the parameters")
+        refuse_instance(optimizer)
+        arguments = _arguments_of(optimizer)
+        rebuilt = _rebuilt(optimizer, arguments)
+        made: dict[str, Any] = next(iter(rebuilt.state.values()), {})
+        if any(_has_stepped(state, made) for state in optimizer.state.values()):
             raise ValueError(
                 f"the {type(optimizer).__name__} to wrap has already taken steps; wrap it before its first step, "
                 "or load its successor's state with HiFT.load_state_dict"
             )
-        accepted = inspect.signature(type(optimizer).__init__).parameters
-        arguments = {name: value for name, value in optimizer.defaults.items() if name in accepted}
-        if "args" in accepted and hasattr(optimizer, "args"):  # bitsandbytes: bits, block sizes
-            arguments["args"] = optimizer.args
+        _check_settings(optimizer, rebuilt)
         return cls._of(optimizer, arguments, elementwise)
 
     @classmethod
@@ -115,13 +126,98 @@ class BaseOptimizer:
         """The class's full name, which a checkpoint must match."""
         return f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
 
-    def build(self, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Make a new instance over these groups, which carry all their hyperparameters."""
-        return self.optimizer_class(param_groups, **self.arguments)
+    def build(
+        self, param_groups: list[dict[str, Any]], stands_for: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()
+    ) -> torch.optim.Optimizer:
+        """Make a new instance over these groups, which carry all their hyperparameters.
+
+        Args:
+            param_groups: As a constructor takes them.
+            stands_for: Their parameters, each with the model's own in whose place it is stepped.
+        """
+        optimizer = self.optimizer_class(param_groups, **self.arguments)
+        if hasattr(optimizer, "mng"):
+            # bitsandbytes keeps overrides (32-bit state for embeddings) by parameter and, for all instances together,
+            # by position.
+            overrides = {id(own): self.overrides_of(of_model) for own, of_model in stands_for}
+            pid2config = {key: dict(config) for key, config in overrides.items() if config}
+            optimizer.mng = SimpleNamespace(pid2config=pid2config, index2config={}, module_weight_config_triple=[])
+        return optimizer
+
+    def overrides_of(self, parameter: torch.Tensor) -> tuple[tuple[str, Any], ...]:
+        """What bitsandbytes' global manager sets for a parameter of the model alone; empty for other optimizers."""
+        if not _is_bitsandbytes(self.optimizer_class):
+            return ()
+        from bitsandbytes.optim.optimizer import GlobalOptimManager
+
+        manager = GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
+        config = dict(manager.pid2config.get(id(parameter), {}))
+        for module, attribute, override in manager.module_weight_config_triple:
+            if getattr(module, attribute) is parameter:
+                config.update(override)
+        return tuple(config.items())
 
 
 def _is_optimizer_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def _is_bitsandbytes(optimizer_class: type) -> bool:
+    return any(kind.__module__.startswith("bitsandbytes.") for kind in optimizer_class.__mro__)
+
+
+def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The constructor's arguments, as far as an instance tells them: by its defaults, or its attributes."""
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    known = {**vars(optimizer), **optimizer.defaults}
+    if "args" not in accepted and hasattr(optimizer, "args"):  # bitsandbytes: bits, block sizes
+        known = {**vars(optimizer.args), **known}
+    return {name: known[name] for name in accepted if name in known and name not in ("self", "params")}
+
+
+def _rebuilt(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """An instance from these arguments over a dummy weight.
+
+    Raises:
+        ValueError: If none can be built.
+    """
+    name = type(optimizer).__name__
+    first = next(parameter for group in optimizer.param_groups for parameter in group["params"])
+    hyperparameters = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    dummy = torch.nn.Parameter(torch.zeros((1,) * max(1, first.dim()), dtype=first.dtype))
+    try:
+        return type(optimizer)([{**hyperparameters, "params": [dummy]}], **arguments)
+    except Exception as error:
+        raise ValueError(
+            f"HiFT builds one {name} a group, and can't read its arguments back from this instance "
+            f"({type(error).__name__}: {error}); pass the class and its arguments: HiFT(model, {name}, ...)"
+        ) from error
+
+
+def _check_settings(optimizer: torch.optim.Optimizer, rebuilt: torch.optim.Optimizer) -> None:
+    """Compare the settings of an instance with those of one that was built from what could be read of it.
+
+    Raises:
+        ValueError: If one differs, which HiFT's instances would then have in place of the user's.
+    """
+    name = type(optimizer).__name__
+    ours, theirs = _settings(rebuilt), _settings(optimizer)
+    for key, value in ours.items():
+        if key in theirs and theirs[key] != value:
+            raise ValueError(
+                f"HiFT builds one {name} a group, and can't read {key}={theirs[key]!r} back as an argument from this "
+                f"instance (another one has {value!r}); pass the class and its arguments: HiFT(model, {name}, ...)"
+            )
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Plain attributes that the constructor has set, bitsandbytes' `args` included."""
+    attributes = {**vars(getattr(optimizer, "args", None) or SimpleNamespace()), **vars(optimizer)}
+    return {
+        key: value
+        for key, value in attributes.items()
+        if not key.startswith("_") and (value is None or isinstance(value, (bool, int, float, str)))
+    }
 
 
 def _slicing(sample: torch.optim.Optimizer, elementwise: bool | None) -> Slicing:
@@ -134,30 +230,17 @@ def _slicing(sample: torch.optim.Optimizer, elementwise: bool | None) -> Slicing
         and not getattr(sample.args, "max_unorm", 0.0)  # type: ignore[attr-defined]
     )
     if elementwise or (elementwise is None and known):
-        return Slicing(unit="elements", minimum=max(minimum, CUT_MULTIPLE))
+        return Slicing(unit="elements", minimum=max(minimum, CUT_MULTIPLE), is_listed=known)
     full_name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
-    if known or optimizer_class in _TENSORWISE or full_name in _TENSORWISE_NAMES:
-        return Slicing(unit="tensors")
+    from_torchao = optimizer_class.__module__.startswith("torchao.") and optimizer_class.__name__ in _TORCHAO_TENSORWISE
+    if known or optimizer_class in _TENSORWISE or full_name in _TENSORWISE_NAMES or from_torchao:
+        return Slicing(unit="tensors", is_listed=True)
     return Slicing(unit="group")
 
 
-def _refuse(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    name = optimizer_class.__name__
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"{name} evaluates the model again inside its step, on weights that HiFT writes back only afterwards; "
-            "use an optimizer whose step needs no closure"
-        )
-    if optimizer_class.__module__.startswith("bitsandbytes.") and name.startswith("Paged"):
-        raise ValueError(
-            f"{name} pages its state by itself; HiFT already keeps it off the device: use {name.removeprefix('Paged')}"
-        )
-
-
-def _has_stepped(state: Any) -> bool:
-    # Adagrad and the like fill their state when built; their step count is still zero.
+def _has_stepped(state: Any, made: Any) -> bool:
+    # Adagrad and the like fill their state when built; their step count is still zero, or missing (APOLLO).
     if not state:
         return False
     step = state.get("step")
-    return step is None or float(step) > 0
+    return state.keys() != made.keys() if step is None else float(step) > 0

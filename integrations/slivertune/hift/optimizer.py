@@ -20,7 +20,7 @@ from slivertune.hift.groups import Group, cut_groups, turn_order
 from slivertune.hift.in_backward import BackwardSteps
 from slivertune.hift.piece import Weight
 from slivertune.hift.pool import disk_pool, host_pool
-from slivertune.hift.probe import StepMeter
+from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residency import Residency
 from slivertune.hift.resident import ResidentGroup
 from slivertune.hift.rotation import LearningRate, Rotation, own_copy
@@ -86,7 +86,9 @@ class HiFT(torch.optim.Optimizer):
             ValueError: As the constructor; or if the optimizer was built over other parameters or has stepped.
         """
         config = config or HiFTConfig()
-        inner = getattr(optimizer, "optimizer", optimizer)
+        inner: Any = optimizer
+        if type(optimizer).__module__.startswith("accelerate."):
+            inner = optimizer.optimizer  # type: ignore[attr-defined]
         if isinstance(inner, HiFT):
             raise ValueError("the optimizer to wrap is HiFT already; wrap the base optimizer once")
         base = BaseOptimizer.of_instance(inner, config.elementwise)
@@ -108,6 +110,7 @@ class HiFT(torch.optim.Optimizer):
         weights = trainable_weights(model, param_groups)
         layers = find_layers(model, config.layers)
         groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
+        try_step(base, param_groups, list(weights.values()))
         self._sealed = False
         super().__init__(param_groups, dict(base.defaults))
         self._sealed = True

@@ -118,7 +118,7 @@ class Piece:
             for key, value in {**param_groups[index], "lr": held_lr[index]}.items():
                 # What the schedule did not touch stays: some optimizers adapt their own hyperparameters.
                 if key != "params" and (key not in pushed or differs(pushed[key], value)):
-                    inner[key] = value
+                    inner[key] = _in_form_of(inner.get(key), value)
                     pushed[key] = own_copy(value)
         optimizer.step()
 
@@ -167,8 +167,15 @@ class Piece:
                 }
                 for index in self._group_indices
             ]
-            self._optimizer = self._base.build(groups)
+            self._optimizer = self._base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
         return self._optimizer
+
+
+def _in_form_of(own: Any, value: Any) -> Any:
+    """A number as the 0-dimensional tensor that an instance has made of it (torchao's learning rate)."""
+    if isinstance(own, torch.Tensor) and not own.dim() and isinstance(value, (int, float)):
+        return torch.full_like(own, value)
+    return value
 
 
 def differs(old: Any, new: Any) -> bool:

@@ -1,16 +1,21 @@
-"""Measures what one step of a base optimizer needs, on small dummy weights: state to keep, temporaries to survive."""
+"""Steps a base optimizer on dummy weights: what form its state has, and how many bytes a step needs."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
+from slivertune.hift.nested_state import Structure, UnsupportedStateError, flatten_state
 from slivertune.hift.piece import Weight
+from slivertune.hift.unsupported_optimizers import refuse_closure, refuse_state
 from slivertune.ledger import Ledger, claim
 
 _PROBE_ELEMENTS = 64 * CUT_MULTIPLE
@@ -53,8 +58,8 @@ class StepMeter:
         parameter = weight.parameter
         num_elements = parameter.numel()
         if not self.is_elementwise or num_elements < _PROBE_ELEMENTS:
-            return self._of_shape(tuple(parameter.shape), weight.param_group, dtype, parameter.device)
-        sample = self._of_shape((_PROBE_ELEMENTS,), weight.param_group, dtype, parameter.device)
+            return self._of_shape(tuple(parameter.shape), weight.param_group, dtype, parameter)
+        sample = self._of_shape((_PROBE_ELEMENTS,), weight.param_group, dtype, parameter)
         scale = num_elements / _PROBE_ELEMENTS
         return replace(
             sample,
@@ -67,22 +72,28 @@ class StepMeter:
         return frozenset() if weight.parameter.device.type == "cpu" else self.needs(weight, dtype).scalars_on_device
 
     def _of_shape(
-        self, shape: tuple[int, ...], param_group: int, dtype: torch.dtype, device: torch.device
+        self, shape: tuple[int, ...], param_group: int, dtype: torch.dtype, parameter: torch.Tensor
     ) -> StepNeeds:
-        key = (shape, param_group, dtype, device)
+        device = parameter.device
+        key = (shape, param_group, dtype, device, self._base.overrides_of(parameter))
         if key not in self._measured:
-            self._measured[key] = self._measure(*key)
+            with _same_random_numbers(device):
+                self._measured[key] = self._measure(shape, param_group, dtype, parameter)
         return self._measured[key]
 
-    def _measure(self, shape: tuple[int, ...], param_group: int, dtype: torch.dtype, device: torch.device) -> StepNeeds:
+    def _measure(
+        self, shape: tuple[int, ...], param_group: int, dtype: torch.dtype, parameter: torch.Tensor
+    ) -> StepNeeds:
+        device = parameter.device
         weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
         weight.grad = torch.zeros_like(weight)
         hyperparameters = {key: value for key, value in self._param_groups[param_group].items() if key != "params"}
-        optimizer = self._base.build([{**hyperparameters, "params": [weight]}])
+        optimizer = self._base.build([{**hyperparameters, "params": [weight]}], [(weight, parameter)])
         optimizer.step()  # the first step creates the state
         claim(weight, "parameters")
         claim(weight.grad, "gradients")
-        state = {key: value for key, value in optimizer.state[weight].items() if isinstance(value, torch.Tensor)}
+        flat = flatten_state(optimizer.state[weight])
+        state = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
         for tensor in state.values():
             claim(tensor, "state")
         with Ledger() as ledger:
@@ -99,3 +110,73 @@ class StepMeter:
                 key for key, value in state.items() if not value.dim() and value.device == weight.device
             ),
         )
+
+
+def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weights: Sequence[Weight]) -> None:
+    """Step a class that is on no list once, on a dummy weight, to see that HiFT can move its state.
+
+    A step that fails by itself is no reason to refuse: what the model has (a GPU, say) the dummy may lack. The first
+    step then fails with the same error.
+
+    Args:
+        base: The base optimizer.
+        param_groups: Hyperparameters by param group.
+        weights: What is to be trained.
+
+    Raises:
+        ValueError: If the class needs a closure, keeps tensors that can't be moved, or is declared element-wise with
+            state that can't be cut.
+    """
+    weight = max(weights, key=lambda one: one.parameter.dim())
+    parameter = weight.parameter
+    if base.slicing.is_listed or parameter.device.type == "meta" or isinstance(parameter, FakeTensor):
+        return
+    shape = _TRIAL_SHAPE if parameter.dim() > 1 else _TRIAL_SHAPE[:1]
+    dummy = torch.nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
+    dummy.grad = torch.zeros_like(dummy)
+    group = {key: value for key, value in param_groups[weight.param_group].items() if key != "params"}
+    name = base.optimizer_class.__name__
+    with torch.no_grad(), _same_random_numbers(parameter.device), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            optimizer = base.build([{**group, "params": [dummy]}])
+            optimizer.step()
+        except Exception:
+            if _steps_with_closure(base, group, dummy):
+                raise refuse_closure(name) from None
+            return
+    try:
+        flat = flatten_state(optimizer.state.get(dummy, {}))
+    except UnsupportedStateError as error:
+        raise refuse_state(name, str(error)) from error
+    cut = [key for key, value in flat.items() if isinstance(value, Structure) and value.is_subclass]
+    if cut and base.slicing.unit == "elements":
+        raise ValueError(
+            f"elementwise=True can't be kept for {name}: its state {cut[0]!r} is a tensor subclass, whose blocks must "
+            "stay whole; leave elementwise out"
+        )
+
+
+_TRIAL_SHAPE = (64, 64)
+"""4,096 elements, from which on most optimizers quantise."""
+
+
+def _steps_with_closure(base: BaseOptimizer, group: dict[str, Any], dummy: torch.nn.Parameter) -> bool:
+    """Whether a step that failed works with a closure."""
+
+    def closure() -> Any:
+        dummy.grad = torch.zeros_like(dummy)
+        return torch.zeros((), device=dummy.device)
+
+    try:
+        base.build([{**group, "params": [dummy]}]).step(closure)
+    except Exception:
+        return False
+    return True
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Leave the random generators as they were: stochastic rounding draws from them."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield

@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.hift.piece import Piece, Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import (
@@ -81,7 +82,7 @@ class ResidentGroup(Residency):
             if not one.is_weight:
                 one.part_of_weight().copy_(one.leaf.data)
             one.drop_gradient()
-            for value in piece.state_of(one).values():
+            for value in flatten_state(piece.state_of(one)).values():
                 if isinstance(value, torch.Tensor):
                     claim(value, "state")
 
@@ -135,10 +136,10 @@ class ResidentGroup(Residency):
         """Copies of the state that was restored for a slice: tensors with dimensions lie beside its weight."""
         state: WeightState = {}
         on_device = self._meter.scalars_on_device(one.weight, one.leaf.dtype)
-        for key, value in self._arriving.get(one.weight.name, {}).items():
+        for key, value in flatten_state(self._arriving.get(one.weight.name, {}), copy_objects=True).items():
             if isinstance(value, torch.Tensor):
                 beside = value.dim() or key in on_device
                 value = value.to(one.weight.parameter.device if beside else "cpu", copy=True)
             state[key] = value
         state.pop(MASTER, None)
-        return state
+        return unflatten_state(state)

@@ -23,6 +23,7 @@ from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind
 from slivertune.hift.cutting import WeightSize, cut_pieces
 from slivertune.hift.lanes import Lanes, Mark
+from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.piece import Piece, Slice, Weight
 from slivertune.hift.pool import Carver, Pool, aligned
 from slivertune.hift.probe import StepMeter
@@ -317,7 +318,7 @@ class StreamedGroup(Residency):
             scalars = self._waiting.scalars_of(one, on_device)
             one.place_leaf(_leaf_data(one, tensors, scalars))
             one.attach_gradient()
-            states.append({**tensors, **scalars})
+            states.append(unflatten_state({**tensors, **scalars}))
         for one, state in zip(piece.slices, states, strict=True):
             piece.put_state(param_groups, one, state)
         if self._arriving_own and id(piece) in self._awaiting_own:

@@ -1,4 +1,7 @@
-"""A group's state while it waits: whole tensors by weight and key in a pool, of which slices take their parts."""
+"""A group's state while it waits: whole tensors by weight and key in a pool, of which slices take their parts.
+
+Here state is flat: a value with tensors inside is a `Structure` under its key, its tensors lie beside it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 
 from slivertune.hift.base import CUT_MULTIPLE
+from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
 from slivertune.hift.piece import Slice, Weight
 from slivertune.hift.pool import Pool, aligned
 from slivertune.hift.residency import MASTER, WeightState
@@ -72,6 +76,7 @@ class WaitingState:
         Returns:
             The copies to make.
         """
+        state = flatten_state(state)
         if self._split and MASTER in state:
             low, ties = split_master(state.pop(MASTER))
             state = {**state, LOW: low, TIES: ties}
@@ -88,13 +93,15 @@ class WaitingState:
             if _has_extent(key, value):
                 whole = self._whole(one.weight, key, _like_whole(value, one, key))
                 moves.append((key, value, _part(whole, one, key)))
+        empty_objects(state)
         return moves
 
     def export(self, weights: Sequence[Weight]) -> dict[str, WeightState]:
         """The state by weight: living tensors, masters whole."""
         exported: dict[str, WeightState] = {}
         for weight in weights:
-            tensors: WeightState = dict(self._tensors.get(weight.name, {}))
+            kept = {key for (name, _), keys in self._received.items() if name == weight.name for key in keys}
+            tensors: WeightState = {k: v for k, v in self._tensors.get(weight.name, {}).items() if k in kept}
             starts = sorted(start for name, start in self._scalars if name == weight.name)
             # What was restored for the whole weight is out of date once its slices were stepped.
             slices = [start for start in starts if start != _WHOLE] or starts
@@ -104,14 +111,14 @@ class WaitingState:
                 ties = [self._scalars[weight.name, start][TIES] + max(start, 0) for start in slices]
                 tensors[MASTER] = join_master(weight.parameter.detach().cpu(), tensors.pop(LOW), torch.cat(ties))
             if tensors or scalars:
-                exported[weight.name] = {**tensors, **scalars}
+                exported[weight.name] = unflatten_state({**tensors, **scalars}, copy_objects=True)
         return exported
 
     def restore(self, weights: Sequence[Weight], state: Mapping[str, WeightState]) -> None:
         """Take copies of what `export` returned."""
         arriving: dict[str, WeightState] = {}
         for name, values in state.items():
-            values = dict(values)
+            values = flatten_state(values, copy_objects=True)
             if self._split and MASTER in values:
                 values[LOW], values[TIES] = split_master(values.pop(MASTER).to("cpu", torch.float32))
             arriving[name] = values

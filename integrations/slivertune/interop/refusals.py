@@ -7,17 +7,8 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from slivertune.hift import HiFTConfig
+from slivertune.hift.unsupported_optimizers import refuse_name
 from slivertune.parallel.layout import layout_of
-
-# Optimizers that step inside backward, keep projections of whole gradients, or swap weights between training and
-# evaluation: none of these survives that a group's masters and state are elsewhere between its turns.
-_REFUSED_OPTIMIZERS = {
-    "lomo": "it updates weights inside backward and keeps no gradient to step with",
-    "adalomo": "it updates weights inside backward and keeps no gradient to step with",
-    "galore": "it trains low-rank projections through hooks of its own",
-    "apollo": "it trains low-rank projections through hooks of its own",
-    "schedule_free": "it swaps the weights between training and evaluation, also those of groups that wait",
-}
 
 
 def check_base_optimizer(training: TrainingArguments) -> None:
@@ -29,12 +20,7 @@ def check_base_optimizer(training: TrainingArguments) -> None:
     Raises:
         ValueError: If it is one of them, with the reason.
     """
-    optim = str(getattr(training.optim, "value", training.optim))
-    for prefix, reason in _REFUSED_OPTIMIZERS.items():
-        if optim.startswith(prefix):
-            raise ValueError(
-                f"--optim {optim} can't be HiFT's base optimizer: {reason}; take adamw_torch, or train densely"
-            )
+    refuse_name(str(getattr(training.optim, "value", training.optim)))
 
 
 def check_step_in_backward(config: HiFTConfig, training: TrainingArguments) -> None:

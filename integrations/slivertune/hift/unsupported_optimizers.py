@@ -1,0 +1,171 @@
+"""Base optimizers that HiFT can't rotate: one list, by class and by the name that transformers gives them.
+
+Each works on weights, gradients or state outside of its `step`, where those of waiting groups lie elsewhere or don't
+exist. None of the packages is imported: a class is known by its name and module, or by what it has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unsupported:
+    """A kind of optimizers."""
+
+    reason: str
+    """Why it can't be rotated, as the end of a sentence."""
+    way_out: str
+    """What to do instead."""
+    holds: Callable[[type], bool]
+    """Whether a class is of this kind."""
+    names: Callable[[str], bool] = lambda _: False
+    """Whether one of transformers' `optim` names is of this kind."""
+
+
+def _demands_closure(kind: type) -> bool:
+    step = getattr(kind, "step", None)
+    closure = inspect.signature(step).parameters.get("closure") if step is not None else None
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+_PAGED = Unsupported(
+    reason="it pages its state by itself, and HiFT already keeps it off the device",
+    way_out="take its variant without Paged (paged_)",
+    holds=lambda kind: kind.__module__.startswith("bitsandbytes.") and kind.__name__.startswith("Paged"),
+    names=lambda name: name.startswith("paged_"),
+)
+_CLOSURE = Unsupported(
+    reason="it evaluates the model again inside its step, on weights that HiFT writes back only afterwards",
+    way_out="use an optimizer whose step needs no closure",
+    holds=_demands_closure,
+)
+
+UNSUPPORTED = (
+    Unsupported(
+        reason="it swaps the weights between training and evaluation, also those of groups that wait",
+        way_out="take torch.optim.AdamW (adamw_torch) with a schedule",
+        holds=lambda kind: callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)),
+        names=lambda name: name.startswith("schedule_free"),
+    ),
+    Unsupported(
+        reason="it updates weights inside backward and keeps no gradient to step with",
+        way_out="take torch.optim.AdamW (adamw_torch) with step_in_backward=True, which frees each gradient as early",
+        holds=lambda kind: kind.__name__ in ("Lomo", "LOMO", "AdaLomo", "AdaLOMO"),
+        names=lambda name: name in ("lomo", "adalomo"),
+    ),
+    Unsupported(
+        reason="it steps each layer from hooks inside backward, past HiFT",
+        way_out="take its variant without _layerwise: HiFT keeps only one group's gradients anyway",
+        holds=lambda kind: kind.__name__ == "LayerWiseDummyOptimizer",
+        names=lambda name: name.endswith("_layerwise"),
+    ),
+    _PAGED,
+    _CLOSURE,
+    Unsupported(
+        reason="it takes sparse gradients alone, and a model's blocks have dense ones",
+        way_out="set sparse=False on the embedding and take torch.optim.Adam",
+        holds=lambda kind: issubclass(kind, torch.optim.SparseAdam),
+    ),
+    Unsupported(
+        reason="it moves gradients and state to the host by hooks of its own",
+        way_out="take the class that it offloads: HiFT keeps its state on the host",
+        holds=lambda kind: kind.__module__.startswith("torchao.") and kind.__name__ == "CPUOffloadOptimizer",
+    ),
+)
+
+
+def refuse_class(optimizer_class: type) -> None:
+    """Refuse a class of optimizers that HiFT can't rotate.
+
+    Args:
+        optimizer_class: Any class that steps.
+
+    Raises:
+        ValueError: With the reason and the way out.
+    """
+    for kind in UNSUPPORTED:
+        if kind.holds(optimizer_class):
+            raise _refusal(optimizer_class.__name__, kind.reason, kind.way_out)
+
+
+def refuse_name(optim: str) -> None:
+    """Refuse an optimizer by the name of transformers' `TrainingArguments.optim`, before anything is built.
+
+    Args:
+        optim: The name.
+
+    Raises:
+        ValueError: With the reason and the way out.
+    """
+    for kind in UNSUPPORTED:
+        if kind.names(optim):
+            raise _refusal(f"--optim {optim}", kind.reason, kind.way_out)
+
+
+def refuse_instance(optimizer: Any) -> None:
+    """Refuse what only an instance tells: that it pages, steps inside backward, or wraps another one.
+
+    Args:
+        optimizer: Of a class that `refuse_class` let pass.
+
+    Raises:
+        ValueError: With the reason and the way out.
+    """
+    name = type(optimizer).__name__
+    if getattr(optimizer, "is_paged", False):
+        raise _refusal(f"{name} with is_paged=True", _PAGED.reason, "leave is_paged out")
+    if optimizer.defaults.get("gradient_release"):
+        raise _refusal(
+            f"{name} with gradient_release=True",
+            "it updates weights inside backward and keeps no gradient to step with",
+            "leave gradient_release out, and set step_in_backward=True",
+        )
+    inner = next(_optimizers_in(vars(optimizer)), None)
+    if inner is not None:
+        raise _refusal(
+            name,
+            f"it steps {type(inner).__name__} in a way of its own, which would be left out",
+            f"give HiFT the {type(inner).__name__} itself",
+        )
+
+
+def refuse_closure(name: str) -> ValueError:
+    """The error for a step that does nothing without a closure.
+
+    Args:
+        name: The optimizer's.
+    """
+    return _refusal(name, _CLOSURE.reason, _CLOSURE.way_out)
+
+
+def refuse_state(name: str, fault: str) -> ValueError:
+    """The error for state that can't leave the device.
+
+    Args:
+        name: The optimizer's.
+        fault: What its state holds.
+    """
+    return _refusal(
+        name,
+        f"its state {fault}, which can't be moved to host memory or to disk",
+        "take an optimizer that keeps dense tensors",
+    )
+
+
+def _refusal(name: str, reason: str, way_out: str) -> ValueError:
+    return ValueError(f"{name} can't be HiFT's base optimizer: {reason}; {way_out}, or train densely")
+
+
+def _optimizers_in(value: Any, depth: int = 2) -> Iterator[torch.optim.Optimizer]:
+    """Optimizers among the values of a dictionary or list, or one level below."""
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, torch.optim.Optimizer):
+            yield part
+        elif depth > 1 and isinstance(part, (dict, list, tuple)):
+            yield from _optimizers_in(part, depth - 1)
