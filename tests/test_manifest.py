@@ -119,6 +119,17 @@ def test_a_folder_inside_with_a_manifest_of_its_own_is_told_by_that_one(folder: 
     assert find_damage(folder) == "in deep, state.bin holds other bytes than were written"
 
 
+def test_a_link_that_leads_round_is_damage(folder: Path) -> None:
+    (folder / "round").symlink_to(folder)
+    own = f"round/{MANIFEST_NAME}"
+    said: dict[str, object] = {"format": 2, "files": {own: {"bytes": 0, "blake2b": "0" * 64}}}
+    for _ in range(3):  # until the size that it tells is its own
+        (folder / MANIFEST_NAME).write_text(json.dumps({**said, manifest._OWN_HASH: manifest._digest_entries(said)}))
+        said = {"format": 2, "files": {own: {"bytes": (folder / MANIFEST_NAME).stat().st_size, "blake2b": "0" * 64}}}
+    assert "too deeply" in str(find_damage(folder, read_files=False))
+    assert "holds other bytes" in str(find_damage(folder))
+
+
 def test_what_comes_later_is_not_looked_at_and_what_is_left_out_neither(folder: Path) -> None:
     (folder / "log.txt").write_text("one")
     assert find_damage(folder) is None
@@ -126,6 +137,13 @@ def test_what_comes_later_is_not_looked_at_and_what_is_left_out_neither(folder: 
     (folder / "deep" / "state.bin").unlink()
     (folder / "log.txt").write_text("two")
     assert find_damage(folder) is None
+
+
+def test_what_a_killed_write_has_left_is_not_listed(folder: Path) -> None:
+    (folder / ".state.bin.abcdefgh.partial").mkdir()
+    (folder / ".state.bin.abcdefgh.partial" / "content").touch()
+    write_manifest(folder)
+    assert set(read_entries(folder)["files"]) == {"model.bin", "deep/state.bin", "empty"}
 
 
 def test_the_error_names_folder_file_and_way_out(folder: Path) -> None:

@@ -102,12 +102,13 @@ def read_entries(folder: str | Path) -> dict[str, Any]:
     return dict(entries)
 
 
-def find_damage(folder: str | Path, *, read_files: bool = True) -> str | None:
+def find_damage(folder: str | Path, *, read_files: bool = True, depth: int = 8) -> str | None:
     """Say what keeps a folder from being whole.
 
     Args:
         folder: With a manifest.
         read_files: Whether to compare contents too, and not only sizes.
+        depth: How many folders with manifests may lie in each other; a link could lead round for ever.
 
     Returns:
         The reason, or None where the folder is whole.
@@ -131,7 +132,9 @@ def find_damage(folder: str | Path, *, read_files: bool = True) -> str | None:
         return str(error)
     for name in stamps:
         if PurePosixPath(name).name == MANIFEST_NAME:
-            damage = find_damage((folder / name).parent, read_files=read_files)
+            if depth == 0:
+                return "manifests lie in each other too deeply"
+            damage = find_damage((folder / name).parent, read_files=read_files, depth=depth - 1)
             if damage is not None:
                 return f"in {PurePosixPath(name).parent}, {damage}"
     return None
@@ -160,8 +163,11 @@ def check_whole(folder: str | Path) -> None:
 
 
 def _whole_beside(folder: Path) -> str:
-    siblings = [path for path in folder.absolute().parent.iterdir() if path != folder.absolute()]
-    marked = sorted((each for each in siblings if (each / MANIFEST_NAME).is_file()), key=_written_at, reverse=True)
+    try:
+        siblings = [path for path in folder.absolute().parent.iterdir() if path != folder.absolute()]
+        marked = sorted((each for each in siblings if (each / MANIFEST_NAME).is_file()), key=_written_at, reverse=True)
+    except OSError:
+        return ""
     # Sizes alone: whoever loads it compares the rest.
     whole = next((each for each in marked if find_damage(each, read_files=False) is None), None)
     return "" if whole is None else f", such as {whole}"
@@ -174,6 +180,8 @@ def _written_at(folder: Path) -> int:
 def _files(folder: Path) -> Iterator[Path]:
     """All files of a folder but its manifest; of a folder inside that has one, that one."""
     for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") and path.name.endswith(".partial"):
+            continue  # what a killed process has left of a write, until the next one of the same file
         if path.is_dir():
             inner = path / MANIFEST_NAME
             yield from [inner] if inner.is_file() else _files(path)

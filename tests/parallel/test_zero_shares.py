@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,12 +14,24 @@ import torch
 from torch import nn
 
 from slivertune.manifest import DamagedCheckpointError, write_manifest
+from slivertune.parallel.zero_plain import load_zero
 from slivertune.parallel.zero_shares import fp32_weights
 from tests.helpers.models import assert_same_tree
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import naive_groups
 from tests.parallel import zero_runs
-from tests.parallel.zero_runs import LR, Case, Run, _mean_gradients, factor, largest_difference, make_model, options
+from tests.parallel.zero_runs import (
+    LR,
+    Case,
+    Run,
+    _mean_gradients,
+    factor,
+    largest_difference,
+    make_batch,
+    make_model,
+    make_optimizer,
+    options,
+)
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 STAGES = (1, 2, 3)
@@ -70,6 +83,7 @@ def held(run: Run) -> dict[str, Any]:
     }
 
 
+IN_BF16 = Case(stage=2, bare=True, dtype=torch.bfloat16)
 FROZEN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -92,6 +106,11 @@ def save(rank: int, num_ranks: int, folder: str) -> dict[Any, Any]:
         run.engine.save_checkpoint(f"{folder}/frozen")
         found["frozen"] = run.weights()
         run.close()
+    run = Run(IN_BF16, rank, num_ranks)
+    run.train(BEFORE)
+    run.engine.save_checkpoint(f"{folder}/bf16")
+    found["bf16"] = held(run)
+    run.close()
     for stage in STAGES:
         run = Run(case_of(stage), rank, num_ranks)
         run.train(BEFORE)
@@ -206,3 +225,28 @@ def test_the_fp32_weights_of_all_groups_are_found_without_ranks(
     write_manifest(tmp_path / "nothing")
     with pytest.raises(ValueError, match="was not saved by HiFT on DeepSpeed"):
         fp32_weights(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("which", [*STAGES, "bf16"])
+def test_one_process_without_deepspeed_goes_on(saved: dict[Any, Any], folder: Path, which: Any) -> None:
+    case = IN_BF16 if which == "bf16" else case_of(which)
+    model = make_model(case)
+    model.requires_grad_(True)
+    for parameter in model.parameters():
+        parameter.data.add_(1.0)
+    hift = make_optimizer(model, case)
+    load_zero(hift, folder / str(which) / TAG)
+    wanted = saved[which]
+    assert [hift.updates, hift.active_group] == wanted["turn"]
+    assert [float(rate) for rate in hift.held_lr] == wanted["rates"]
+    assert_same_tree({name: each.detach() for name, each in model.named_parameters()}, wanted["weights"])
+    state = hift.whole_state()["state"]
+    for key in ("exp_avg", "exp_avg_sq", *(("masters",) if which == "bf16" else ())):
+        found = {name: each[{"masters": "master"}.get(key, key)] for name, each in state.items()}
+        assert_same_tree(dict(sorted(found.items())), dict(sorted(wanted[key].items())))
+    model(**make_batch(BEFORE, 0, 0)).loss.backward()
+    hift.step()
+    assert hift.updates == BEFORE + 1
+    other = make_optimizer(make_model(case), replace(case, order="top2down"))
+    with pytest.raises(ValueError, match="has another order of turns"):
+        load_zero(other, folder / str(which) / TAG)

@@ -102,6 +102,29 @@ def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resu
     assert_same_bits(tmp_path / "two", tmp_path / "again")
 
 
+def test_one_command_goes_on_after_all_processes_were_killed(tiny_base: Path, tmp_path: Path) -> None:
+    data = write_texts(tmp_path)
+    more = ("--max_steps", "60", "--save_steps", "5", "--memory_ledger", "off")
+    launch(TORCHRUN, train_arguments(tiny_base, data, tmp_path / "whole", *more), tmp_path)
+    arguments = train_arguments(tiny_base, data, tmp_path / "cut", *more, "--resume_from_checkpoint", "auto")
+    process = start((*TORCHRUN, *arguments), tmp_path)
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list((tmp_path / "cut").glob("checkpoint-*/slivertune_checkpoint.json")):
+        assert process.poll() is None and time.monotonic() < deadline, finish(process)
+        time.sleep(0.02)
+    children = [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    for each in (*children, process.pid):
+        os.kill(each, signal.SIGKILL)
+    finish(process)
+    assert not (tmp_path / "cut" / "results.json").exists()
+    _, out = launch(TORCHRUN, arguments, tmp_path)
+    assert f"continuing from {tmp_path / 'cut' / 'checkpoint-'}" in "".join(out.split("\n"))
+    assert_same_bits(tmp_path / "whole", tmp_path / "cut")
+    code, out, said = finish(start((*TORCHRUN, *arguments), tmp_path))
+    assert (code, said) == (0, [])
+    assert out.count("is finished after 60 updates; nothing was trained") == 1, "one process speaks"
+
+
 def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path, tmp_path: Path) -> None:
     reselection = ("--reselection_interval", "4", "--estimation_steps", "2")
     more = ("--density", "0.1", *reselection, "--token_ratio", "0.5", "--max_steps", "9")
@@ -128,6 +151,26 @@ def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(tiny_base: Path,
     train(tiny_base, data, tmp_path / "one", *STEPS, "--per_device_train_batch_size", "4")
     assert_near(tmp_path / "one", tmp_path / "two")
     assert find_damage(tmp_path / "two" / "checkpoint-10") is None
+
+
+def test_sft_on_zero2_goes_on_from_its_last_whole_checkpoint(tiny_base: Path, tmp_path: Path) -> None:
+    config = tmp_path / "zero2.json"
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    config.write_text(json.dumps({**dict.fromkeys(auto, "auto"), "zero_optimization": {"stage": 2}}), encoding="utf-8")
+    reselection = ("--density", "0.1", "--reselection_interval", "4", "--estimation_steps", "2")
+    more = (*reselection, "--max_steps", "6", "--save_steps", "3", "--resume_from_checkpoint", "auto")
+    data = write_texts(tmp_path)
+    arguments = train_arguments(
+        tiny_base, data, tmp_path / "out", *more, "--deepspeed", str(config), "--memory_ledger", "off", method="sft"
+    )
+    launch(TORCHRUN, arguments, tmp_path)
+    wanted = final_weights(tmp_path / "out")
+    (tmp_path / "out" / "results.json").unlink()
+    (tmp_path / "out" / "checkpoint-6" / "slivertune_checkpoint.json").unlink()
+    _, out = launch(TORCHRUN, arguments, tmp_path)
+    assert "checkpoint-3" in out and "checkpoint-6 is not whole" in "".join(out.split("\n"))
+    found = final_weights(tmp_path / "out")
+    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
 
 
 def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(tiny_base: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
-from slivertune.manifest import find_damage, write_manifest
+from slivertune.manifest import find_damage, read_entries, write_manifest
 from slivertune.training.folders import START_NAME
 from tests.training.tiny_runs import (
     METHODS,
@@ -107,10 +107,9 @@ def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
 def test_a_resumed_run_knows_where_it_came_from(tiny_base: Path, tmp_path: Path) -> None:
     data, output = write_texts(tmp_path), tmp_path / "out"
     train(tiny_base, data, output, "--save_steps", "3")
-    marker = output / "checkpoint-3" / "slivertune_checkpoint.json"
-    values = json.loads(marker.read_text())
-    values["facts"] |= {"before": {"eval_loss": 123.0}, "sample_before": "once"}
-    marker.write_text(json.dumps(values))
+    values = read_entries(output / "checkpoint-3")
+    facts = values["facts"] | {"before": {"eval_loss": 123.0}, "sample_before": "once"}
+    write_manifest(output / "checkpoint-3", {"global_step": values["global_step"], "facts": facts})
     again = train(tiny_base, data, tmp_path / "again", "--resume_from_checkpoint", str(output / "checkpoint-3"))
     assert again["before"] == {"eval_loss": 123.0}
     assert again["sample"]["before"] == "once"

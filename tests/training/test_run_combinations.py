@@ -8,7 +8,7 @@ import torch
 
 from slivertune.cli import main
 from slivertune.interop.checkpoints import TOKENS_NAME
-from slivertune.manifest import find_damage
+from slivertune.manifest import find_damage, read_entries, write_manifest
 from tests.training.tiny_runs import (
     COMBINATIONS,
     TINY_CYCLE,
@@ -66,12 +66,12 @@ def test_the_selection_is_part_of_a_whole_checkpoint_and_decides_what_comes_next
     checkpoint = tmp_path / "whole" / "checkpoint-2"
     state = checkpoint / TOKENS_NAME
     assert json.loads(state.read_text())["num_draws"] == 4, "two updates of two batches"
-    marker = checkpoint / "slivertune_checkpoint.json"
-    values = json.loads(marker.read_text())
+    values = read_entries(checkpoint)
     assert values["files"].pop(TOKENS_NAME)["bytes"] == state.stat().st_size
     # As if the selection had not been saved: the same run goes on with other tokens.
-    marker.write_text(json.dumps(values))
     state.write_text(json.dumps({**json.loads(state.read_text()), "num_draws": 0}))
+    assert find_damage(checkpoint) is not None
+    write_manifest(checkpoint, {"facts": values["facts"]})
     resume = ("--resume_from_checkpoint", str(checkpoint), "--gradient_accumulation_steps", "2")
     train(tiny_base, data, tmp_path / "again", *more, *resume)
     first, second = saved_weights(tmp_path / "whole" / "model"), saved_weights(tmp_path / "again" / "model")

@@ -149,8 +149,12 @@ def keep_manifest_last(trainer: Trainer, callback: KeepManifest) -> None:
     trainer.add_callback(callback)
 
 
-def _holds_state(checkpoint: Path) -> bool:
-    """Whether an optimizer's state is in a checkpoint, in a form that the Trainer itself has loaded by now."""
+def holds_state(checkpoint: Path) -> bool:
+    """Whether an optimizer's state is in a checkpoint, in a form that the Trainer itself loads.
+
+    Args:
+        checkpoint: A Trainer's.
+    """
     return any(next(checkpoint.glob(pattern), None) is not None for pattern in _STATE_PATTERNS)
 
 
@@ -220,7 +224,7 @@ class KeepHiFT(TrainerCallback):
             return
         if (checkpoint / HIFT_FOLDER).is_dir():
             read_hift(self._optimizer(), checkpoint / HIFT_FOLDER)
-        elif not _holds_state(checkpoint):
+        elif not holds_state(checkpoint):
             raise RuntimeError(
                 f"{checkpoint} has no optimizer state, so masters, moments and the turn would begin anew in the midst "
                 "of a run; resume from one that was saved without save_only_model, or start a new run from its weights "

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slivertune.aside import new_file
+from slivertune.aside import new_file, recover
 from slivertune.hift import HiFT
 from slivertune.manifest import (
     MANIFEST_NAME,
@@ -38,7 +38,12 @@ def check_together(folder: str | Path) -> None:
     Raises:
         DamagedCheckpointError: On every rank, naming the file and the way out.
     """
-    _do_on_first(lambda: check_whole(folder), DamagedCheckpointError)
+
+    def check() -> None:
+        recover(Path(folder))
+        check_whole(folder)
+
+    _do_on_first(check, DamagedCheckpointError)
 
 
 def write_together(folder: str | Path, entries: Mapping[str, Any] | None = None) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slivertune.aside import new_file
+from slivertune.hift import HiFT
 from slivertune.hift.rotation import own_copy
 from slivertune.parallel.agreement import check_agreement
 from slivertune.parallel.zero_elsewhere import fill_frozen, reading_first
@@ -282,24 +283,45 @@ class Checkpoints:
                 f"{path} has version {saved['version']!r}, this library reads {_READABLE}; "
                 "continue with the version that wrote it"
             )
-        for name, value in self._identity().items():
-            if saved["identity"][name] != value:
-                raise ValueError(
-                    f"{path} has another {name}: {_short(saved['identity'][name])} there, {_short(value)} here; build "
-                    "the optimizer and the config with the settings of the saved run"
-                )
+        check_identity(path, saved["identity"], self._identity())
         return saved
 
     def _identity(self) -> dict[str, Any]:
-        optimizer = self._turns.optimizer
-        return {
-            "stage of ZeRO": self._turns.stage,
-            "base optimizer": optimizer.base.name,
-            "grouping (layers_per_group, layers)": [list(group.parameter_names) for group in optimizer.groups],
-            "order of turns (order, seed)": list(optimizer.rotation.order),
-            "steps_per_group": optimizer.rotation.steps_per_group,
-            "number of param groups": len(optimizer.param_groups),
-        }
+        return {"stage of ZeRO": self._turns.stage, **identity(self._turns.optimizer)}
+
+
+def identity(optimizer: HiFT) -> dict[str, Any]:
+    """What a saved state has in common with the optimizer that it fits.
+
+    Args:
+        optimizer: HiFT.
+    """
+    return {
+        "base optimizer": optimizer.base.name,
+        "grouping (layers_per_group, layers)": [list(group.parameter_names) for group in optimizer.groups],
+        "order of turns (order, seed)": list(optimizer.rotation.order),
+        "steps_per_group": optimizer.rotation.steps_per_group,
+        "number of param groups": len(optimizer.param_groups),
+    }
+
+
+def check_identity(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse a state of another run.
+
+    Args:
+        path: Where it lies.
+        theirs: Its `identity`.
+        ours: That of the optimizer at hand.
+
+    Raises:
+        ValueError: Naming the first thing that differs.
+    """
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise ValueError(
+                f"{path} has another {name}: {_short(theirs[name])} there, {_short(value)} here; build the optimizer "
+                "and the config with the settings of the saved run"
+            )
 
 
 def _short(value: Any) -> str:

@@ -16,7 +16,7 @@ _BY_NEITHER: Unsupported = (
     ("hybrid_engine", "enabled", "set it to false"),
     ("compile", "deepcompile", "set it to false"),
     ("tensor_parallel", "autotp_size", "set it to 1, and shard by ZeRO-3"),
-    ("checkpoint", "load_universal", "resume with the ranks that saved, from their own checkpoint"),
+    ("checkpoint", "load_universal", "leave it out: any number of ranks resumes from a checkpoint as it is"),
 )
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from slivertune.interop import attach
+from slivertune.interop.checkpoints import holds_state
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.sparse_beside import FOLDER as SFT_FOLDER
 from slivertune.sft import SFT
@@ -175,7 +176,7 @@ class SFTMethod(TrainingMethod):
 
 def _check_checkpoint(folder: str | None) -> None:
     """The weights of a checkpoint hold sums, whose pretrained part its optimizer state alone knows."""
-    if folder is not None and not any((Path(folder) / name).exists() for name in (_OPTIMIZER_FILE, SFT_FOLDER)):
+    if folder is not None and not holds_state(Path(folder)) and not (Path(folder) / SFT_FOLDER).exists():
         raise ValueError(
             f"{folder} has no {_OPTIMIZER_FILE}, so its deltas can't be told from pretrained weights; resume from a "
             "checkpoint that was saved without --save_only_model, or start anew"
