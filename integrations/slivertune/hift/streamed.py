@@ -37,6 +37,7 @@ from slivertune.hift.residency import (
 )
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.split import join_master
+from slivertune.hift.stale import WeightMarks, refresh_master
 from slivertune.hift.waiting import LOW, TIES, WaitingState
 from slivertune.ledger import claim, claimed_at_birth
 
@@ -88,6 +89,9 @@ class StreamedGroup(Residency):
         self._waiting: WaitingState | None = None
         self._waiting_for: torch.device | None = None
         self._arriving_own: OwnHyperparameters = {}
+        self._marks = WeightMarks()
+        self._stale: frozenset[str] = frozenset()
+        """Weights that others have written since the last step."""
         self._awaiting_own: set[int] = set()
         """Pieces, by identity, whose instance has not got `_arriving_own` yet."""
         self._lanes: Lanes | None = None
@@ -115,6 +119,7 @@ class StreamedGroup(Residency):
             self._run(range(len(pieces)), param_groups, held_lr)
         finally:
             self._end()
+        self._marks.note(self._weights)
 
     @override
     def begin_weights(self) -> None:
@@ -140,6 +145,7 @@ class StreamedGroup(Residency):
     @override
     def end_weights(self) -> None:
         self._end()
+        self._marks.note(self._weights)
         # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
         expected = {name: place for place, name in enumerate(self._turn)}
         self._pieces.sort(key=lambda piece: expected.get(piece.slices[0].weight.name, len(expected)))
@@ -152,6 +158,7 @@ class StreamedGroup(Residency):
         if self._waiting is None:
             self._waiting, self._waiting_for = self._reserved(), self._device()
             self._is_first_turn = True
+        self._stale = frozenset() if self._is_first_turn else self._marks.stale(self._weights)
         return pieces
 
     def _run(self, indices: Sequence[int], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
@@ -174,7 +181,7 @@ class StreamedGroup(Residency):
         if self._waiting is None:
             return {}
         self._lanes_of_device().synchronize()
-        return self._waiting.export(self._weights)
+        return self._waiting.export(self._weights, self._marks.stale(self._weights))
 
     @override
     def own_hyperparameters(self) -> OwnHyperparameters:
@@ -196,6 +203,7 @@ class StreamedGroup(Residency):
         self._empty_slots()
         self._pieces = []
         self._turn = []
+        self._marks.forget()
         self._waiting = None
         self._arriving_own = {}
 
@@ -316,7 +324,10 @@ class StreamedGroup(Residency):
             tensors = dict(self._loaded[index][position]) if index in self._loaded else {}
             on_device = self._meter.scalars_on_device(one.weight, self._stepped_dtype(one.weight))
             scalars = self._waiting.scalars_of(one, on_device)
-            one.place_leaf(_leaf_data(one, tensors, scalars))
+            data = _leaf_data(one, tensors, scalars)
+            if one.on_master and one.weight.name in self._stale:
+                refresh_master(data, one.part_of_weight())
+            one.place_leaf(data)
             one.attach_gradient()
             states.append(unflatten_state({**tensors, **scalars}))
         for one, state in zip(piece.slices, states, strict=True):

@@ -1,0 +1,199 @@
+"""Weights that others write after HiFT was built count, as they do for a plain AdamW on the weights themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import HiFT, HiFTConfig
+from slivertune.hift.stale import refresh_master
+from tests.helpers.models import (
+    LAYERS,
+    Batch,
+    assert_all_moved,
+    assert_same_bits,
+    assert_same_tree,
+    differing,
+    tiny_llama,
+    token_batches,
+    weights,
+)
+from tests.helpers.reference import NaiveHiFT, naive_groups
+
+PLACES: dict[str, dict[str, Any]] = {
+    "host": {},
+    "pieces": {"stream_bytes": 4096},
+    "device": {"state": "device"},
+    "disk": {"state": "disk"},
+    "in backward": {"step_in_backward": True},
+    "split": {"master": "split", "stream_bytes": 4096},
+}
+
+
+def build(place: str, tmp_path: Path, model: nn.Module, **options: Any) -> HiFT:
+    config = dict(PLACES[place])
+    if config.get("state") == "disk":
+        config["state_dir"] = str(tmp_path)
+    return HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), **{"lr": 1e-2, **options})
+
+
+def cycle(model: nn.Module, optimizer: Any, start: int = 0) -> None:
+    for batch in token_batches(start + LAYERS)[start:]:
+        model(**batch).loss.backward()
+        if isinstance(optimizer, NaiveHiFT):
+            optimizer.keep_active_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def load(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(values)
+
+
+@torch.no_grad()
+def copy_in(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(values[name])
+
+
+@torch.no_grad()
+def by_arithmetic(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.zero_().add_(values[name])
+
+
+def by_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data = values[name].clone()
+
+
+WRITERS = {"load_state_dict": load, "copy_": copy_in, "arithmetic": by_arithmetic, "data": by_data}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_cycle_at_rate_zero_does_not_bring_the_old_weights_back(place: str, writer: str, tmp_path: Path) -> None:
+    model, other = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16, seed=7)
+    new = weights(other)
+    new["model.norm.weight"] = torch.zeros_like(new["model.norm.weight"])
+    hift = build(place, tmp_path, model, weight_decay=0.0)
+    cycle(model, hift)
+    WRITERS[writer](model, new)
+    for group in hift.param_groups:
+        group["lr"] = 0.0
+    cycle(model, hift, LAYERS)
+    assert hift.updates == 2 * LAYERS
+    assert differing(weights(model), new) == []
+
+
+class StaleMasters(NaiveHiFT):
+    """The reference, whose masters follow weights that others have written, element by element."""
+
+    def step(self) -> None:
+        for name in self.active:
+            if name in self.masters:
+                master, weight = self.masters[name].data, self.parameters[name].data
+                master.copy_(torch.where(master.to(weight.dtype) != weight, weight.float(), master))
+        super().step()
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "split"])
+def test_training_goes_on_from_weights_that_were_changed_in_part(place: str, tmp_path: Path) -> None:
+    model = tiny_llama(torch.bfloat16)
+    other = copy.deepcopy(model)
+    before = weights(model)
+    hift = build(place, tmp_path, model)
+    reference = StaleMasters(other, torch.optim.AdamW, groups=naive_groups(other, 1), lr=1e-2)
+    for start in range(0, 4 * LAYERS, LAYERS):
+        for trained, optimizer in ((model, hift), (other, reference)):
+            cycle(trained, optimizer, start)
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.view(-1)[::3].mul_(0.9)
+        assert_same_bits(model, other)
+    assert_all_moved(model, before)
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "model first"])
+@pytest.mark.parametrize("place", PLACES)
+def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_path: Path) -> None:
+    """An average that is swapped in for an evaluation and out again, and both orders of loading a checkpoint."""
+    model = tiny_llama(torch.bfloat16)
+    undisturbed = copy.deepcopy(model)
+    hift, plain = build(place, tmp_path, model), build(place, tmp_path, undisturbed)
+    for trained, optimizer in ((model, hift), (undisturbed, plain)):
+        cycle(trained, optimizer)
+    own = weights(model)
+    load(model, weights(tiny_llama(torch.bfloat16, seed=3)))
+    load(model, own)
+    cycle(model, hift, LAYERS)
+    cycle(undisturbed, plain, LAYERS)
+    assert_same_bits(model, undisturbed)
+
+    saved_model, saved_state = weights(model), copy.deepcopy(hift.state_dict())
+    again = tiny_llama(torch.bfloat16, seed=9)
+    resumed = build(place, tmp_path, again)
+    if order == "model first":
+        again.load_state_dict(saved_model)
+    resumed.load_state_dict(saved_state)
+    if order == "optimizer first":
+        again.load_state_dict(saved_model)
+    assert_same_tree(resumed.state_dict(), saved_state)
+    cycle(again, resumed, 2 * LAYERS)
+    cycle(undisturbed, plain, 2 * LAYERS)
+    assert_same_bits(again, undisturbed)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_state_that_is_saved_after_weights_were_loaded_brings_the_new_ones(place: str, tmp_path: Path) -> None:
+    model, new = tiny_llama(torch.bfloat16), weights(tiny_llama(torch.bfloat16, seed=7))
+    hift = build(place, tmp_path, model)
+    cycle(model, hift)
+    model.load_state_dict(new)
+    saved = copy.deepcopy(hift.state_dict())
+    again = tiny_llama(torch.bfloat16, seed=9)
+    resumed = build(place, tmp_path, again)
+    resumed.load_state_dict(saved)
+    assert differing(weights(again), new) == []
+    new_again = weights(tiny_llama(torch.bfloat16, seed=8))
+    again.load_state_dict(new_again)
+    resumed_twice = copy.deepcopy(resumed.state_dict())
+    final = tiny_llama(torch.bfloat16, seed=9)
+    build(place, tmp_path, final).load_state_dict(resumed_twice)
+    assert differing(weights(final), new_again) == []
+
+
+def test_the_optimizers_state_stays_as_a_plain_optimizer_keeps_it() -> None:
+    model, bare = tiny_llama(), tiny_llama()
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=LAYERS), lr=1e-2)
+    plain = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+    new = weights(tiny_llama(seed=5))
+    steps: list[Callable[[nn.Module], object]] = [lambda _: None, lambda trained: trained.load_state_dict(new)]
+    for change in steps:
+        for trained, optimizer in ((model, hift), (bare, plain)):
+            change(trained)
+            batch: Batch
+            for batch in token_batches(3):
+                trained(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_bits(model, bare)
+
+
+def test_a_master_keeps_the_elements_that_nobody_wrote_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(500, generator=generator)
+    weight = master.to(torch.bfloat16)
+    weight[::5] = torch.randn(100, generator=generator).to(torch.bfloat16)
+    weight[0], weight[5], weight[10] = 0.0, -0.0, float("inf")
+    expected = [
+        float(w) if float(torch.tensor(m).to(torch.bfloat16)) != float(w) else m
+        for m, w in zip(master.tolist(), weight.tolist(), strict=True)
+    ]
+    assert refresh_master(master, weight).tolist() == expected
