@@ -13,6 +13,7 @@ FLOORS = {
     "chunked_loss": 0,
     "layers": 0,
     "ledger": 0,
+    "ownership": 0,
     "presets": 0,
     "hift": 1,
     "manifest": 1,

@@ -8,6 +8,7 @@ import torch
 from transformers import TrainerCallback
 
 from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift.rotation import Rotation
 from slivertune.interop import attach
 from slivertune.ledger import claim
 from slivertune.training.ledger_lines import DenseCycle, HiFTCycle, LedgerLines
@@ -15,8 +16,9 @@ from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import ROWS, make_trainer
 
 
-def test_cycles_are_counted_by_applied_updates_or_by_log_lines() -> None:
-    optimizer: Any = SimpleNamespace(updates=25, cycle_length=5)
+def test_cycles_are_counted_by_steps_or_by_log_lines() -> None:
+    rotation = Rotation(order=(0, 1, 2, 3, 4), steps_per_group=1, updates=23, skipped={4: 2})
+    optimizer: Any = SimpleNamespace(rotation=rotation, cycle_length=5)
     state: Any = SimpleNamespace(global_step=25, logging_steps=10)
     assert (HiFTCycle(optimizer, 2).num_done(state), HiFTCycle(optimizer, 2).name(2)) == (2, "cycle    4")
     cycle = DenseCycle()

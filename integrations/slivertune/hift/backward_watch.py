@@ -126,7 +126,7 @@ class BackwardWatch:
             # Called when the whole backward is over, unless it has failed.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
-        self._on_backward()
+            self._on_backward()
 
     def _end_backward(self) -> None:
         self._ran = True

@@ -24,6 +24,11 @@ class Door:
         """Whether the state is stored in a folder of its own, and `state_dict` is a card."""
         return self._door is not None and not self._is_handed_over
 
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether an engine steps."""
+        return self._is_handed_over
+
     def admit(self, door: str) -> None:
         """Let HiFT step under a layout."""
         self._door = door

@@ -20,6 +20,8 @@ class Thaw:
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = tuple(parameters)
+        self._active: frozenset[int] = frozenset()
+        self._is_released = False
         self._gradient_hooks: list[RemovableHandle] = []
         self._forward_hook = model.register_forward_pre_hook(_truncate_backward)
         for parameter in self._parameters:
@@ -28,15 +30,24 @@ class Thaw:
     def only(self, parameters: Sequence[nn.Parameter], on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Freeze all but these; `on_gradient` is called with each of them when its gradient is complete."""
         self._remove_gradient_hooks()
-        active = {id(parameter) for parameter in parameters}
+        self._active = frozenset(id(parameter) for parameter in parameters)
         for parameter in self._parameters:
-            parameter.requires_grad_(id(parameter) in active)
-            if id(parameter) not in active:
+            parameter.requires_grad_(id(parameter) in self._active)
+            if id(parameter) not in self._active:
                 parameter.grad = None
         self._gradient_hooks = [parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in parameters]
 
+    def settle(self) -> None:
+        """Freeze and thaw again what others have changed since: adapters that are switched on thaw all of theirs."""
+        for parameter in self._parameters:
+            if parameter.requires_grad != (id(parameter) in self._active):
+                parameter.requires_grad_(id(parameter) in self._active)
+
     def release(self) -> None:
-        """Let all parameters have gradients again, and take the hooks away."""
+        """Let all parameters have gradients again, and take the hooks away; later calls do nothing."""
+        if self._is_released:
+            return
+        self._is_released = True
         self._remove_gradient_hooks()
         self._forward_hook.remove()
         for parameter in self._parameters:

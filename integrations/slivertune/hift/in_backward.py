@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from slivertune.hift.hooks import ModuleHook
 from slivertune.hift.outputs import tensors_of
@@ -42,7 +43,13 @@ class BackwardSteps:
         self._stepped: set[str] = set()
         self._running: set[int] = set()
         self._broken: str | None = None
-        first = next(iter(weights.values())).parameter
+        self._first = next(iter(weights.values())).parameter
+        self._hooks: list[RemovableHandle] = []
+        self.attach(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Put the hooks on a model, after `release`; an update that was left half done stays so."""
+        first = self._first
         holder = next(
             module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from slivertune.hift.door import Door, card, updates_on_card
 from slivertune.hift.freezing import Thaw
 from slivertune.hift.groups import Group, cut_groups, turn_order
 from slivertune.hift.in_backward import BackwardSteps
+from slivertune.hift.model_check import ModelCheck
 from slivertune.hift.piece import Weight
 from slivertune.hift.pool import disk_pool, host_pool
 from slivertune.hift.probe import StepMeter, try_step
@@ -26,8 +28,9 @@ from slivertune.hift.resident import ResidentGroup
 from slivertune.hift.rotation import LearningRate, Rotation, own_copy
 from slivertune.hift.skipping import SkipNotices
 from slivertune.hift.streamed import StreamedGroup
-from slivertune.hift.trainable import say_what_stays_frozen, trainable_weights
+from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
 from slivertune.layers import find_layers
+from slivertune.ownership import check_free, give_back, take
 
 
 class HiFT(torch.optim.Optimizer):
@@ -105,16 +108,18 @@ class HiFT(torch.optim.Optimizer):
                 f"step_in_backward=True steps each tensor alone, and {base.name} may look at the whole group; declare "
                 "elementwise=True if it does not, or leave step_in_backward off"
             )
+        check_free(model.named_parameters(), "HiFT")
         self._config = config
         self._base = base
         weights = trainable_weights(model, param_groups)
+        refuse_offloaded(model, weights)
         layers = find_layers(model, config.layers)
         groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
         try_step(base, param_groups, list(weights.values()))
         self._sealed = False
         super().__init__(param_groups, dict(base.defaults))
         self._sealed = True
-        say_what_stays_frozen(model, weights)
+        say_what_is_not_trained(model, weights)
         self._groups = groups
         self._rotation = Rotation(
             order=turn_order(len(groups), config.order, config.seed), steps_per_group=config.steps_per_group
@@ -124,15 +129,49 @@ class HiFT(torch.optim.Optimizer):
         self._meter = StepMeter(base, self.param_groups)
         self._in_backward: BackwardSteps | None = None
         if config.step_in_backward:
-            self._in_backward = BackwardSteps(model, weights, self._begin_update, self._step_weight)
+            begin, step_weight = weakref.WeakMethod(self._begin_update), weakref.WeakMethod(self._step_weight)
+            # The model's hooks must not keep an optimizer alive that everybody else has dropped.
+            self._in_backward = BackwardSteps(model, weights, _call(begin), _call(step_weight))
+            self._in_backward.release()
         self._applying: list[LearningRate] = []
+        self._check: ModelCheck | None = None
         self._door = Door()
         self._bind(model)
 
     def _bind(self, model: nn.Module) -> None:
         self._residencies = [self._make_residency(index) for index in range(len(self._groups))]
-        self._thaw = Thaw(model, [weight.trained for weights in self._weights for weight in weights])
-        self._watch = BackwardWatch(model, [layer for group in self._groups for layer in group.layers])
+        self._put_on(model)
+
+    def _put_on(self, model: nn.Module) -> None:
+        """Freeze what waits, and hook the model."""
+        weights = [weight for weights in self._weights for weight in weights]
+        thaw = Thaw(model, [weight.trained for weight in weights])
+        if self._check is None and all(weight.trained is weight.parameter for weight in weights):
+            self._check = ModelCheck(model, weights)
+        check = self._check
+
+        def before_forward() -> None:
+            if check is not None:
+                check()
+            thaw.settle()
+
+        watch = BackwardWatch(
+            model,
+            [layer for group in self._groups for layer in group.layers],
+            on_forward=before_forward,
+            on_backward=thaw.settle,
+        )
+        releases = [thaw.release, watch.release]
+        if self._in_backward is not None:
+            self._in_backward.attach(model)
+            releases.append(self._in_backward.release)
+        self._model: nn.Module | None = model
+        self._thaw, self._watch = thaw, watch
+        take([weight.trained for weight in weights], self)
+        # When the optimizer is dropped, too.
+        self._take_off = weakref.finalize(self, _call_each, releases)
+        self._take_off.atexit = False
+        self._is_detached = False
         self._activate()
 
     def _make_residency(self, index: int) -> Residency:
@@ -215,6 +254,17 @@ class HiFT(torch.optim.Optimizer):
         """The learning rate applied in the running cycle, one a param group; the schedule's before the first step."""
         return list(self._rotation.held_lr) or self._scheduled_lr()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: a copy would train the same model.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "HiFT can't be copied or pickled: it is hooked on its model and steps that one; save state_dict(), and load "
+            "it into a HiFT that is built over the other model"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: the groups of a run are fixed.
 
@@ -247,6 +297,8 @@ class HiFT(torch.optim.Optimizer):
             RuntimeError: With `config.step_in_backward`, if there is a closure, or the update is only half done.
         """
         self._door.check_step(self.updates)
+        if self._is_detached:
+            raise RuntimeError("step() was called after detach(), which ended HiFT; reattach() goes on")
         if self._in_backward is not None:
             return self._close_update(self._in_backward, closure)
         loss = None
@@ -320,11 +372,35 @@ class HiFT(torch.optim.Optimizer):
         return False
 
     def detach(self) -> None:
-        """End the rotation: every parameter that HiFT trains may have gradients again, and its hooks are gone."""
-        self._thaw.release()
-        self._watch.release()
-        if self._in_backward is not None:
-            self._in_backward.release()
+        """End the rotation: every parameter may have gradients as before HiFT was built, and the hooks are gone.
+
+        Weights keep what was trained. `step` raises from now on; `reattach` goes on. A second call does nothing.
+        """
+        if self._door.is_handed_over or self._is_detached:
+            return
+        self._take_off()
+        self._give_back()
+        if self._check is not None:
+            self._check.free_successors()
+        self._is_detached = True
+
+    def reattach(self) -> None:
+        """Go on after `detach`, with the same groups, masters and state.
+
+        Raises:
+            ValueError: If another optimizer trains a parameter of the model now.
+            RuntimeError: If a parameter was replaced or cast meanwhile.
+        """
+        if not self._is_detached:
+            return
+        assert self._model is not None
+        check_free(self._model.named_parameters(), "HiFT")
+        if self._check is not None:
+            self._check()
+        self._put_on(self._model)
+
+    def _give_back(self) -> None:
+        give_back([weight.trained for weights in self._weights for weight in weights], self)
 
     @property
     def keeps_beside(self) -> bool:
@@ -339,7 +415,7 @@ class HiFT(torch.optim.Optimizer):
         Args:
             door: What took it over, for the messages.
         """
-        self.detach()
+        self._take_off()
         self._door.hand_over(door)
 
     def stand_beside(self, door: str) -> None:
@@ -365,9 +441,10 @@ class HiFT(torch.optim.Optimizer):
             raise RuntimeError(
                 f"HiFT has made {self._rotation.steps} steps; parameters can only be replaced before the first"
             )
-        self.detach()
+        self._take_off()
+        self._give_back()
         self._weights, self._residencies = [], []
-        self._thaw = Thaw(nn.Module(), ())
+        self._thaw, self._model, self._check = Thaw(nn.Module(), ()), None, None
         self._lay_card()
 
     def rebind(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
@@ -449,7 +526,8 @@ class HiFT(torch.optim.Optimizer):
             for weight in (weight for weights in self._weights for weight in weights):
                 if "master" in state.get(weight.name, {}):
                     weight.parameter.copy_(state[weight.name]["master"])
-        self._activate()
+        if not self._is_detached:
+            self._activate()
         if self._door.keeps_beside:
             self._lay_card()
 
@@ -510,6 +588,20 @@ class HiFT(torch.optim.Optimizer):
 
         watch.watch(parameters)
         self._thaw.only(parameters, on_gradient)
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    def call(*args: Any) -> None:
+        alive = method()
+        if alive is not None:
+            alive(*args)
+
+    return call
+
+
+def _call_each(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _disk_pool(directory: Path, device: torch.device) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slivertune.hift.piece import Weight
@@ -47,18 +48,52 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
     return weights
 
 
-def say_what_stays_frozen(model: nn.Module, weights: Mapping[str, Weight]) -> None:
+def say_what_is_not_trained(model: nn.Module, weights: Mapping[str, Weight]) -> None:
     """Warn of parameters that HiFT does not train, if there are any.
 
     Args:
         model: The model.
         weights: What is trained, by name.
     """
-    frozen = [name for name, _ in model.named_parameters() if name not in weights]
-    if frozen:
-        warnings.warn(
-            f"{len(frozen)} of {len(frozen) + len(weights)} parameters do not require gradients or are not in the "
-            f"optimizer ({frozen[0]}, ...); HiFT keeps them frozen",
-            UserWarning,
-            stacklevel=4,
+    others = {name: parameter for name, parameter in model.named_parameters() if name not in weights}
+    frozen = [name for name, parameter in others.items() if not parameter.requires_grad]
+    free = [name for name, parameter in others.items() if parameter.requires_grad]
+    said = [
+        f"{len(names)} of {len(others) + len(weights)} parameters {what} ({names[0]}, ...)"
+        for names, what in (
+            (frozen, "do not require gradients, and HiFT keeps them frozen"),
+            (free, "require gradients but are not in the optimizer, so that HiFT neither trains nor freezes them"),
         )
+        if names
+    ]
+    if said:
+        warnings.warn("; ".join(said), UserWarning, stacklevel=4)
+
+
+def refuse_offloaded(model: nn.Module, weights: Mapping[str, Weight]) -> None:
+    """Refuse parameters whose values lie elsewhere and come only for a forward.
+
+    Args:
+        model: The model.
+        weights: What is trained, by name.
+
+    Raises:
+        ValueError: Naming one.
+    """
+    # Where several ranks load one checkpoint, those without values get them when the model is prepared.
+    is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    offloading = [module for module in model.modules() if _offloads(getattr(module, "_hf_hook", None))]
+    away = {id(parameter) for module in offloading for parameter in module.parameters(recurse=False)}
+    for name, weight in weights.items():
+        on_meta = weight.parameter.device.type == "meta"
+        if id(weight.parameter) in away or (on_meta and is_alone):
+            where = "on meta" if on_meta else "offloaded"
+            raise ValueError(
+                f"{name} is {where} (accelerate's cpu_offload, disk_offload or a device_map, or a model that was built "
+                "without values), where it can't be trained; load the model whole on one device: HiFT keeps masters "
+                "and state off it"
+            )
+
+
+def _offloads(hook: Any) -> bool:
+    return bool(getattr(hook, "offload", False)) or any(_offloads(each) for each in getattr(hook, "hooks", ()))

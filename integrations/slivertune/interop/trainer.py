@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -45,7 +47,10 @@ class Attachment:
         self._listener = ResumeListener(trainer, needs_manifest=method is not None)
         self._optimizer: HiFT | SFT | None = None
         self._tokens: TokenTuneHandle | None = None
+        self._tokens_at_rest: dict[str, Any] | None = None
+        """State of the token selection between two trainings, when it is off the model."""
         self._model: nn.Module | None = None
+        _around_training(trainer, self._begin, self._end)
         # What the user named for the base optimizer, if anything.
         self._base_class_and_kwargs = trainer.optimizer_cls_and_kwargs
 
@@ -66,6 +71,25 @@ class Attachment:
         if self._optimizer is not None:
             self._optimizer.detach()
 
+    def _begin(self) -> None:
+        """Put on the model again what came off when the last training ended."""
+        if self._trainer.model_init is not None or self._model is None:
+            return  # this training makes a model of its own
+        if isinstance(self._optimizer, HiFT):
+            self._optimizer.reattach()
+        if self._tune is not None and self._tokens_at_rest is not None:
+            self._tokens = self._tune.attach(self._model)
+            self._tokens.load_state_dict(self._tokens_at_rest)
+            self._tokens_at_rest = None
+
+    def _end(self) -> None:
+        """Leave the model as any other after a training, also one that failed: nothing frozen, nothing hooked on."""
+        if self._tokens is not None and self._tokens_at_rest is None:
+            self._tokens_at_rest = self._tokens.state_dict()
+            self._tokens.remove()
+        if isinstance(self._optimizer, HiFT):
+            self._optimizer.detach()
+
     def build(self, model: nn.Module) -> None:
         """Put the settings on a model, unless they are on it already.
 
@@ -84,6 +108,7 @@ class Attachment:
         # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
         if self._tune is not None:
             self._tokens = self._tune.attach(model)
+            self._tokens_at_rest = None
         self._model = model
 
     def _make_optimizer(self, model: nn.Module, method: HiFTConfig | SFTConfig) -> HiFT | SFT:
@@ -148,6 +173,9 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
     decay and, where it trains by AdamW, betas and epsilon from them. Schedule, clipping, accumulation, evaluation,
     checkpoints and resuming stay the Trainer's. Under DDP, FSDP2 and ZeRO the Trainer's Accelerator, this instance
     alone, prepares model and optimizer by `slivertune.prepare`.
+
+    When `trainer.train()` ends, also by an error, HiFT and the token selection are off the model: every parameter
+    requires a gradient as before, and forwards see all tokens. Another `trainer.train()` puts them on again and goes on.
 
     Args:
         trainer: Without an optimizer, its model where the Trainer has put it.
@@ -219,6 +247,21 @@ def _sort(settings: tuple[Setting, ...]) -> tuple[HiFTConfig | SFTConfig | None,
             "with the latter"
         )
     return methods[0] if methods else None, tunes[0] if tunes else None
+
+
+def _around_training(trainer: Trainer, begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call something before and after each training of a Trainer, on this instance alone."""
+    train: Callable[..., Any] = trainer.train
+
+    @wraps(train)
+    def train_between(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        try:
+            return train(*args, **kwargs)
+        finally:
+            end()
+
+    trainer.train = train_between  # type: ignore[method-assign]
 
 
 def _let_make(trainer: Trainer, attachment: Attachment) -> None:

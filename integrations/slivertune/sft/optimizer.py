@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.ownership import check_free, give_back, take
 from slivertune.sft.attachment import Attachment
 from slivertune.sft.averaging import Averaging
 from slivertune.sft.base_access import BaseAccess
@@ -95,6 +96,7 @@ class SFT(torch.optim.Optimizer):
         self._schedule = Schedule.of(config, total_steps)
         if any(isinstance(module, DeltaHolder) for module in model.modules()):
             raise ValueError(f"{type(model).__name__} has SFT attached already; call detach() of that optimizer first")
+        check_free(model.named_parameters(), "SFT")
         targets = find_targets(model, config)
         counts = count_weights(targets, config)
         self._model = model
@@ -117,6 +119,7 @@ class SFT(torch.optim.Optimizer):
             model, self._weights, self._holder, self._averaging, config.phi_gradient, self._guard
         )
         self._attachment.put_on()
+        take(model.parameters(), self)
         self._open_phases()
 
     def _new_weight(self, target: Target, count: int, options: Mapping[str, Any]) -> SparseWeight:
@@ -355,6 +358,7 @@ class SFT(torch.optim.Optimizer):
         for weight in self._weights:
             weight.merge() if merge else weight.write_base()
         self._attachment.thaw()
+        give_back(self._model.parameters(), self)
 
     @contextmanager
     def moving(

@@ -44,7 +44,7 @@ class HiFTCycle:
 
     def num_done(self, state: TrainerState) -> int:
         """Cycles that are over."""
-        return self.optimizer.updates // (self.optimizer.cycle_length * self.num_rounds)
+        return self.optimizer.rotation.steps // (self.optimizer.cycle_length * self.num_rounds)
 
     def name(self, number: int) -> str:
         """By the number of the last round."""

@@ -1,0 +1,47 @@
+"""HiFT's hooks on a model that torch.compile has taken over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune import HiFT, HiFTConfig
+from tests.helpers.models import LAYERS, assert_all_moved, assert_same_bits, tiny_llama, token_batches, weights
+from tests.helpers.reference import train
+from tests.hift.test_skipped_turns import mean_of_tokens, plain_bert
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+def test_a_compiled_model_trains_the_same_bits(how: str) -> None:
+    model: Any = tiny_llama()
+    plain, before = tiny_llama(), weights(model)
+    config = HiFTConfig(order="top2down")
+    hift, other = (HiFT(each, torch.optim.AdamW, config=config, lr=1e-2) for each in (model, plain))
+    torch._dynamo.reset()
+    if how == "model.compile":
+        model.compile(backend="eager")
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend="eager")
+    train(compiled, hift, token_batches(LAYERS + 1), LAYERS + 1)
+    train(plain, other, token_batches(LAYERS + 1), LAYERS + 1)
+    assert_same_bits(model, plain)
+    assert_all_moved(model, before)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:no (gradient|batch)")
+def test_a_compiled_model_passes_the_turn_of_a_group_that_is_not_reached() -> None:
+    model = plain_bert()
+    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager")
+    for step in range(2 * hift.num_groups):
+        mean_of_tokens(compiled, step).backward()
+        hift.step()
+    assert hift.skipped_turns == {hift.num_groups - 1: 2} and hift.updates == 2 * (hift.num_groups - 1)

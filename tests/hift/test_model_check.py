@@ -1,0 +1,166 @@
+"""A model that is changed under HiFT: an error at the next training forward names parameter, cause and way out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from slivertune import HiFT, HiFTConfig
+from tests.helpers.models import assert_same_bits, tiny_bert, tiny_llama, token_batches, trainable, twin, weights
+from tests.helpers.reference import train
+
+
+def resize(model: Any) -> None:
+    model.resize_token_embeddings(101, mean_resizing=False)
+
+
+def new_head(model: Any) -> None:
+    model.lm_head = nn.Linear(32, 97, bias=False)
+
+
+def assign(model: Any) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def tie(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def drop_a_block(model: Any) -> None:
+    model.model.layers = model.model.layers[:2]
+
+
+def new_block(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+
+
+def offload(model: Any) -> None:
+    cpu_offload(model, torch.device("cpu"))
+
+
+REPLACED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "resized embeddings": (resize, r"model\.embed_tokens\.weight"),
+    "a new head": (new_head, r"lm_head\.weight"),
+    "assigned weights": (assign, r"model\.embed_tokens\.weight"),
+    "a head that is tied now": (tie, r"lm_head\.weight"),
+    "a block less": (drop_a_block, r"model\.layers\.2\.self_attn\.q_proj\.weight"),
+    "another block": (new_block, r"model\.layers\.1\.self_attn\.q_proj\.weight"),
+    "offloaded weights": (offload, r"model\.embed_tokens\.weight"),
+}
+
+
+@pytest.mark.parametrize("step_in_backward", [False, True])
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_parameter_that_was_replaced_is_named(what: str, step_in_backward: bool) -> None:
+    change, name = REPLACED[what]
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=step_in_backward), lr=1e-2)
+    train(model, hift, token_batches(1), 1)
+    change(model)
+    with pytest.raises(RuntimeError, match=rf"^{name}, which HiFT trains, is no longer in the model.*detach\(\)"):
+        model(**token_batches(1)[0])
+    hift.detach()
+    if what != "offloaded weights":
+        again = HiFT(model, torch.optim.AdamW, lr=1e-2)
+        train(model, again, token_batches(1), again.num_groups)
+        assert again.updates == again.num_groups
+
+
+CASTS = {
+    "to": lambda model: model.to(torch.bfloat16),
+    "half": lambda model: model.half(),
+    "double": lambda model: model.double(),
+    "a part": lambda model: model.lm_head.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_parameter_that_was_cast_is_named(cast: str) -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    train(model, hift, token_batches(1), 1)
+    CASTS[cast](model)
+    name = "lm_head" if cast == "a part" else "model.embed_tokens"
+    with pytest.raises(RuntimeError, match=rf"^{name}\.weight was torch\.float32 .* is torch\.\w+ now.*anew"):
+        model(**token_batches(1)[0])
+
+
+def test_a_cast_to_the_same_dtype_and_a_move_are_nothing() -> None:
+    model, other = tiny_llama(), tiny_llama()
+    hift, plain = (HiFT(each, torch.optim.AdamW, lr=1e-2) for each in (model, other))
+    for update in range(6):
+        model.float().to("cpu").train()
+        model.tie_weights()  # type: ignore[operator]
+        model.load_state_dict(twin(model).state_dict())
+        train(model, hift, token_batches(1), 1, start=update)
+        train(other, plain, token_batches(1), 1, start=update)
+    assert_same_bits(model, other)
+
+
+def wrapped_in_lora(model: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated
+        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_peft_after_building_is_refused(inside: bool) -> None:
+    model: Any = tiny_llama()
+    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    wrapped = wrapped_in_lora(model)
+    with pytest.raises(RuntimeError, match=r"lora_A.* came into the model after HiFT was built.*PEFT"):
+        (model if inside else wrapped)(**token_batches(1)[0])
+    assert hift.updates == 0
+
+
+def test_a_new_parameter_that_is_frozen_or_elsewhere_is_none_of_hifts_business() -> None:
+    model: Any = tiny_llama()
+    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model.probe = nn.Linear(2, 2).requires_grad_(False)
+    train(model, hift, token_batches(2), 2)
+    model.probe.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"^probe\.weight and 1 more came into the model"):
+        model(**token_batches(1)[0])
+
+
+def test_evaluation_of_a_changed_model_is_free() -> None:
+    model: Any = tiny_llama()
+    HiFT(model, torch.optim.AdamW, lr=1e-2)
+    kept = HiFT.__name__, model
+    new_head(model)
+    with torch.no_grad():
+        kept[1](**token_batches(1)[0])
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "meta"])
+def test_weights_that_lie_elsewhere_are_refused_when_hift_is_built(kind: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    if kind == "cpu":
+        cpu_offload(model, torch.device("cpu"))
+    elif kind == "disk":
+        disk_offload(model, str(tmp_path), torch.device("cpu"))
+    else:
+        model = model.to("meta")
+    free = trainable(model)
+    with pytest.raises(ValueError, match=r"^model\.embed_tokens\.weight is .*cpu_offload.*load the model whole"):
+        HiFT(model, torch.optim.AdamW, lr=1e-2)
+    assert trainable(model) == free
+
+
+def test_a_frozen_backbone_may_lie_elsewhere() -> None:
+    model = tiny_bert()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("classifier"))
+    cpu_offload(model.bert, torch.device("cpu"))
+    with pytest.warns(UserWarning, match="frozen"):
+        hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    assert hift.num_groups == 1 and weights(model)
