@@ -408,3 +408,11 @@ def test_a_trainer_ends_with_the_same_bits_whether_steps_are_made_in_the_backwar
         trainer.train()
         models.append(trainer.model)
     assert_same_bits(*models)
+
+
+def test_tokens_under_liger_which_would_replace_their_modules_inside_of_train_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.args.use_liger_kernel = True
+    with pytest.raises(ValueError, match=r"use_liger_kernel=True replaces modules .* and leave use_liger_kernel out"):
+        slivertune.attach(trainer, TokenTune(ratio=0.5))
+    assert all("forward" not in vars(module) for module in trainer.model.modules())  # type: ignore[union-attr]

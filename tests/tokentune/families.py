@@ -235,10 +235,44 @@ VIT = {
     "num_labels": 3,
 }
 
+# Queries and keys of 10, values of 7, from latents of 14 and 11; no two of the sizes are the same number.
+LATENT = {
+    **DECODER,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 11,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+}
+LATENT_EXPERTS = {
+    **LATENT,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+LONGCAT = {
+    **{name: value for name, value in LATENT.items() if name not in ("intermediate_size", "num_hidden_layers")},
+    "num_layers": 2,
+    "ffn_hidden_size": 40,
+    "expert_ffn_hidden_size": 12,
+    "n_routed_experts": 4,
+    "zero_expert_num": 1,
+    "moe_topk": 2,
+    "head_dim": 4,
+}
+
 VALUES = Cut(module="self_attn.v_proj")
 PROJECTIONS = (Cut(module="self_attn.k_proj"), VALUES)
 NORMED_BY_TOKEN = (Cut(module="self_attn.k_norm"), VALUES)
 NORMED_BY_HEAD = (Cut(module="self_attn.k_norm", token_dim=2), VALUES)
+# The rotary part of all keys comes straight from the first projection, all else by way of the second.
+LATENTS = (Cut(module="self_attn.kv_a_proj_with_mqa"), Cut(module="self_attn.kv_b_proj", token_dim=2))
 LAYERS = "model.layers"
 
 
@@ -367,6 +401,30 @@ FAMILIES: dict[str, Family] = {
         },
         attentions=("eager",),  # sdpa has no sinks
     ),
+    "deepseek_v2": llama_like("DeepseekV2ForCausalLM", "DeepseekV2Config", LATENT_EXPERTS, cuts=LATENTS),
+    "deepseek_v3": llama_like("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT_EXPERTS, cuts=LATENTS),
+    "deepseek_v3, no latent queries": llama_like(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", {**LATENT_EXPERTS, "q_lora_rank": None}, cuts=LATENTS
+    ),
+    "deepseek_v3.2": llama_like(
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        {**LATENT_EXPERTS, "index_topk": 5, "index_n_heads": 2, "index_head_dim": 8},
+        cuts=LATENTS,
+        masks=BOTH_SIDES,
+    ),
+    "glm4_moe_lite": llama_like("Glm4MoeLiteForCausalLM", "Glm4MoeLiteConfig", LATENT_EXPERTS, cuts=LATENTS),
+    "longcat_flash": llama_like(
+        "LongcatFlashForCausalLM",
+        "LongcatFlashConfig",
+        LONGCAT,
+        cuts=tuple(
+            Cut(module=f"self_attn.{index}.{each.module.removeprefix('self_attn.')}", token_dim=each.token_dim)
+            for index in range(2)
+            for each in LATENTS
+        ),
+    ),
+    "minicpm3": llama_like("MiniCPM3ForCausalLM", "MiniCPM3Config", LATENT, cuts=LATENTS),
     "gpt2": gpt2(),
     "opt": Family(build=_make("OPTForCausalLM", "OPTConfig", **OPT), layers="model.decoder.layers", cuts=PROJECTIONS),
     "opt, normed after": Family(

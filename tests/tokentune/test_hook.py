@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import slivertune as st
@@ -222,6 +224,122 @@ def test_a_copy_of_a_hooked_model_is_not_hooked() -> None:
         found = gradients(twin)
         assert handle.num_draws == 0
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_model_that_is_read_from_a_pickle_is_not_hooked() -> None:
+    model = tiny_llama()
+    expected = gradients(model)
+    with TUNE.attach(model) as handle, st.attach_chunked_cross_entropy(model):
+        twin = pickle.loads(pickle.dumps(model))
+        found = gradients(twin)
+        assert handle.num_draws == 0 and twin(**batch()).logits.shape == (2, 12, VOCAB)
+        assert twin.loss_function is type(tiny_llama()).loss_function.fget(tiny_llama())  # type: ignore[attr-defined]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("take", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_a_handle_is_neither_copied_nor_pickled_and_says_what_to_do_instead(take: Callable[[Any], Any]) -> None:
+    model = tiny_llama()
+    with TUNE.attach(model) as handle, pytest.raises(TypeError, match=r"attach handle.settings to it"):
+        take(handle)
+    with st.attach_chunked_cross_entropy(model) as chunks, pytest.raises(TypeError, match="call attach_chunked"):
+        take(chunks)
+
+
+def _new_attention(model: Any) -> None:
+    model.model.layers[1].self_attn = copy.deepcopy(model.model.layers[1].self_attn)
+
+
+def _new_layer(model: Any) -> None:
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+
+
+def _one_layer_more(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+
+
+def _one_layer_less(model: Any) -> None:
+    del model.model.layers[1]
+
+
+def _new_list(model: Any) -> None:
+    model.model.layers = nn.ModuleList(list(model.model.layers)[:1])
+
+
+def _one_module_more(model: Any) -> None:
+    model.model.layers[0].adapter = nn.Linear(32, 32)
+
+
+def _new_mlp(model: Any) -> None:
+    model.model.layers[0].mlp = copy.deepcopy(model.model.layers[0].mlp)
+
+
+@pytest.mark.parametrize(
+    "change", [_new_attention, _new_layer, _one_layer_more, _one_layer_less, _new_list, _one_module_more, _new_mlp]
+)
+def test_a_model_whose_modules_were_changed_after_the_hook_is_refused_until_it_is_attached_again(
+    change: Callable[[Any], None],
+) -> None:
+    model = tiny_llama()
+    handle = TUNE.attach(model)
+    gradients(model)
+    change(model)
+    with pytest.raises(RuntimeError, match=r"replaced after TokenTune was attached.*remove\(\) the handle, change"):
+        model(**batch())
+    handle.remove()
+    model.config.num_hidden_layers = len(model.model.layers)
+    with TUNE.attach(model):
+        assert gradients(model)
+
+
+@pytest.mark.parametrize("register", [ALL_ATTENTION_FUNCTIONS.register, ALL_ATTENTION_FUNCTIONS.__setitem__])
+def test_a_function_that_is_registered_after_the_hook_is_refused_until_it_is_attached_again(
+    register: Callable[[str, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "_local_mapping", dict(ALL_ATTENTION_FUNCTIONS._local_mapping))
+    monkeypatch.setattr(type(ALL_ATTENTION_FUNCTIONS), "_global_mapping", dict(ALL_ATTENTION_FUNCTIONS._global_mapping))
+    model = tiny_llama()
+    handle = TUNE.attach(model)
+    register("sdpa", attend)
+    with pytest.raises(RuntimeError, match=r"another function was registered .* remove\(\) the handle, register"):
+        model(**batch())
+    handle.remove()
+    with TUNE.attach(model):
+        assert gradients(model) and calls
+
+
+def test_what_a_script_may_do_between_steps_leaves_the_gradients_of_the_selected_tokens() -> None:
+    def after(*changes: Callable[[Any], Any]) -> dict[str, torch.Tensor]:
+        model = tiny_llama()
+        with TUNE.attach(model) as handle:
+            for change in changes:
+                change(model)
+            found = gradients(model)
+            assert handle.num_draws == 1
+        return found
+
+    expected, found = after(), after(lambda model: model.eval(), lambda model: model(**batch()), lambda m: m.train())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    found = after(
+        lambda model: model.activation_checkpointing_enable({"use_reentrant": False}),
+        lambda model: model.activation_checkpointing_disable(),
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    found = after(lambda model: model.activation_checkpointing_enable({"use_reentrant": False}))
+    for name, each in expected.items():
+        # The same operations once more, on rows that stand elsewhere in memory.
+        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6)
+    model = tiny_llama().to(torch.float64)
+    with TUNE.attach(model):
+        in_fp64 = gradients(model)
+    found = after(lambda model: model.to(torch.float64))
+    assert all(torch.equal(found[name], in_fp64[name]) for name in in_fp64)
 
 
 def test_hift_finds_the_layers_of_a_hooked_model() -> None:

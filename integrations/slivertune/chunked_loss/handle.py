@@ -73,6 +73,12 @@ def why_not_chunked(model: nn.Module) -> str | None:
     return None
 
 
+_ONE_MODEL = (
+    "a ChunkedCrossEntropyHandle belongs to one model and is neither copied nor pickled; a copy of the model computes "
+    "whole logits: call attach_chunked_cross_entropy on it"
+)
+
+
 class ChunkedLossError(RuntimeError):
     """The model does not hand its head's output to its loss function as it is, or its head can't be read there.
 
@@ -124,6 +130,14 @@ class ChunkedCrossEntropyHandle:
     ) -> None:
         """Take it off."""
         self.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A handle is not copied."""
+        raise TypeError(_ONE_MODEL)
+
+    def __reduce__(self) -> Any:
+        """A handle is not pickled."""
+        raise TypeError(_ONE_MODEL)
 
     def remove(self) -> None:
         """Take it off the model, which is then as it was; a second call does nothing."""
@@ -180,6 +194,10 @@ class _Head:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The forward of a copied head, which has no handle."""
         return types.MethodType(type(self.module).forward, memo[id(self.module)])
+
+    def __reduce__(self) -> Any:
+        """The forward of a head that is read from a pickle, which has no handle."""
+        return _own_forward, (self.module,)
 
     def put(self) -> None:
         """Take the place of the head's forward."""
@@ -238,6 +256,10 @@ class _Loss:
         """The loss function of a copied model, which has no handle."""
         return ForCausalLMLoss
 
+    def __reduce__(self) -> Any:
+        """The loss function of a model that is read from a pickle."""
+        return _plain_loss, ()
+
     def __call__(
         self,
         logits: torch.Tensor,
@@ -281,6 +303,17 @@ class _Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook(None)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (None,)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+def _plain_loss() -> Any:
+    return ForCausalLMLoss
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()

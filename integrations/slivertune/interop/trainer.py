@@ -27,6 +27,13 @@ from slivertune.tokentune import TokenTune, TokenTuneHandle
 Setting: TypeAlias = HiFTConfig | SFTConfig | TokenTune
 
 
+_LIGER = (
+    "use_liger_kernel=True replaces modules of the model inside of train(), after TokenTune is attached to them; apply "
+    "Liger's kernels to the model yourself before (liger_kernel.transformers has a function for each family), and "
+    "leave use_liger_kernel out"
+)
+
+
 class Attachment:
     """What `attach` has put on a Trainer.
 
@@ -107,6 +114,8 @@ class Attachment:
             self._optimizer = self._make_optimizer(model, self._method)
         # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
         if self._tune is not None:
+            if self._trainer.args.use_liger_kernel:
+                raise ValueError(_LIGER)
             self._tokens = self._tune.attach(model)
             self._tokens_at_rest = None
         self._model = model

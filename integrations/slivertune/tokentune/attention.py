@@ -45,7 +45,9 @@ def is_hooked(module: nn.Module) -> bool:
     return module in _layer_of_module
 
 
-def intercept(modules: Mapping[nn.Module, RowsOfLayer], implementation: str) -> Callable[[], None]:
+def intercept(
+    modules: Mapping[nn.Module, RowsOfLayer], implementation: str
+) -> tuple[Callable[[], None], Callable[[], bool]]:
     """Put the dispatcher in front of the functions that attention modules call.
 
     Args:
@@ -53,7 +55,8 @@ def intercept(modules: Mapping[nn.Module, RowsOfLayer], implementation: str) -> 
         implementation: Their `config._attn_implementation`.
 
     Returns:
-        What undoes it; the registry is then as it was, unless another hooked model still uses it.
+        What undoes it; the registry is then as it was, unless another hooked model still uses it. And what tells
+        whether it still works: whether nobody has registered another function since.
 
     Raises:
         ValueError: If only a dedicated kernel of the implementation could compute it.
@@ -74,7 +77,10 @@ def intercept(modules: Mapping[nn.Module, RowsOfLayer], implementation: str) -> 
         for dispatcher in dispatchers:
             dispatcher.release()
 
-    return undo
+    def works() -> bool:
+        return all(dispatcher.is_in_place() for dispatcher in dispatchers)
+
+    return undo, works
 
 
 def has_registry(module: nn.Module) -> bool:
@@ -119,8 +125,11 @@ class _Dispatcher:
         return dispatcher
 
     def is_in_place(self) -> bool:
-        """Whether the registry still holds the dispatcher, not a function that somebody registered after it."""
-        return self.registry.get(self.implementation) is self
+        """Whether the registry still holds the dispatcher, over the function that it stands for."""
+        if self.registry.get(self.implementation) is not self:
+            return False
+        # transformers registers for all registries at once, below what one has of its own.
+        return self.had_own or self.registry._global_mapping.get(self.implementation) is self.function
 
     def release(self) -> None:
         """Count one user less; after the last one, the registry is as it was, but for what others put there since."""
@@ -128,7 +137,7 @@ class _Dispatcher:
         if self.num_users:
             return
         del _dispatched[(id(self.registry), self.implementation)]
-        if not self.is_in_place():
+        if self.registry.get(self.implementation) is not self:
             return
         if self.had_own:
             self.registry[self.implementation] = self.function

@@ -124,6 +124,10 @@ class ScaledLoss:
         """The model's own loss function: a copy of the model is not hooked."""
         return copy.deepcopy(self.function, memo)
 
+    def __reduce__(self) -> Any:
+        """The model's own loss function: a model that is read from a pickle is not hooked."""
+        return _itself, (self.function,)
+
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss.
 
@@ -146,6 +150,10 @@ class ScaledLoss:
             num_items = num_items * (num_selected / targets.is_labelled.sum().clamp(min=1))
         kwargs |= {"num_items_in_batch": num_items.clamp(min=1), "shift_labels": selected}
         return self.function(logits, selected, *args, **kwargs)
+
+
+def _itself(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return function
 
 
 def zero_without_labels(loss: torch.Tensor, targets: Targets) -> torch.Tensor:

@@ -24,6 +24,7 @@ from slivertune.tokentune.wrapping import (
     LayerRows,
     Selection,
     TokenWise,
+    attends_once,
     attention_modules,
     find_layer_list,
     in_backward,
@@ -67,6 +68,8 @@ class TokenTuneHandle:
             raise ValueError(f"prefer_labels=True, but {type(self._model).__name__} has no label for each token")
         self._signature = inspect.signature(type(self._model).forward)
         self._implementation: str = self._model.config._attn_implementation
+        self._configs: list[tuple[Any, str]] = []
+        self._containers: list[tuple[nn.Module, list[nn.Module | None]]] = []
         self._selection = Selection()
         self._call: Call | None = None
         self._wrapped: list[TokenWise] = []
@@ -95,6 +98,14 @@ class TokenTuneHandle:
             self._wrapped.pop().remove()
         self._selection.in_forward, self._selection.of_forward, self._selection.of_backward = False, None, None
         self._selection.is_removed = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A handle is not copied."""
+        raise TypeError(_ONE_MODEL)
+
+    def __reduce__(self) -> Any:
+        """A handle is not pickled."""
+        raise TypeError(_ONE_MODEL)
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs to draw what an uninterrupted one would.
@@ -133,7 +144,7 @@ class TokenTuneHandle:
         depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
         for index, layer in enumerate(self._layers):
             # Where a layer is used more than once, the last of the list is not the last to run.
-            is_last = index == len(self._layers) - 1 == (depth or 0) - 1
+            is_last = index == len(self._layers) - 1 == (depth or 0) - 1 and attends_once(layer)
             layer_rows = LayerRows(self._selection, is_last=is_last)
             attentions |= dict.fromkeys(attention_modules(layer), layer_rows)
             self._wrap_layer(layer, layer_rows)
@@ -141,10 +152,15 @@ class TokenTuneHandle:
         for parent, name in norms_outside(model, self._layers):
             self._wrapped.append(TokenWise(parent, name, self._selection, None, checkpointed=False))
         intercepted = {module: layer_rows for module, layer_rows in attentions.items() if has_registry(module)}
-        self._undo.append(intercept(intercepted, self._implementation))
+        undo, self._intercepts = intercept(intercepted, self._implementation)
+        self._undo.append(undo)
+        configs = {id(each.config): each.config for each in intercepted if hasattr(each, "config")}
+        self._configs = [(each, each._attn_implementation) for each in (model.config, *configs.values())]
         _hooked_models[model] = None
         self._undo.append(lambda: _hooked_models.pop(model, None))
         holder = next(module for module in model.modules() if self._layers in list(module.children()))
+        self._holder = holder
+        self._containers = _containers(self._layers, self._wrapped)
         self._undo.append(holder.register_forward_hook(_Hook(self._leave_layers)).remove)
         self._undo.append(model.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True, prepend=True).remove)
         self._undo.append(model.register_forward_hook(_Hook(self._end), always_call=True).remove)
@@ -290,14 +306,52 @@ class TokenTuneHandle:
         for wrapped in self._wrapped:
             if not wrapped.is_in_place():
                 raise RuntimeError(
-                    f"{wrapped.name} of {type(wrapped.parent).__name__}, or its forward, was replaced after TokenTune "
-                    "was attached, as PEFT does; remove() the handle, change the model, then attach again"
+                    _REPLACED.format(f"{wrapped.name} of {type(wrapped.parent).__name__}, or its forward,")
                 )
-        if self._model.config._attn_implementation != self._implementation:
+        if self._layers not in self._holder._modules.values():
+            raise RuntimeError(_REPLACED.format(f"the list of layers of {type(self._holder).__name__}"))
+        for container, children in self._containers:
+            if [_uncompiled(each) for each in container._modules.values()] != children:
+                raise RuntimeError(_REPLACED.format(f"a module in {type(container).__name__}"))
+        for config, implementation in self._configs:
+            if config._attn_implementation != implementation:
+                raise RuntimeError(
+                    f"the attention was changed from {implementation!r} to {config._attn_implementation!r} after "
+                    "TokenTune was attached; remove() the handle, and attach again"
+                )
+        if not self._intercepts():
             raise RuntimeError(
-                f"the attention was changed from {self._implementation!r} to "
-                f"{self._model.config._attn_implementation!r} after TokenTune was attached; attach again"
+                f"another function was registered for attn_implementation={self._implementation!r} after TokenTune was "
+                "attached, and would not be used, or run past it; remove() the handle, register the function, then "
+                "attach again"
             )
+
+
+_REPLACED = (
+    "{} was replaced after TokenTune was attached, as PEFT does; remove() the handle, change the model, then attach "
+    "again"
+)
+_ONE_MODEL = (
+    "a TokenTuneHandle belongs to one model and is neither copied nor pickled; a copy of the model is not hooked: "
+    "attach handle.settings to it, and carry handle.state_dict() over"
+)
+
+
+def _containers(layers: nn.ModuleList, wrapped: list[TokenWise]) -> list[tuple[nn.Module, list[nn.Module | None]]]:
+    """The list of layers, and every module in a layer that holds others and is not wrapped, with what they hold."""
+    inside = {each.module for each in wrapped} - set(layers)
+    found: list[tuple[nn.Module, list[nn.Module | None]]] = []
+    waiting: list[nn.Module] = [layers]
+    while waiting:
+        module = waiting.pop()
+        found.append((module, [_uncompiled(each) for each in module._modules.values()]))
+        waiting += [each for each in module.children() if each not in inside and any(True for _ in each.children())]
+    return found
+
+
+def _uncompiled(module: nn.Module | None) -> nn.Module | None:
+    """The module that `torch.compile` has put another around, which runs it as it is."""
+    return None if module is None else module._modules.get("_orig_mod", module)
 
 
 class _Hook:
@@ -311,6 +365,10 @@ class _Hook:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook(None)
+
+    def __reduce__(self) -> Any:
+        """A model that is read from a pickle is not hooked, either."""
+        return _Hook, (None,)
 
 
 class _Passed(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slivertune.tokentune.rows import Layout, Rows
+
+_ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
+"""What a module asks for that treats tokens by their places."""
 
 
 class Selection:
@@ -80,7 +85,7 @@ class TokenWise:
         self.module: nn.Module = getattr(parent, name)
         self.selection, self.layer = selection, layer
         self.checkpointed = checkpointed
-        self.is_norm = "norm" in type(self.module).__name__.lower()
+        self.works_on_last_dimension = _is_norm(self.module) or _is_linear(self.module)
         self.has_parameters = any(True for _ in self.module.parameters())
         self.was_wrapped = "forward" in vars(self.module)
         self.forward: Callable[..., Any] = self.module.forward
@@ -88,7 +93,13 @@ class TokenWise:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The forward of a copied module, which is not hooked."""
+        if self.was_wrapped:
+            return copy.deepcopy(self.forward, memo)
         return types.MethodType(type(self.module).forward, memo[id(self.module)])
+
+    def __reduce__(self) -> Any:
+        """The forward of a module that is read from a pickle, which is not hooked."""
+        return (_itself, (self.forward,)) if self.was_wrapped else (_own_forward, (self.module,))
 
     def remove(self) -> None:
         """Give the module its own forward back, unless something else has wrapped it since, which then stays."""
@@ -160,21 +171,34 @@ class TokenWise:
         return found
 
     def _head_layout(self, rows: Rows, tensor: torch.Tensor) -> Layout | None:
-        """Norms of heads get (batch, n, heads, size) or (batch, heads, n, size); dropout gets attention weights."""
+        """Norms of heads and projections of latents get (batch, n, heads, size) or (batch, heads, n, size).
+
+        Dropout gets attention weights.
+        """
         by_token = tensor.shape[:2] == (rows.batch, rows.length)
         by_head = tensor.shape[0] == rows.batch and tensor.shape[2] == rows.length
-        if not self.has_parameters or not (by_token or by_head):
-            return None
-        if not self.is_norm:
-            raise RuntimeError(
-                f"{self.name} ({type(self.module).__name__}) is given four dimensions, {tuple(tensor.shape)}, of which "
-                "TokenTune can't tell which are tokens; please report this model"
-            )
-        if by_token and by_head:
-            # As many heads as tokens: run whole. That is right for queries and keys, the only ones that are normed by
-            # head, since the attention drops what the other rows' would get.
+        if not self.has_parameters or by_token == by_head or not self.works_on_last_dimension:
+            # Run whole. That is right for what lies before the attention, such as queries and keys of as many heads as
+            # tokens: the attention drops what the other rows' would get.
             return None
         return "tokens" if by_token else "heads"
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _own_forward(module: nn.Module) -> Any:
+    return types.MethodType(type(module).forward, module)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, in 4 bits or not, or PEFT's layer around one."""
+    return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
 def _merge_results(rows: Rows, selected: Any, others: Any, given: Layout) -> Any:
@@ -217,12 +241,23 @@ def _is_layer(module: nn.Module) -> bool:
 
 def holds_attention(module: nn.Module) -> bool:
     """Whether a module is, or holds, an attention module."""
-    return any("Attention" in type(each).__name__ for each in module.modules())
+    return any(map(_is_attention, module.modules()))
 
 
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
     """The attention modules of a layer."""
-    return [each for each in layer.modules() if "Attention" in type(each).__name__]
+    return [each for each in layer.modules() if _is_attention(each)]
+
+
+def attends_once(layer: nn.Module) -> bool:
+    """Whether a layer has one attention, after which none of its modules needs the other rows."""
+    innermost = [each for each in attention_modules(layer) if not any(map(holds_attention, each.children()))]
+    return len(innermost) == 1
+
+
+def _is_attention(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "Attention" in name or name.endswith("MLA")  # multi-head latent attention, as LongCat calls it
 
 
 def token_wise_children(module: nn.Module, *, in_attention: bool = False) -> Iterator[tuple[nn.Module, str, bool]]:
@@ -236,18 +271,27 @@ def token_wise_children(module: nn.Module, *, in_attention: bool = False) -> Ite
         The module that holds it, its name there, and whether it is a part of an attention module.
 
     Raises:
-        ValueError: If one is a convolution, which mixes tokens.
+        ValueError: If one mixes tokens: a convolution, or what is given positions or a mask.
     """
     for name, child in module.named_children():
         if "Rotary" in type(child).__name__ or isinstance(child, nn.Embedding):
             continue
         if isinstance(child, nn.ModuleList) or holds_attention(child):
-            yield from token_wise_children(child, in_attention=in_attention or "Attention" in type(child).__name__)
+            yield from token_wise_children(child, in_attention=in_attention or _is_attention(child))
             continue
+        if "Indexer" in type(child).__name__:
+            continue  # it looks at all tokens and names those to attend to; no gradient passes what it returns
         mixing = [type(each).__name__ for each in child.modules() if isinstance(each, nn.modules.conv._ConvNd)]
         if mixing:
             raise ValueError(
                 f"{mixing[0]} in {name} mixes tokens inside a layer, and TokenTune can't split what mixes them"
+            )
+        places = _ARGUMENTS_OF_MIXERS.intersection(inspect.signature(type(child).forward).parameters)
+        if places:
+            raise ValueError(
+                f"{name} ({type(child).__name__}) is given {', '.join(sorted(places))}, so it sees which tokens stand "
+                "where, and is no attention that TokenTune knows; it can't be split by token: train this model "
+                "without TokenTune"
             )
         yield module, name, in_attention
 
