@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,16 @@ def test_path_prints_where_a_preset_lies(capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert Path(out.strip()).is_file()
     assert out.endswith("single_gpu_24g.yaml\n")
+
+
+def test_the_help_of_path_lists_every_file_that_it_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["path", "--help"])
+    out = "".join(capsys.readouterr().out.split())  # names may be broken at the ends of lines
+    launch = Path(__file__).parents[1] / "launch"
+    found = [path.name for path in launch.iterdir() if path.suffix in (".yaml", ".slurm", ".hostfile")]
+    assert len(found) > 3 and [name for name in found if name not in out] == []
+    assert [name for name in found if main(["path", name]) != 0] == []
 
 
 def test_an_unknown_preset_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,11 +196,44 @@ def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(tiny_
     assert checkpoint is not None
     assert f"the last whole checkpoint is {checkpoint}" in error
     command = error.strip().splitlines()[-1].partition("continue with: ")[2]
-    assert f"--output_dir '{output}' --resume_from_checkpoint true" in command
+    assert command.endswith(f"--output_dir '{output}' --resume_from_checkpoint true")
+    assert command.count("--output_dir") == 1
     step = int(checkpoint.name.partition("-")[2])
     assert main([*shlex.split(command)[1:], "--max_steps", str(step + 2)]) == 0
     results = json.loads((output / "results.json").read_text(encoding="utf-8"))
     assert results["num_steps"] == step + 2
+
+
+@pytest.mark.parametrize("launcher", [None, "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
+@pytest.mark.parametrize(
+    "folder", [("--output_dir", "{out}"), ("--output_dir={out}",), ("--output-dir", "{out}"), ("--output-dir={out}",)]
+)
+@pytest.mark.parametrize("resume", [(), ("--resume_from_checkpoint=true",), ("--resume-from-checkpoint", "true")])
+def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_were_spelled(
+    resume: tuple[str, ...],
+    folder: tuple[str, ...],
+    launcher: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slivertune.training.run import describe_interruption
+
+    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    if launcher is not None:
+        monkeypatch.setenv(launcher, "no")
+    output = tmp_path / "my out"
+    monkeypatch.setattr("slivertune.training.run.newest_whole", lambda *args, **kwargs: (output / "checkpoint-3", []))
+    words = ("--seed", "3", *(word.format(out=output) for word in folder), *resume, "--sample_prompt", "a 'b' $c")
+    command = ("slivertune", "train", *words)
+    arguments: Any = SimpleNamespace(command=command, training=SimpleNamespace(output_dir=str(output)))
+    line = describe_interruption(arguments).partition("continue with: ")[2]
+    start, program, rest = line.partition("slivertune train ")
+    assert shlex.split(rest) == [
+        *("--seed", "3", "--sample_prompt", "a 'b' $c"),
+        *("--output_dir", str(output), "--resume_from_checkpoint", "true"),
+    ]
+    assert program and (start == "" if launcher is None else start.endswith("its options, and -m "))
 
 
 def test_ctrl_c_before_the_first_checkpoint_says_so(

@@ -198,6 +198,8 @@ def test_the_examples_for_several_machines_are_found_by_file_name_and_are_no_pre
     for name in ("multi_node_zero3.slurm", "multi_node_zero3.hostfile"):
         assert presets.preset_path(name) == checkout / "launch" / name
         assert name not in presets.preset_names()
+        with pytest.raises(ValueError, match=name):
+            presets.preset_path("nowhere")
     assert presets.preset_path("multi_node_zero3") == checkout / "launch" / "multi_node_zero3.yaml"
 
 

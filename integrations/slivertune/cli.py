@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slivertune import __version__
-from slivertune.presets import preset_names, preset_path
+from slivertune.presets import example_names, preset_names, preset_path
 
 _FAILED = 1
 _BAD_ARGUMENTS = 2
@@ -65,9 +65,14 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Print where a preset lies, as for accelerate launch --config_file $(slivertune path PRESET) ...",
         allow_abbrev=False,
     )
-    path.add_argument("preset", metavar="PRESET", help=f"{', '.join(preset_names())}; the ending may be left out")
+    path.add_argument("preset", metavar="PRESET", help=_preset_help())
     _add_merge_verbs(verbs)
     return parser
+
+
+def _preset_help() -> str:
+    examples = ", ".join(example_names())
+    return f"{', '.join(preset_names())}, whose ending may be left out; or by its whole name {examples}"
 
 
 def _add_merge_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

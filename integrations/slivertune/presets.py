@@ -23,6 +23,15 @@ def preset_names() -> tuple[str, ...]:
     return tuple(path.name for path in _find_presets())
 
 
+def example_names() -> tuple[str, ...]:
+    """List the examples beside the launch presets, such as a job script, by file name.
+
+    Raises:
+        FileNotFoundError: If neither the package nor the checkout around it has a preset folder.
+    """
+    return tuple(sorted(path.name for path in _find_folder("launch").iterdir() if path.suffix in _EXAMPLE_SUFFIXES))
+
+
 def preset_path(name: str) -> Path:
     """Find a preset's file.
 
@@ -41,10 +50,10 @@ def preset_path(name: str) -> Path:
     for path in presets:
         if name in (path.name, path.stem):
             return path
-    for path in sorted(_find_folder("launch").iterdir()):
-        if name == path.name and path.suffix in _EXAMPLE_SUFFIXES:
-            return path
-    raise ValueError(f"no preset is called {name!r}; there are {', '.join(path.name for path in presets)}")
+    if name in example_names():
+        return _find_folder("launch") / name
+    names = [*(path.name for path in presets), *example_names()]
+    raise ValueError(f"no preset is called {name!r}; there are {', '.join(names)}")
 
 
 def _find_presets() -> list[Path]:

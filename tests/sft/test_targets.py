@@ -70,15 +70,11 @@ def test_what_is_not_a_target_is_frozen_and_gets_no_gradient() -> None:
 
 @pytest.mark.parametrize(
     ("options", "count"),
-    [({"density": 0.05}, None), ({"num_weights": 1234}, 1234), ({"equivalent_lora_rank": 2}, None), ({}, None)],
+    [({"density": 0.05}, None), ({"num_weights": 1234}, 1234), ({"equivalent_lora_rank": 2}, None)],
 )
 def test_the_number_of_weights_is_what_was_asked_for(options: dict[str, Any], count: int | None) -> None:
     model = tiny_llama()
     shapes = [tuple(model.get_parameter(name).shape) for name in LLAMA_LINEAR]
-    if not options:
-        with pytest.raises(ValueError, match=r"LoRA of rank 64 would train .* lower equivalent_lora_rank"):
-            SFT(model, config=SFTConfig(), lr=1.0, total_steps=9)
-        return
     optimizer = SFT(model, config=SFTConfig(**options), lr=1.0, total_steps=9)
     if "equivalent_lora_rank" in options:
         count = sum(2 * (rows + columns) for rows, columns in shapes)
@@ -89,6 +85,22 @@ def test_the_number_of_weights_is_what_was_asked_for(options: dict[str, Any], co
     for delta in optimizer.deltas().values():
         size = delta.shape[0] * delta.shape[1]
         assert abs(delta.num_weights - share * size) <= 1
+
+
+def test_the_default_rank_is_lowered_to_what_fits_and_one_that_was_asked_for_is_not() -> None:
+    model = tiny_llama()
+    shapes = [tuple(model.get_parameter(name).shape) for name in LLAMA_LINEAR]
+    with pytest.raises(ValueError, match=r"LoRA of rank 64 would train .* lower equivalent_lora_rank"):
+        SFT(model, config=SFTConfig(equivalent_lora_rank=64), lr=1.0, total_steps=9)
+    per_rank, all_weights = (
+        sum(rows + columns for rows, columns in shapes),
+        sum(rows * columns for rows, columns in shapes),
+    )
+    rank = max(each for each in range(65) if each * per_rank <= all_weights)
+    assert 0 < rank < 64
+    with pytest.warns(UserWarning, match=rf"more than the {all_weights} .* as LoRA of rank {rank} would; give density"):
+        optimizer = SFT(model, config=SFTConfig(), lr=1.0, total_steps=9)
+    assert optimizer.num_weights == rank * per_rank
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,36 @@ def test_a_folder_that_was_asked_for_must_hold_nothing() -> None:
     Path("mine/thesis.txt").touch()
     with pytest.raises(FileExistsError, match=r"mine already holds something.*--resume_from_checkpoint true"):
         choose_run_folder("hift", "mine", None)
-    with pytest.raises(FileExistsError, match="already holds something"):
-        choose_run_folder("hift", "mine/thesis.txt", None)
+
+
+@pytest.mark.parametrize("resume", [None, "true", "auto"])
+def test_a_file_where_a_folder_is_asked_for_or_above_it_is_called_a_file(resume: str | None) -> None:
+    Path("thesis.txt").touch()
+    with pytest.raises(FileExistsError, match=r"output_dir thesis.txt is a file; name a folder"):
+        choose_run_folder("hift", "thesis.txt", resume)
+    with pytest.raises(
+        FileExistsError, match=r"output_dir thesis.txt/runs/one lies under .*thesis.txt, which is a file"
+    ):
+        choose_run_folder("hift", "thesis.txt/runs/one", resume)
+
+
+def test_a_file_in_the_place_of_all_runs_is_called_a_file() -> None:
+    Path("runs").touch()
+    with pytest.raises(FileExistsError, match=r"output_dir runs/hift lies under .*runs, which is a file"):
+        choose_run_folder("hift", None, None)
+
+
+def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def refuse(path: Path, mode: int) -> bool:
+        asked.append(Path(path))
+        return False
+
+    monkeypatch.setattr("os.access", refuse)
+    with pytest.raises(ValueError, match=r"output_dir there/too can't be written: .* takes no files of this user"):
+        choose_run_folder("hift", "there/too", None)
+    assert asked == [Path.cwd()], "the nearest folder that is there"
 
 
 def test_the_newest_checkpoint_of_the_newest_default_folder_is_continued() -> None:

@@ -215,6 +215,22 @@ def test_rotation_keeps_the_newest_whole_checkpoint(tiny_base: Path, tmp_path: P
     assert all(find_damage(output / name) is None for name in kept)
 
 
+def test_the_default_prompt_fits_rows_of_any_length_and_one_that_was_typed_must(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The embedded data's own prompt, over a file of the same texts.
+    monkeypatch.setattr("slivertune.training.arguments.method_defaults", lambda **_: {"sample_prompt": "x" * 33})
+    data = write_texts(tmp_path)
+    short = ("--max_length", "32", "--max_steps", "1")
+    train(tiny_base, data, tmp_path / "out", *short)
+    capsys.readouterr()
+    typed = ("--sample_prompt", "y" * 33)
+    assert main(train_arguments(tiny_base, data, tmp_path / "other", *short, *typed)) == 2
+    assert (
+        "sample_prompt has 33 tokens; it must have at least 1, and fewer than max_length=32" in capsys.readouterr().err
+    )
+
+
 def test_a_folder_with_something_in_it_is_never_written_over(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

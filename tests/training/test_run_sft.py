@@ -232,7 +232,7 @@ def test_modules_are_chosen_by_name_and_embeddings_on_request(tiny_base: Path, t
     ("more", "message"),
     [
         (("--sft_target_modules", "query"), "--sft_target_modules query: targets has 'query', which matches no module"),
-        ((), "LoRA of rank 64 would train"),
+        (("--equivalent_lora_rank", "64"), "LoRA of rank 64 would train"),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_named(

@@ -39,6 +39,23 @@ def test_a_text_is_continued_from_its_beginning(language_model: tuple[Any, Any])
     assert len(tokenizer(probe.ask())["input_ids"]) <= 5 * 3, "five bytes, of which a broken one is shown by three"
 
 
+def test_a_prompt_that_nobody_typed_is_cut_to_fit(language_model: tuple[Any, Any]) -> None:
+    trainer, tokenizer = language_model
+    probe = make_probe(trainer, make_task([]), tokenizer, asked="a" * 70 + "b", num_tokens=3, cut=True)
+    assert probe is not None and probe.prompt == "a" * 63
+    # A row that is all prompt, as long as a row may be: its end is what an answer follows.
+    row = {"input_ids": tokenizer("a" * 10 + "b" * 54)["input_ids"], "labels": [-100] * 64}
+    probe = make_probe(trainer, make_task([row]), tokenizer, asked=None, num_tokens=3)
+    assert probe is not None and probe.prompt == "a" * 9 + "b" * 54
+
+
+def test_a_row_that_is_learned_as_a_whole_is_continued_from_its_beginning(language_model: tuple[Any, Any]) -> None:
+    trainer, tokenizer = language_model
+    ids = tokenizer("abcdefgh")["input_ids"]
+    probe = make_probe(trainer, make_task([{"input_ids": ids, "labels": ids}]), tokenizer, asked=None, num_tokens=3)
+    assert probe is not None and (probe.prompt, probe.expected) == ("abcd", None)
+
+
 def test_asking_is_repeatable_and_leaves_randomness_and_mode_alone(language_model: tuple[Any, Any]) -> None:
     trainer, tokenizer = language_model
     probe = make_probe(trainer, make_task([]), tokenizer, asked="The ", num_tokens=20)

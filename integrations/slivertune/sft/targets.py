@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,8 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
         config: `density`, `num_weights` or `equivalent_lora_rank`.
 
     Returns:
-        Weights of each tensor; the share is the same everywhere, up to rounding.
+        Weights of each tensor; the share is the same everywhere, up to rounding. The default rank is lowered, with a
+        warning, to what the targets have; one that was asked for is not.
 
     Raises:
         ValueError: If there are not that many.
@@ -109,7 +111,17 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
     if config.num_weights is not None:
         return spread_weights(sizes, config.num_weights)
     rank = config.equivalent_lora_rank or DEFAULT_LORA_RANK
-    total = sum(target.lora_numbers(rank) for target in targets)
+    one_rank = sum(target.lora_numbers(1) for target in targets)
+    total = rank * one_rank
+    if total > sum(sizes) and config.equivalent_lora_rank is None and sum(sizes) >= one_rank:
+        rank = sum(sizes) // one_rank
+        total = rank * one_rank
+        warnings.warn(
+            f"as many weights as LoRA of rank {DEFAULT_LORA_RANK} would train, the default, are more than the "
+            f"{sum(sizes)} that the targets have; SFT trains {total} of them, as LoRA of rank {rank} would; give "
+            "density, num_weights or equivalent_lora_rank for another number",
+            stacklevel=2,
+        )
     if total > sum(sizes):
         raise ValueError(
             f"LoRA of rank {rank} would train {total} numbers, the targets have {sum(sizes)}; lower "

@@ -126,6 +126,7 @@ def assemble(arguments: TrainArguments, console: Console, peers: Peers | None = 
             source.tokenizer,
             asked=arguments.method.sample_prompt,
             num_tokens=arguments.method.sample_tokens,
+            cut="sample_prompt" not in arguments.given,
         ),
         facts=facts,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,8 +44,10 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None) -> Run
         The folder, which need not exist yet, and the checkpoint if the run is resumed.
 
     Raises:
-        FileExistsError: If the folder asked for holds something already and the run is not resumed from there.
-        ValueError: If there is nothing to resume, or it is not whole, or newer checkpoints would be written over.
+        FileExistsError: If the folder asked for holds something already and the run is not resumed from there, or a
+            file stands in its place.
+        ValueError: If it can't be written, there is nothing to resume, that is not whole, or newer checkpoints would be
+            written over.
     """
     if resume is None or resume.lower() == "false":
         return RunFolder(path=_fresh_folder(method, asked))
@@ -56,9 +59,10 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None) -> Run
 
 
 def _fresh_folder(method: str, asked: str | None) -> Path:
+    folder = Path(asked or _RUNS / method).expanduser()
+    _check_place(folder)
     if asked is None:
         return next(folder for folder in _default_folders(method) if not _is_occupied(folder))
-    folder = Path(asked).expanduser()
     if _is_occupied(folder):
         raise FileExistsError(
             f"output_dir {folder} already holds something, which is never written over; name another folder, or "
@@ -70,6 +74,7 @@ def _fresh_folder(method: str, asked: str | None) -> Path:
 def _continue_newest(method: str, asked: str | None) -> RunFolder:
     if asked is not None:
         folder = Path(asked).expanduser()
+        _check_place(folder)
     else:
         existing = itertools.takewhile(Path.exists, _default_folders(method))
         folder = next((path for path in reversed(list(existing)) if checkpoint_folders(path)), _RUNS / method)
@@ -84,6 +89,7 @@ def _start_or_continue(method: str, asked: str | None) -> RunFolder:
     """The newest whole checkpoint of a run, or its start; a run that has ended is left alone."""
     if asked is not None:
         folder = Path(asked).expanduser()
+        _check_place(folder)
     else:
         # The one that the first of these commands has made, be it empty; not another for each.
         existing = itertools.takewhile(Path.exists, _default_folders(method))
@@ -145,6 +151,18 @@ def _continue_from(checkpoint: Path, asked: str | None) -> RunFolder:
 
 def _default_folders(method: str) -> itertools.chain[Path]:
     return itertools.chain([_RUNS / method], (_RUNS / f"{method}-{number}" for number in itertools.count(2)))
+
+
+def _check_place(folder: Path) -> None:
+    """Refuse a place where no folder can be, or none that can be written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        where = "is a file" if there == folder else f"lies under {there}, which is a file"
+        raise FileExistsError(f"output_dir {folder} {where}; name a folder, which need not exist yet")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"output_dir {folder} can't be written: {there} takes no files of this user; name another folder"
+        )
 
 
 def _is_occupied(folder: Path) -> bool:

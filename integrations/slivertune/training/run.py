@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from slivertune.training.plan_line import PlanLine
 from slivertune.training.ready import Run
 from slivertune.training.report import Results, Sample, print_results, write_results
 from slivertune.training.samples import Probe
+
+_SET_BY_LAUNCHERS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
+"""Environment variables of processes that torchrun, deepspeed and accelerate launch start."""
 
 
 def execute(run: Run, console: Console) -> Results:
@@ -51,10 +56,33 @@ def describe_interruption(arguments: TrainArguments) -> str:
     """
     folder = Path(str(arguments.training.output_dir))
     checkpoint, _ = newest_whole(folder, read_files=False)
+    program, words = arguments.command[:2], arguments.command[2:]
+    launcher = ""
+    if any(name in os.environ for name in _SET_BY_LAUNCHERS):
+        program = ("-m", *program)
+        launcher = "the launcher that started this run (accelerate launch, torchrun, deepspeed), its options, and "
     if checkpoint is None:
-        return f"interrupted before the first checkpoint; start again with: {shlex.join(arguments.command)}"
-    command = [*arguments.command, "--output_dir", str(folder), "--resume_from_checkpoint", "true"]
-    return f"interrupted; the last whole checkpoint is {checkpoint}; continue with: {shlex.join(command)}"
+        return f"interrupted before the first checkpoint; start again with: {launcher}{shlex.join([*program, *words])}"
+    words = _without_options(words, ("output_dir", "resume_from_checkpoint"))
+    command = shlex.join([*program, *words, "--output_dir", str(folder), "--resume_from_checkpoint", "true"])
+    return f"interrupted; the last whole checkpoint is {checkpoint}; continue with: {launcher}{command}"
+
+
+def _without_options(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """A command line without some options of one value each, however they are spelled.
+
+    Args:
+        words: The command line.
+        names: Names of the options, with underscores.
+    """
+    kept, is_value = list[str](), False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        is_dropped = option.startswith("--") and option[2:].replace("-", "_") in names
+        if not is_value and not is_dropped:
+            kept.append(word)
+        is_value = is_dropped and not equals
+    return tuple(kept)
 
 
 def describe_finished(arguments: TrainArguments) -> str:

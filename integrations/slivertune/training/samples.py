@@ -31,7 +31,13 @@ class Probe(Protocol):
 
 
 def make_probe(
-    trainer: Trainer, task: Task, tokenizer: PreTrainedTokenizerBase, *, asked: str | None, num_tokens: int
+    trainer: Trainer,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    asked: str | None,
+    num_tokens: int,
+    cut: bool = False,
 ) -> Probe | None:
     """Make the question that suits a task.
 
@@ -41,6 +47,7 @@ def make_probe(
         tokenizer: Its tokenizer.
         asked: `--sample_prompt`; by default the beginning of the first evaluation row.
         num_tokens: The most tokens that a language model may answer; 0 asks nothing.
+        cut: Whether a prompt that does not fit into a row is cut, as one that nobody typed.
 
     Returns:
         The question, or None where none is wanted.
@@ -55,6 +62,10 @@ def make_probe(
     if num_tokens == 0:
         return None
     ids, expected = _first_prompt(task, tokenizer) if asked is None else (tokenizer(asked)["input_ids"], None)
+    if asked is None:
+        ids = ids[-(task.max_length - 1) :]  # what the response follows is the end
+    elif cut:
+        ids = ids[: task.max_length - 1]
     if not 0 < len(ids) < task.max_length:
         raise ValueError(
             f"sample_prompt has {len(ids)} tokens; it must have at least 1, and fewer than max_length={task.max_length}"
@@ -143,7 +154,9 @@ def _first_prompt(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[
         return ids[: max(1, min(_PROMPT_TOKENS, len(ids) // 2))], None
     # A packed row may begin in the midst of a response; the first whole prompt begins after it.
     silent = [label == IGNORED for label in labels]
-    start = silent.index(True) if True in silent else 0
+    if True not in silent:  # no prompt in this row, all of it is learned
+        return ids[: max(1, min(_PROMPT_TOKENS, len(ids) // 2))], None
+    start = silent.index(True)
     end = silent.index(False, start) if False in silent[start:] else len(ids)
     stop = silent.index(True, end) if True in silent[end:] else len(ids)
     return ids[start:end], str(tokenizer.decode(ids[end:stop], skip_special_tokens=True))
