@@ -12,6 +12,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -24,18 +25,18 @@ help:  ## List the targets
 train: $(STAMP)  ## Fine-tune: the embedded default, or what ARGS asks for
 	@$(BIN)/slivertune train $(ARGS)
 
-test: $(STAMP)  ## Lint, type-check and run the tests
+test: $(DEV_STAMP)  ## Lint, type-check and run the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
-lint: $(STAMP)  ## Lint and type-check
+lint: $(DEV_STAMP)  ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)  ## Sort imports and format
+format: $(DEV_STAMP)  ## Sort imports and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -50,5 +51,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@echo 'Installing into $(VENV); the first time this takes minutes'
 	@$(PIP) install $(TORCH_PIP_ARGS) --constraint constraints.txt torch
+	@$(PIP) install --constraint constraints.txt --editable '.[all]'
+	@touch $@
+
+# What only tests and lint need comes on top.
+$(DEV_STAMP): $(STAMP)
 	@$(PIP) install --constraint constraints.txt --editable '.[all,dev]'
 	@touch $@

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,13 @@ def violations(root: Path) -> list[str]:
             elif FLOORS[target] >= FLOORS[own]:
                 found.append(f"{'/'.join(parts)}.py (floor {FLOORS[own]}) imports {name} (floor {FLOORS[target]})")
     return found
+
+
+def test_the_table_of_floors_in_contributing_is_the_list_here(checkout: Path) -> None:
+    text = (checkout / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)
+    table = {module: int(floor) for floor, modules in rows for module in re.findall(r"`(\w+)`", modules)}
+    assert table == FLOORS
 
 
 def test_every_file_imports_only_from_floors_below_its_own(checkout: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -180,3 +181,22 @@ def test_the_pins_satisfy_every_declared_range(checkout: Path) -> None:
     for requirement in map(requirements.Requirement, chain.from_iterable(lists)):
         if requirement.name != project["name"]:
             assert requirement.specifier.contains(pins[utils.canonicalize_name(requirement.name)]), str(requirement)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_make_train_installs_no_development_tools_and_make_test_does(checkout: Path, tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(checkout / name, tmp_path / name)
+
+    def commands(target: str) -> str:
+        done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert "'.[all]'" in commands("train") and "dev]" not in commands("train")
+    for target in ("test", "lint", "format"):
+        assert "'.[all,dev]'" in commands(target)
+    # A second call installs nothing.
+    (tmp_path / ".venv").mkdir()
+    for name in (".installed", ".installed-dev"):
+        (tmp_path / ".venv" / name).touch()
+    assert all("pip" not in commands(target) for target in ("train", "test", "lint", "format"))
