@@ -6,6 +6,7 @@ environment takes the GPUs away; nothing else is overridden, so that what the pr
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -19,6 +20,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 import slivertune
+from slivertune.parallel.shm_comm import build_folder, check_build
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAX_PROCESSES = 2
@@ -43,6 +45,28 @@ def environment(programs: Path | None = None, **variables: str) -> dict[str, str
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **variables,
     }
+
+
+def build_deepspeed_collectives() -> None:
+    """Let DeepSpeed compile its collectives for CPUs, which takes minutes once on a machine, before a test's time runs.
+
+    Raises:
+        LaunchError: If it can't, or if a build that was killed has left its lock behind, which is named.
+    """
+    folder = build_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / "tests_of_slivertune.lock").open("w") as ours:
+        fcntl.flock(ours, fcntl.LOCK_EX)  # one of several test processes; it ends with the process
+        try:
+            check_build(print)
+        except RuntimeError as error:
+            raise LaunchError(str(error)) from error
+        code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=600, check=False
+        )
+    if done.returncode:
+        raise LaunchError(f"DeepSpeed's collectives can't be compiled\n{done.stdout}\n{done.stderr}")
 
 
 def launch_preset(preset: Path, script: Sequence[str], folder: Path, *, options: Sequence[str] = ()) -> list[Report]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from slivertune.manifest import find_damage
-from tests.helpers.launching import environment
+from tests.helpers.launching import build_deepspeed_collectives, environment
 from tests.training.tiny_runs import assert_same_bits, final_weights, saved_weights, train, train_arguments, write_texts
 
 TORCHRUN = ("torchrun", "--nproc_per_node=2", "--standalone", "-m", "slivertune")
@@ -139,6 +139,7 @@ def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path,
 
 
 def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(tiny_base: Path, tmp_path: Path) -> None:
+    build_deepspeed_collectives()
     config = tmp_path / "zero2.json"
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     stage = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 20000}}

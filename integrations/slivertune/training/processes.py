@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
+from slivertune.parallel.shm_comm import check_build
 from slivertune.planning.four_bit_rules import clash_with_zero3
 
 
@@ -42,6 +44,7 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
 
     Raises:
         ValueError: If the layout that is asked for does not run here.
+        RuntimeError: If DeepSpeed would wait without end for a build that was killed.
     """
     has_gpu = torch.cuda.is_available() and not values.get("use_cpu", False)
     if world_size == 1:
@@ -58,6 +61,7 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
     if asks_for_fsdp(values):
         raise ValueError("FSDP is asked for, and accelerate shards weights over GPUs alone; take DDP or DeepSpeed here")
     if asks_for_deepspeed(values):
+        check_build(_say_once)
         return {**settled, "use_cpu": False, "ddp_backend": "gloo", **_configured(values)}
     return {**settled, "use_cpu": True}
 
@@ -120,6 +124,11 @@ def _configured(values: dict[str, Any]) -> dict[str, Any]:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     return {"accelerator_config": {"use_configured_state": True}}
+
+
+def _say_once(line: str) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 def _is_set(variable: str) -> bool:
