@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from slivertune import HiFTConfig, TokenTune
-from slivertune.manifest import MANIFEST_NAME, DamagedCheckpointError, find_damage, read_entries
+from slivertune.manifest import MANIFEST_NAME, DamagedCheckpointError, find_damage, read_entries, write_manifest
 from tests.helpers.ranks import run_ranks
 from tests.interop.test_trainer import run, sft_config
 from tests.interop.test_trainer_layouts import HIFT, SFT, STOP, assert_near, states, train
@@ -96,6 +96,21 @@ def test_a_run_that_had_made_all_its_updates_makes_no_other(saved: tuple[str, Pa
     whole = load_file(source / "checkpoint-6" / "model.safetensors")
     found: Any = again.model
     assert all(torch.equal(value, found.state_dict()[name]) for name, value in whole.items())
+
+
+def test_weights_whose_state_only_deepspeed_reads_are_refused_elsewhere(
+    saved: tuple[str, Path], tmp_path: Path
+) -> None:
+    method, source = saved
+    if method == "tokens":
+        return
+    shutil.copytree(source, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoint-6"
+    (checkpoint / "optimizer.pt").unlink()
+    (checkpoint / "global_step6").mkdir()
+    write_manifest(checkpoint)
+    with pytest.raises(ValueError, match=r"checkpoint-6 was saved under DeepSpeed.*zero_plain\.load_zero"):
+        run(tmp_path / "run", *METHODS[method], resume=True, **SAVING)
 
 
 def test_one_manifest_is_written_after_what_a_second_attach_adds(tmp_path: Path) -> None:

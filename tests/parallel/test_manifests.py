@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import slivertune
 from slivertune import SFT, HiFT, SFTConfig
 from slivertune.manifest import MANIFEST_NAME, DamagedCheckpointError, find_damage, read_entries, write_manifest
-from slivertune.parallel.sharded_weights import load_sharded_weights
+from slivertune.parallel.sharded_weights import check_form, load_sharded_weights
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_tree, differing, tiny_llama
 from tests.helpers.ranks import run_ranks
@@ -101,6 +101,13 @@ def save_and_be_refused(rank: int, num_ranks: int, root: str) -> dict[str, Any]:
                 dist.barrier()
                 accelerator.load_state(str(place / "saved"))
                 found[layout]["loaded"] = whole_weights(run.model)
+    with on_fsdp2_ranks() as accelerator:
+        run = Prepared(accelerator, rank, seed=5)
+        try:
+            accelerator.load_state(str(Path(root) / "ddp" / "saved"))
+            found["ddp by fsdp2"] = "was not refused"
+        except ValueError as error:
+            found["ddp by fsdp2"] = str(error)
     with on_ranks() as accelerator:
         run = Prepared(accelerator, rank, seed=5)
         accelerator.load_state(str(Path(root) / "fsdp2" / "saved"))
@@ -177,6 +184,24 @@ def test_ranks_with_whole_weights_take_up_what_ranks_with_shards_have_saved(rank
         assert rank["fsdp2 by ddp"]["updates"] == SAVED
         assert differing(rank["fsdp2 by ddp"]["weights"], rank["fsdp2"]["weights"]) == []
         assert rank["optimizers"] == 1
+
+
+def test_ranks_with_shards_say_which_weights_they_read(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "ddp/saved has no weights in FSDP's form" in rank["ddp by fsdp2"]
+        assert "resume in one process or under DDP" in rank["ddp by fsdp2"]
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2"])
+def test_what_deepspeed_has_saved_is_refused_elsewhere_and_other_forms_by_deepspeed(
+    layout: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="was not saved under DeepSpeed"):
+        check_form(tmp_path, "zero2")
+    (tmp_path / "pytorch_model").mkdir()
+    check_form(tmp_path, "zero2")
+    with pytest.raises(ValueError, match="was saved under DeepSpeed: resume at the same stage"):
+        check_form(tmp_path, layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

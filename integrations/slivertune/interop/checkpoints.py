@@ -21,7 +21,7 @@ from slivertune.parallel.beside import FOLDER as HIFT_FOLDER
 from slivertune.parallel.beside import read_hift, save_hift
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.manifests import check_together, write_together
-from slivertune.parallel.sharded_weights import holds_sharded_weights, load_sharded_weights
+from slivertune.parallel.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.sparse_beside import FOLDER as SFT_FOLDER
 from slivertune.parallel.sparse_beside import read_sft, save_sft
 from slivertune.sft import SFT
@@ -52,6 +52,8 @@ class ResumeListener:
             checkpoint = self.checkpoint = _find_checkpoint(trainer.args, resume_from_checkpoint)
             if checkpoint is not None and (needs_manifest or (checkpoint / MANIFEST_NAME).is_file()):
                 check_together(checkpoint)
+            if checkpoint is not None and needs_manifest:
+                check_form(checkpoint, layout_of(trainer.accelerator))
             with _plain_reading(trainer, checkpoint if needs_manifest else None):
                 return train(resume_from_checkpoint, *args, **kwargs)
 

@@ -22,7 +22,7 @@ from slivertune.manifest import (
 )
 from slivertune.parallel.agreement import world_size
 from slivertune.parallel.layout import layout_of
-from slivertune.parallel.sharded_weights import holds_sharded_weights, load_sharded_weights
+from slivertune.parallel.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.sft import SFT
 
 _LATEST = "latest"
@@ -130,6 +130,7 @@ def seal_states(accelerator: Any) -> None:
         if folder is None:
             return own_load(input_dir, *args, **kwargs)  # which says what is missing
         check_together(folder)
+        check_form(folder, layout_of(accelerator))
         try:
             with _plain_reading(accelerator, folder):
                 return own_load(str(folder), *args, **kwargs)

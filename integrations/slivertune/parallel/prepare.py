@@ -38,9 +38,9 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     """
     slivers = [each for each in objects if isinstance(each, (HiFT, SFT))]
     layout = layout_of(accelerator) if slivers else "single"
-    if slivers:
-        seal_states(accelerator)
     if layout == "single":
+        if slivers:
+            seal_states(accelerator)
         for each in slivers:  # so that a checkpoint of several ranks can be read
             keep_hift_beside(accelerator, each) if isinstance(each, HiFT) else keep_sft_beside(accelerator, each)
         return accelerator.prepare(*objects)
@@ -56,6 +56,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
             f"the {type(optimizer).__name__} has already made {optimizer.updates} updates; prepare it before its first "
             "step, and load its state afterwards"
         )
+    seal_states(accelerator)
     if isinstance(optimizer, SFT):
         from slivertune.parallel.sparse import prepare_sft
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.parallel.layout import Layout
+
 _SHARDED = "pytorch_model_fsdp_0"
 _WHOLE = "pytorch_model_fsdp.bin"
 # The name under which accelerate puts the model's tensors into torch's distributed checkpoint.
@@ -24,6 +26,37 @@ def holds_sharded_weights(folder: str | Path) -> bool:
     folder = Path(folder)
     is_plain = (folder / "model.safetensors").is_file() or (folder / "pytorch_model.bin").is_file()
     return not is_plain and ((folder / _SHARDED).is_dir() or (folder / _WHOLE).is_file())
+
+
+def check_form(folder: str | Path, layout: Layout) -> None:
+    """Refuse a checkpoint in a form that a layout does not read, or would read the weights of without their state.
+
+    Args:
+        folder: Of `accelerator.save_state`, or a Trainer's checkpoint.
+        layout: The one at hand.
+
+    Raises:
+        ValueError: Naming the way out.
+    """
+    folder = Path(folder)
+    # The names that accelerate and the Trainer give DeepSpeed.
+    is_deepspeeds = (folder / "pytorch_model").is_dir() or any(each.is_dir() for each in folder.glob("global_step*"))
+    if layout.startswith("zero"):
+        if not is_deepspeeds:
+            raise ValueError(
+                f"{folder} was not saved under DeepSpeed, which reads its own form alone; resume under the layout that "
+                "saved it, or begin anew from its weights"
+            )
+    elif is_deepspeeds:
+        raise ValueError(
+            f"{folder} was saved under DeepSpeed: resume at the same stage, with any number of ranks; or, with HiFT on "
+            "one process, load the folder of the ranks' files in it by slivertune.parallel.zero_plain.load_zero"
+        )
+    elif layout == "fsdp2" and next(folder.glob("pytorch_model_fsdp*"), None) is None:
+        raise ValueError(
+            f"{folder} has no weights in FSDP's form, and FSDP2 reads no other; resume in one process or under DDP, or "
+            "begin anew from its weights"
+        )
 
 
 def load_sharded_weights(model: nn.Module, folder: str | Path) -> None:
