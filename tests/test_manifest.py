@@ -181,3 +181,13 @@ def test_a_manifest_that_cannot_be_written_leaves_none(folder: Path, monkeypatch
     with pytest.raises(OSError, match="full"):
         write_manifest(folder)
     assert "has no slivertune_checkpoint.json" in str(find_damage(folder))
+
+
+def test_what_a_killed_write_has_left_is_no_part_of_a_checkpoint(folder: Path) -> None:
+    for name in (MANIFEST_NAME, "model.bin"):
+        left = folder / f".{name}.abcdefgh.partial"
+        left.mkdir()
+        (left / "lock").touch()
+    write_manifest(folder)
+    assert set(read_entries(folder)["files"]) == {"model.bin", "deep/state.bin", "empty"}
+    check_whole(folder)

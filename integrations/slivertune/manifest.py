@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from slivertune.aside import sync, write_json
+from slivertune.aside import is_partial, sync, write_json
 
 MANIFEST_NAME = "slivertune_checkpoint.json"
 FORMAT = 2
@@ -180,8 +180,9 @@ def _written_at(folder: Path) -> int:
 def _files(folder: Path) -> Iterator[Path]:
     """All files of a folder but its manifest; of a folder inside that has one, that one."""
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") and path.name.endswith(".partial"):
-            continue  # what a killed process has left of a write, until the next one of the same file
+        if is_partial(path):
+            # What a killed process left; the next write removes it.
+            continue
         if path.is_dir():
             inner = path / MANIFEST_NAME
             yield from [inner] if inner.is_file() else _files(path)

@@ -6,6 +6,7 @@ import builtins
 import errno
 import io
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -52,6 +53,7 @@ class Operations:
 
     def __init__(self, fails_at: int, fault: Fault, *, once: bool = True) -> None:
         self.names: list[str] = []
+        self.is_disk_full = False
         self._fails_at = fails_at
         self._fault = fault
         self._once = once
@@ -61,6 +63,7 @@ class Operations:
         number = len(self.names)
         is_hit = number == self._fails_at or (not self._once and 0 < self._fails_at < number and not _removes(name))
         if is_hit:
+            self.is_disk_full = self._fault is full_disk
             raise self._fault(name)
 
 
@@ -112,9 +115,18 @@ def counted(operations: Operations, *, can_exchange: bool = True) -> Iterator[No
         for name in ("serialize_file", "serialize"):
             replace(safetensors.torch, name, _half_written(getattr(safetensors.torch, name), name, operations))
         replace(torch, "save", _half_written(torch.save, "torch.save", operations))
+        replace(shutil, "disk_usage", _usage(shutil.disk_usage, operations))
         exchange = _before(partial.exchange, "exchange", operations)
         replace(partial, "exchange", exchange if can_exchange else lambda first, second: False)
         yield
+
+
+def _usage(function: Callable[..., Any], operations: Operations) -> Callable[..., Any]:
+    def run(path: Any) -> Any:
+        usage = function(path)
+        return usage._replace(free=0) if operations.is_disk_full else usage
+
+    return run
 
 
 def _before(function: Callable[..., Any], name: str, operations: Operations) -> Callable[..., Any]:
@@ -145,8 +157,11 @@ def _half_written(function: Callable[..., Any], name: str, operations: Operation
         except OSError as error:
             _write_half(function, value, file, args, kwargs)
             if name == "torch.save":
-                text = "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"
-                raise RuntimeError(text) from None
+                raise RuntimeError(
+                    "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534"
+                    if operations.is_disk_full
+                    else f"[enforce fail at inline_container.cc:747] . open file failed with strerror: {error.strerror}"
+                ) from None
             text = f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
             raise safetensors.SafetensorError(text) from None
         except BaseException:

@@ -169,3 +169,11 @@ def test_a_run_that_only_started_leaves_its_default_folder_free() -> None:
     Path("runs/hift").mkdir(parents=True)
     (Path("runs/hift") / START_NAME).touch()
     assert choose_run_folder("hift", None, None).path == Path("runs/hift")
+
+
+def test_what_a_kill_has_left_of_a_write_does_not_keep_a_run_from_its_folder() -> None:
+    left = Path(f"mine/.{START_NAME}.abcdefgh.partial")
+    left.mkdir(parents=True)
+    (left / "lock").touch()
+    assert choose_run_folder("hift", "mine", None).path == Path("mine")
+    assert choose_run_folder("hift", "mine", "auto").path == Path("mine")

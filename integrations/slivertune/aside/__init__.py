@@ -6,12 +6,13 @@ under the target's name. What a killed process has left behind is removed by the
 
 from slivertune.aside.errors import explain_write_errors
 from slivertune.aside.files import check_absent, folder_aside, new_file, new_folder, write_json
-from slivertune.aside.partial import recover, sync
+from slivertune.aside.partial import is_partial, recover, sync
 
 __all__ = [
     "check_absent",
     "explain_write_errors",
     "folder_aside",
+    "is_partial",
     "new_file",
     "new_folder",
     "recover",

@@ -18,12 +18,15 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from slivertune.aside.partial import is_partial
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_WRITING = (*_NO_ROOM, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 # torch's writer of archives tells that fewer bytes were written than it gave, and no reason.
 _TORCH_WRITER = re.compile(r"inline_container\.cc|PytorchStreamWriter")
+_STRERROR = re.compile(r"strerror: (.+)")
+_NUMBER_OF = {os.strerror(number): number for number in errno.errorcode}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_PARTIAL = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
 _LITTLE_BYTES = 2**20
 """With less than this free, a short write of unknown cause is taken for a full disk."""
 
@@ -82,7 +85,8 @@ def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, st
         while each is not None:
             traceback.clear_frames(each.__traceback__)
             each = each.__context__
-        number = _number_of_short_write(folder)
+        told = _STRERROR.search(text)
+        number = _number_of_short_write(folder) if told is None else _NUMBER_OF.get(told[1].strip(), errno.EIO)
         return number, f"{os.strerror(number)} (torch.save: {text.splitlines()[0]})"
     return None, text
 
@@ -102,11 +106,11 @@ def _is_near(filename: str | bytes | int, target: Path) -> bool:
     if path.is_relative_to(target) or target.parent.is_relative_to(path):
         return True
     beside = path.relative_to(target.parent).parts[0] if path.is_relative_to(target.parent) else ""
-    return beside.startswith(f".{target.name}.") and _PARTIAL.fullmatch(beside) is not None
+    return beside.startswith(f".{target.name}.") and is_partial(Path(beside))
 
 
 def _is_partial(target: Path) -> bool:
-    return any(_PARTIAL.fullmatch(part) for part in target.parts[:-1])
+    return any(is_partial(folder) for folder in target.parents)
 
 
 def _existing_folder(target: Path) -> Path:

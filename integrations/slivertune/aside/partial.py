@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+_NAME = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
 _LOCK, _RETIRED = "lock", "retired"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
@@ -101,6 +102,11 @@ def recover(target: Path) -> None:
         with _locked_if_dead(folder) as is_dead:
             if is_dead and (folder / _RETIRED).exists():
                 _put_back(folder / _RETIRED, target)
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a path has the name of a hidden folder, which belongs to nobody but its writer and comes and goes."""
+    return _NAME.fullmatch(path.name) is not None
 
 
 def exchange(first: Path, second: Path) -> bool:

@@ -34,6 +34,22 @@ _SCHEDULE_NAME = "scheduler.pt"
 _STATE_PATTERNS = ("optimizer.pt", "optimizer.bin", "global_step*")
 
 
+def load_tokens(handle: TokenTuneHandle, path: Path) -> None:
+    """Continue the draws that a checkpoint's file tells of.
+
+    Args:
+        handle: The selection in use.
+        path: The file.
+
+    Raises:
+        ValueError: If it is damaged, or of another seed; names the file.
+    """
+    try:
+        handle.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 class ResumeListener:
     """Knows which checkpoint a Trainer's `train` was asked to continue from, and refuses one that is not whole.
 
@@ -185,7 +201,7 @@ class KeepTokens(TrainerCallback):
             return
         path = checkpoint / TOKENS_NAME
         if path.is_file():
-            handle.load_state_dict(json.loads(path.read_text(encoding="utf-8")))
+            load_tokens(handle, path)
             return
         warnings.warn(
             f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}); its draws begin anew",

@@ -18,11 +18,19 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from slivertune.aside import recover
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.hift.piece import Weight
 from slivertune.parallel.agreement import check_agreement, world_size
-from slivertune.parallel.folder import carry_folder, unwrapped, write_folder_together
+from slivertune.parallel.folder import (
+    carry_folder,
+    check_plain,
+    load_plain,
+    refuse_damage,
+    unwrapped,
+    write_folder_together,
+)
 from slivertune.parallel.fsdp2_weight import ShardedWeight
 from slivertune.parallel.manifests import check_together
 
@@ -100,6 +108,7 @@ def load_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         ValueError: If the folder is not whole, or the state is of another model, grouping or optimizer.
     """
+    recover(Path(folder))
     check_together(folder)
     read_hift(optimizer, folder)
 
@@ -116,19 +125,31 @@ def read_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """
     hift = unwrapped(optimizer, HiFT)
     folder = Path(folder)
-    header = torch.load(folder / _HEADER, map_location="cpu", weights_only=True)
-    scalars, num_ranks = header.pop("scalars"), header.pop("num_ranks")
+    header = load_plain(folder / _HEADER)
+    with refuse_damage(folder):
+        check_plain({key: value for key, value in header["hift"].items() if key != "held_lr"})
+        state = _read_state(hift, folder, header.pop("scalars"), header.pop("num_ranks"))
+        for weight in (weight for group in hift.groups for weight in hift.weights_of(group.index)):
+            if isinstance(weight, ShardedWeight):
+                weight.follow()
+        hift.load_whole_state({**header, "state": state})
+    check_agreement({"updates of the state that was loaded": hift.updates})
+
+
+def _read_state(hift: HiFT, folder: Path, scalars: Mapping[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:
+    """This rank's part of all tensors, and what has no rows, by weight and key."""
+    num_files = len(list(folder.glob("group-*.rank-*.safetensors")))
+    if type(num_ranks) is not int or not 1 <= num_ranks <= max(1, num_files):
+        raise StateMismatchError(
+            f"{folder / _HEADER} tells of {str(num_ranks)[:40]} ranks, and {num_files} files are there"
+        )
     state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
     for group in hift.groups:
         files = [folder / f"group-{group.index:05d}.rank-{rank:05d}.safetensors" for rank in range(num_ranks)]
         weights = {weight.name: weight for weight in hift.weights_of(group.index)}
         for name, values in _read_group(files, weights).items():
             state.setdefault(name, {}).update(values)
-    for weight in (weight for group in hift.groups for weight in hift.weights_of(group.index)):
-        if isinstance(weight, ShardedWeight):
-            weight.follow()
-    hift.load_whole_state({**header, "state": state})
-    check_agreement({"updates of the state that was loaded": hift.updates})
+    return state
 
 
 def _read_group(files: Sequence[Path], weights: Mapping[str, Weight]) -> dict[str, dict[str, torch.Tensor]]:

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from slivertune.aside import folder_aside
+from slivertune.aside import explain_write_errors, folder_aside, recover
+from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.manifest import write_manifest
 from slivertune.parallel.agreement import world_size
 
+_OF_OTHER_CONTENTS = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    SafetensorError,
+    TypeError,
+    UnicodeError,
+    UnpicklingError,
+)
 _Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
 
 
@@ -40,6 +54,7 @@ def carry_folder(
             save(Path(output_dir) / name)
 
     def before_loading(models: Any, input_dir: str) -> None:
+        recover(Path(input_dir) / name)
         if (Path(input_dir) / name).is_dir():
             load(Path(input_dir) / name)
 
@@ -63,6 +78,56 @@ def unwrapped(optimizer: torch.optim.Optimizer, kind: type[_Kind]) -> _Kind:
             f"the state of a {type(inner).__name__} is not {kind.__name__}'s; pass what slivertune.prepare returned"
         )
     return inner
+
+
+@contextmanager
+def refuse_damage(folder: Path) -> Iterator[None]:
+    """Inside, what files of other contents than any of ours make the reading fail with is a ValueError that names them.
+
+    Args:
+        folder: What is read.
+
+    Raises:
+        StateMismatchError: In place of the errors of torch, safetensors and Python on such contents.
+    """
+    try:
+        yield
+    except _OF_OTHER_CONTENTS as error:
+        raise StateMismatchError(
+            f"{folder} holds no state that can be read ({type(error).__name__}: {str(error)[:200]}); it is damaged or "
+            "was not written by slivertune, use another checkpoint"
+        ) from error
+
+
+def check_plain(value: Any) -> None:
+    """Refuse tensors where plain values belong, whose comparison would fail or give tensors.
+
+    Raises:
+        TypeError: If there is one.
+    """
+    if isinstance(value, torch.Tensor):
+        raise TypeError("a tensor instead of a plain value")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        check_plain(each)
+
+
+def load_plain(path: Path) -> dict[str, Any]:
+    """Read a dictionary of tensors and plain containers; nothing in the file is executed.
+
+    Args:
+        path: What torch.save wrote.
+
+    Raises:
+        StateMismatchError: If it is something else.
+    """
+    with refuse_damage(path):
+        try:
+            value = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, OSError, ValueError) as error:
+            raise TypeError(str(error)) from error
+        if not isinstance(value, dict):
+            raise TypeError(f"a {type(value).__name__} instead of a dictionary")
+    return value
 
 
 def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
@@ -89,14 +154,21 @@ def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
             dist.broadcast_object_list(aside, src=0)
         try:
             if aside[0] is not None:
-                write(aside[0])
+                with explain_write_errors(target):
+                    write(aside[0])
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         _fail_together(target, failure)
-        failure = ""
         try:
             if opened_here:
-                write_manifest(opened_here[0])
+                with explain_write_errors(target):
+                    write_manifest(opened_here[0])
+        except OSError as error:
+            failure = str(error)
+        # Inside: a folder without its manifest must not take the older one's place.
+        _fail_together(target, failure)
+        failure = ""
+        try:
             opened.close()
         except OSError as error:
             failure = str(error)

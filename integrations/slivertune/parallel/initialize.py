@@ -127,10 +127,9 @@ def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dic
         model: Tells the precision.
 
     Raises:
-        ValueError: If the batch size is "auto".
+        ValueError: If the batch size is "auto", or it is no JSON object.
     """
-    raw = config if isinstance(config, dict) else json.loads(Path(config).read_text(encoding="utf-8"))
-    settings: dict[str, Any] = json.loads(json.dumps(raw))
+    settings = _read_config(config)
     for key in _FILLED_ELSEWHERE:
         if settings.get(key) == "auto":
             del settings[key]
@@ -142,7 +141,10 @@ def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dic
     for key, value in (("gradient_accumulation_steps", 1), ("gradient_clipping", 0.0)):
         if settings.get(key) == "auto":
             settings[key] = value
-    _fill_sizes(settings.get("zero_optimization", {}), model)
+    zero = settings.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ValueError(f"zero_optimization must be an object in the DeepSpeed config, not {str(zero)[:60]}")
+    _fill_sizes(zero, model)
     dtype = next(model.parameters()).dtype
     for name, own in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         section = settings.get(name)
@@ -150,6 +152,21 @@ def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dic
             section["enabled"] = dtype == own
     # DeepSpeed takes "auto" inside a section for its own default; at the top it fails.
     return {key: value for key, value in settings.items() if value != "auto"}
+
+
+def _read_config(config: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """A copy of a DeepSpeed config, which DeepSpeed reads as JSON."""
+    name = "the DeepSpeed config" if isinstance(config, dict) else f"the DeepSpeed config {config}"
+    try:
+        text = json.dumps(config) if isinstance(config, dict) else Path(config).read_text(encoding="utf-8")
+        settings = json.loads(text)
+    except FileNotFoundError:
+        raise
+    except (OSError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{name} can't be read as JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{name} must be a JSON object, not {str(settings)[:60]}")
+    return settings
 
 
 def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:

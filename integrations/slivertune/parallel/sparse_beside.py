@@ -12,9 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slivertune.aside import is_partial, recover
 from slivertune.manifest import MANIFEST_NAME
 from slivertune.parallel.agreement import check_agreement, world_size
-from slivertune.parallel.folder import carry_folder, unwrapped, write_folder_together
+from slivertune.parallel.folder import (
+    carry_folder,
+    check_plain,
+    load_plain,
+    refuse_damage,
+    unwrapped,
+    write_folder_together,
+)
 from slivertune.parallel.manifests import check_together
 from slivertune.sft import SFT
 
@@ -72,6 +80,7 @@ def load_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         ValueError: If the folder is not whole, or the state is of another model, pretrained value or selection.
     """
+    recover(Path(folder))
     check_together(folder)
     read_sft(optimizer, folder)
 
@@ -90,13 +99,15 @@ def read_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     path = Path(folder) / _FILE
     if not path.is_file():
         raise ValueError(f"{path} is not there; the checkpoint must be whole, and seen by every rank")
-    sft.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    saved = load_plain(path)
+    with refuse_damage(path):
+        check_plain(saved["sft"])
+        sft.load_state_dict(saved)
     check_agreement({"updates of the state that was loaded": sft.updates})
 
 
 def _check_own(folder: Path) -> None:
-    others = (
-        [path.name for path in folder.iterdir() if path.name not in (_FILE, MANIFEST_NAME)] if folder.is_dir() else []
-    )
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    others = [path.name for path in paths if path.name not in (_FILE, MANIFEST_NAME) and not is_partial(path)]
     if others:
         raise FileExistsError(f"{folder} holds {', '.join(sorted(others)[:3])}; name a folder for SFT's state alone")

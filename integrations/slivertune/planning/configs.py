@@ -20,6 +20,7 @@ from slivertune.planning.request import TaskName
 from slivertune.planning.shipped import SHIPPED_MODELS, ShippedModel
 
 CONFIG_NAME = "config.json"
+_MOST_LAYERS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +110,7 @@ def _ways_out(model: str) -> str:
 def _read_config(file: Path) -> PreTrainedConfig:
     try:
         figures = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} can't be read as JSON: {error}") from error
     if not isinstance(figures, dict) or not isinstance(figures.get("model_type"), str):
         made_by = figures.get("_class_name") if isinstance(figures, dict) else None
@@ -132,6 +133,7 @@ def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
             "version may know it"
         ) from error
     try:
+        _check_counts(figures)
         # Not `for_model(**figures)`: older files hold names that from_dict alone translates.
         config: PreTrainedConfig = type(kinds).from_dict(figures)
     # Every model type checks its figures in its own way.
@@ -139,3 +141,12 @@ def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name}: the figures of this {kind!r} don't hold together: {reason}") from error
     return config
+
+
+def _check_counts(figures: dict[str, Any]) -> None:
+    """Refuse numbers of layers that configurations would make lists of which no memory holds."""
+    for key, value in figures.items():
+        if isinstance(value, dict):
+            _check_counts(value)
+        elif isinstance(value, (int, float)) and "layer" in key and value > _MOST_LAYERS:
+            raise ValueError(f"{key}={value}, and no model has more than {_MOST_LAYERS:,}; the file is damaged")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slivertune.aside import new_file
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.plan import Moment
@@ -46,10 +47,11 @@ def draw(answer: Answer | SweepAnswer, path: Path) -> None:
         path: The PNG to write.
 
     Raises:
-        OSError: If it can't be written.
+        OSError: If it can't be written; an older file is whole then.
     """
     figure = sweep_figure(answer) if isinstance(answer, SweepAnswer) else groups_figure(answer)
-    figure.savefig(path, dpi=_DOTS_PER_INCH)
+    with new_file(path) as aside:
+        figure.savefig(aside, dpi=_DOTS_PER_INCH)
 
 
 def sweep_figure(answer: SweepAnswer) -> Figure:

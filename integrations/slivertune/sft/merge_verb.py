@@ -13,6 +13,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from slivertune.aside import recover
 from slivertune.sft.delta_file import DeltaFile, load
 from slivertune.sft.merge import REPORT_FILE, Progress, merge, unmerge
 from slivertune.sft.plain_checkpoint import UNDO_FOLDER
@@ -72,6 +73,7 @@ def find_checkpoint(name: str) -> Path:
     Raises:
         FileNotFoundError: If it is neither.
     """
+    recover(Path(name))
     if Path(name).is_dir():
         return Path(name)
     try:

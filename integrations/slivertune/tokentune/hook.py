@@ -122,8 +122,16 @@ class TokenTuneHandle:
             state: From `state_dict`.
 
         Raises:
-            ValueError: If it is of another version or another seed.
+            ValueError: If it is of another version or another seed, or damaged.
         """
+        # From a file, it may be anything.
+        said: Any = state
+        keys = ("version", "seed", "num_draws")
+        if not isinstance(said, dict) or not all(type(said.get(key)) is int for key in keys):
+            raise ValueError(
+                f"TokenTune's state must be integers by name (version, seed, num_draws), not {str(state)[:60]}; it is "
+                "damaged, use another checkpoint"
+            )
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
                 f"TokenTune's state has version {state.get('version')}; this library reads {_STATE_VERSION}; "
@@ -134,7 +142,12 @@ class TokenTuneHandle:
                 f"TokenTune's state was saved with seed={state['seed']}, and this run has seed={self.settings.seed}; "
                 "repeat the saved run's seed, or start anew"
             )
-        self.num_draws = int(state["num_draws"])
+        if state["num_draws"] < 0:
+            raise ValueError(
+                f"TokenTune's state has num_draws={state['num_draws']}, which must not be negative; it is damaged, use "
+                "another checkpoint"
+            )
+        self.num_draws = state["num_draws"]
 
     # ---- attach
 

@@ -14,6 +14,7 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
+from slivertune.aside import new_file
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.hook import find_model
 
@@ -83,9 +84,8 @@ class GradientQuality:
             axes.grid(alpha=0.3)
         panels[0].legend()
         path = Path(path)
-        aside = path.with_name(f".{path.stem}.partial{path.suffix}")
-        figure.savefig(aside, dpi=150)
-        aside.replace(path)
+        with new_file(path) as aside:
+            figure.savefig(aside, dpi=150)
         return path
 
 

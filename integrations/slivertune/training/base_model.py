@@ -23,10 +23,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slivertune import aside
+from slivertune.manifest import find_damage, write_manifest
 from slivertune.training.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, make_byte_tokenizer
 from slivertune.training.corpus import collect_docstrings
 
-_LAYOUT_VERSION = 1
+_LAYOUT_VERSION = 2
 """Raised when this file would make another model from the same recipe, so that older caches are not reused."""
 
 
@@ -100,7 +101,7 @@ def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
 
 
 def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: StepReport | None = None) -> Path:
-    """Find the base model, or train it and keep it.
+    """Find the base model, or train it and keep it; one that is damaged is trained anew.
 
     Args:
         recipe: What the model is.
@@ -117,7 +118,7 @@ def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: 
     folder.parent.mkdir(parents=True, exist_ok=True)
     # A second run started meanwhile waits for the first one's model. The lock dies with the process that holds it.
     with _locked(folder.with_suffix(".lock")):
-        if not folder.is_dir():
+        if not folder.is_dir() or find_damage(folder) is not None:
             model = train_base_model(recipe, collect_docstrings(), report or _silent)
             save_base_model(model, recipe, folder)
     return folder
@@ -135,6 +136,7 @@ def save_base_model(model: LlamaForCausalLM, recipe: BaseRecipe, folder: Path) -
         model.save_pretrained(new)
         make_byte_tokenizer(recipe.max_positions).save_pretrained(new)
         aside.write_json(new / "recipe.json", {**asdict(recipe), "python": platform.python_version()})
+        write_manifest(new)
 
 
 def train_base_model(recipe: BaseRecipe, texts: list[str], report: StepReport) -> LlamaForCausalLM:

@@ -9,6 +9,7 @@ import datasets
 from rich.console import Console
 from rich.progress import Progress
 
+from slivertune.manifest import find_damage
 from slivertune.training.base_model import BaseRecipe, StepReport, base_model_folder, ensure_base_model
 from slivertune.training.corpus import language_reference
 from slivertune.training.display import make_progress
@@ -32,9 +33,12 @@ def prepare_base_model(recipe: BaseRecipe, console: Console, *, bar: bool) -> Pa
         RuntimeError: If this Python has nothing to train it on.
     """
     folder = base_model_folder(recipe)
-    if folder.is_dir():
+    damage = find_damage(folder) if folder.is_dir() else None
+    if folder.is_dir() and damage is None:
         console.print(f"base model: {folder}, made before", highlight=False, soft_wrap=True)
         return folder
+    if damage is not None:
+        console.print(f"base model: {folder} is damaged ({damage}) and made anew", highlight=False, soft_wrap=True)
     console.print(
         f"base model: training it on the docstrings of Python's standard library, {recipe.num_steps} updates; it is "
         f"kept in {folder} for later runs",

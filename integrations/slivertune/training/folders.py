@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from slivertune.aside import is_partial
 from slivertune.manifest import find_damage
 from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, newest_whole
 
@@ -166,4 +167,7 @@ def _check_place(folder: Path) -> None:
 
 
 def _is_occupied(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(path.name != START_NAME for path in folder.iterdir()))
+    if not folder.is_dir():
+        return folder.exists()
+    # Nor is what a kill has left of a write.
+    return any(path.name != START_NAME and not is_partial(path) for path in folder.iterdir())

@@ -116,7 +116,9 @@ def _execute(run: Run, console: Console) -> Results:
     else:
         # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
         run.judge_first.judge = lambda: _judge_before(run)
-    output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    # The Trainer's own files, which torch writes.
+    with aside.explain_write_errors(output_folder):
+        output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     after = _evaluate(run)
     saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path, peers=run.peers)
     sample = None if run.probe is None else _ask_again(run, run.probe)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from transformers import Trainer
 
 from slivertune.interop import attach
-from slivertune.interop.checkpoints import TOKENS_NAME
+from slivertune.interop.checkpoints import TOKENS_NAME, load_tokens
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.hook import TokenTuneHandle
 from slivertune.training.token_arguments import TokenArguments
@@ -59,7 +58,7 @@ def attach_tokens(trainer: Trainer, arguments: TokenArguments, *, checkpoint: Pa
     if checkpoint is not None:
         # The Trainer's callback would do it too, but only after the first evaluation.
         try:
-            attachment.tokens.load_state_dict(json.loads((checkpoint / TOKENS_NAME).read_text(encoding="utf-8")))
+            load_tokens(attachment.tokens, checkpoint / TOKENS_NAME)
         except BaseException:
             attachment.detach()
             raise

@@ -1,0 +1,504 @@
+"""Files that are damaged, or written by somebody who means harm: only errors of our own, and nothing else happens."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import safetensors.numpy
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from slivertune import SFT, HiFT, SFTConfig, TokenTune
+from slivertune.aside import write_json
+from slivertune.interop.checkpoints import load_tokens
+from slivertune.manifest import MANIFEST_NAME, check_whole, read_entries, write_manifest
+from slivertune.parallel.beside import load_hift, save_hift
+from slivertune.parallel.initialize import resolve_config
+from slivertune.parallel.sparse_beside import load_sft, save_sft
+from slivertune.planning.configs import find_model
+from slivertune.sft import load
+from slivertune.sft.delta_file import DELTA_FILE
+from slivertune.sft.merge import UNDO_FILE, merge, unmerge
+from slivertune.sft.plain_checkpoint import UNDO_FOLDER
+from tests.helpers.faults import snapshot
+from tests.helpers.models import tiny_llama, token_batches
+from tests.sft.files import UP, deltas_of, with_hash, write_deltas
+
+LIMIT_BYTES = 256 * 2**20
+"""What no reading of a file of some kilobytes may take."""
+LIMIT_S = 5.0
+
+fuzzed = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+SHAPE = (48, 32)
+
+LARGE = st.sampled_from([2**31 - 1, 2**31, 2**63, 2**64, 10**30, -(2**63), -1])
+NUMBERS = st.one_of(st.integers(-2, 50), LARGE, st.floats(), st.booleans())
+NAMES = st.sampled_from(
+    [
+        UP,
+        "",
+        "..",
+        "../x",
+        "/etc/passwd",
+        "model.layers.0.mlp.up_proj.weight\0",
+        "a/b",
+        "\u202e",
+        "__metadata__",
+        "\ud800",
+    ]
+)
+TEXTS = st.one_of(NAMES, st.text(max_size=12), st.sampled_from(["F32", "I32", "float32", "load", 64 * "a", "1e999"]))
+VALUES = st.recursive(
+    st.one_of(st.none(), NUMBERS, TEXTS),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(TEXTS, inner, max_size=4)),
+    max_leaves=8,
+)
+DEEP = 100_000 * "["
+
+
+class Bomb:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch '{self.path}'",)
+
+
+@contextmanager
+def harmless(root: Path, *allowed: type[BaseException]) -> Iterator[None]:
+    """The block ends well or with an error of ours; nothing is written, no memory taken, no time lost."""
+    before, began = snapshot(root), time.monotonic()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except allowed:
+        pass
+    assert time.monotonic() - began < LIMIT_S
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024 < LIMIT_BYTES
+    assert snapshot(root) == before
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value)
+
+
+def raw_safetensors(header: bytes, data: bytes, claimed: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if claimed is None else claimed) + header + data
+
+
+@st.composite
+def damaged_bytes(draw: Any, content: bytes) -> bytes:
+    """Bytes flipped, cut out, cut off, put in, or taken from elsewhere in the file."""
+    damaged = bytearray(content)
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, max(0, len(damaged) - 1)))
+        kind = draw(st.sampled_from(["flip", "cut out", "cut off", "put in", "repeat", "replace"]))
+        size = draw(st.sampled_from([1, 2, 4, 8, 64]))
+        if kind == "flip" and damaged:
+            damaged[at] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "cut out":
+            del damaged[at : at + size]
+        elif kind == "cut off":
+            del damaged[at:]
+        elif kind == "put in":
+            damaged[at:at] = draw(st.binary(min_size=1, max_size=size))
+        elif kind == "repeat":
+            damaged[at:at] = damaged[at : at + size]
+        else:
+            damaged[at : at + size] = draw(st.binary(min_size=1, max_size=size))
+    return bytes(damaged)
+
+
+ARRAYS = st.one_of(
+    st.builds(
+        lambda values, dtype: numpy.array(values, dtype="int64").astype(dtype),
+        st.lists(st.integers(-3, 2000), max_size=12),
+        st.sampled_from(["int32", "int64", "uint8", "float32"]),
+    ),
+    st.builds(lambda values: numpy.array(values, dtype="int32"), st.lists(st.integers(0, 1535), max_size=12)),
+    st.builds(
+        lambda values: numpy.array(sorted(set(values)), dtype="int32"), st.lists(st.integers(0, 1600), max_size=12)
+    ),
+    st.builds(lambda values: numpy.array(values, dtype="float32"), st.lists(st.floats(width=32), max_size=12)),
+    st.builds(lambda shape: numpy.zeros(shape, dtype="float32"), st.lists(st.integers(0, 3), max_size=3)),
+)
+
+
+@st.composite
+def made_deltas(draw: Any, honest: dict[str, str]) -> bytes:
+    """A well-formed file whose tensors and metadata somebody has made up, and whose hash is right."""
+    tensors = {f"{UP}.indices": numpy.array([1, 5, 9], dtype="int32"), f"{UP}.values": numpy.ones(3, dtype="float32")}
+    for _ in range(draw(st.integers(0, 2))):
+        key = draw(st.sampled_from([f"{UP}.indices", f"{UP}.values", "x", "../x.indices"]))
+        tensors[key] = draw(ARRAYS)
+    metadata = dict(honest)
+    for _ in range(draw(st.integers(0, 2))):
+        key = draw(st.sampled_from([*honest, "extra"]))
+        metadata[key] = draw(st.one_of(st.text(max_size=8), VALUES.map(dump), st.just(DEEP), st.just("NaN")))
+    if draw(st.booleans()):
+        table = json.loads(honest["tensors"])
+        table[UP][draw(st.sampled_from(["shape", "dtype", "sha256", "tied_names"]))] = draw(VALUES)
+        metadata["tensors"] = dump(table)
+    for key in draw(st.sets(st.sampled_from(list(metadata)), max_size=1)):
+        del metadata[key]
+    return with_hash(safetensors.numpy.save(tensors, metadata))
+
+
+@pytest.fixture(scope="module")
+def deltas(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_deltas(tmp_path_factory.mktemp("deltas") / "deltas", tiny_llama(), UP)
+
+
+def read_deltas(folder: Path, content: bytes) -> None:
+    (folder / DELTA_FILE).write_bytes(content)
+    with harmless(folder, ValueError):
+        found = load(folder)
+        for delta in found.deltas.values():
+            positions = delta.indices.long()
+            assert bool(((positions >= 0) & (positions < delta.indices.new_tensor(delta.shape).prod())).all())
+            assert bool((positions[1:] > positions[:-1]).all())
+            assert bool(torch.isfinite(delta.values).all())
+
+
+@given(data=st.data())
+@settings(fuzzed, max_examples=400)
+def test_made_up_deltas_with_a_right_hash(data: st.DataObject, deltas: Path) -> None:
+    copy = deltas.parent / "honest"
+    if not copy.exists():
+        shutil.copytree(deltas, copy)
+    with safe_open(copy / DELTA_FILE, "pt") as file:
+        honest = dict(file.metadata())
+    read_deltas(deltas, data.draw(made_deltas(honest)))
+
+
+@given(data=st.data())
+@settings(fuzzed, max_examples=200)
+def test_damaged_bytes_of_deltas(data: st.DataObject, deltas: Path) -> None:
+    copy = deltas.parent / "whole"
+    if not copy.exists():
+        write_deltas(copy, tiny_llama(), UP)
+    content = (copy / DELTA_FILE).read_bytes()
+    damaged = data.draw(damaged_bytes(content))
+    read_deltas(deltas, damaged)
+    if damaged != content:
+        with pytest.raises(ValueError):  # noqa: PT011
+            load(deltas)
+
+
+HEADERS = st.one_of(
+    VALUES.map(lambda value: dump(value).encode()),
+    st.builds(
+        lambda name, *said: dump({name: dict(zip(("dtype", "shape", "data_offsets"), said, strict=True))}).encode(),
+        NAMES,
+        st.sampled_from(["F32", "I32", "BF16", "F4", "X"]),
+        st.lists(st.sampled_from([0, 1, 2**31, 2**62, 2**64, -1]), max_size=4),
+        st.lists(st.sampled_from([0, 4, 2**62, 2**64 - 1, -4]), max_size=3),
+    ),
+    st.just(DEEP.encode()),
+    st.binary(max_size=40),
+)
+CLAIMED = st.one_of(st.none(), st.sampled_from([0, 1, 2**31, 100_000_000, 100_000_001, 2**62, 2**64 - 1]))
+
+
+@given(header=HEADERS, body=st.binary(max_size=40), claimed=CLAIMED)
+@settings(fuzzed, max_examples=200)
+def test_headers_that_somebody_made_up(header: bytes, body: bytes, claimed: int | None, tmp_path: Path) -> None:
+    content = raw_safetensors(header, body, claimed)
+    read_deltas(tmp_path, content)
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with harmless(tmp_path, ValueError):
+        merge(tmp_path, deltas_of(tiny(), UP), tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+_MODELS: list[Any] = []
+
+
+def tiny() -> Any:
+    """One model for all examples."""
+    if not _MODELS:
+        _MODELS.append(tiny_llama())
+    return _MODELS[0]
+
+
+@given(
+    index=st.one_of(
+        VALUES,
+        st.dictionaries(TEXTS, TEXTS, max_size=3).map(lambda table: {"weight_map": table}),
+        VALUES.map(lambda value: {"weight_map": value}),
+        st.just({"weight_map": {UP: "../outside.safetensors", "b": "/etc/passwd"}}),
+        st.just({"weight_map": {UP: "pipe.safetensors"}}),
+        st.just({"weight_map": {UP: "."}}),
+    ),
+    config=st.one_of(VALUES.map(dump), VALUES.map(lambda value: dump({"quantization_config": value})), st.just(DEEP)),
+)
+@settings(fuzzed, max_examples=200)
+def test_checkpoint_folders_that_somebody_made_up(index: Any, config: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir(exist_ok=True)
+    (base / "config.json").write_text(config)
+    (base / "model.safetensors.index.json").write_text(dump(index))
+    (tmp_path / "outside.safetensors").write_bytes(b"x")
+    if not (base / "pipe.safetensors").exists():
+        os.mkfifo(base / "pipe.safetensors")
+    before = [each.name for each in tmp_path.iterdir()]
+    with harmless(tmp_path / "none", ValueError, FileNotFoundError):
+        merge(base, deltas_of(tiny(), UP), tmp_path / "merged")
+    assert [each.name for each in tmp_path.iterdir()] == before
+
+
+@given(data=st.data())
+@settings(fuzzed, max_examples=100)
+def test_undo_files_that_somebody_made_up(data: st.DataObject, tmp_path: Path) -> None:
+    merged = tmp_path / "merged"
+    if not merged.exists():
+        base = tmp_path / "base"
+        tiny().save_pretrained(base)
+        merge(base, deltas_of(tiny(), UP), merged)
+        shutil.copy(merged / UNDO_FOLDER / UNDO_FILE, tmp_path / "honest")
+    content = (tmp_path / "honest").read_bytes()
+    damaged = data.draw(damaged_bytes(content))
+    (merged / UNDO_FOLDER / UNDO_FILE).write_bytes(with_hash(damaged))
+    before = [each.name for each in tmp_path.iterdir()]
+    with harmless(merged, ValueError):
+        unmerge(merged, tmp_path / "again")
+    shutil.rmtree(tmp_path / "again", ignore_errors=True)
+    assert [each.name for each in tmp_path.iterdir()] == before
+
+
+class State:
+    """A folder of HiFT's or SFT's state, and how it is read; the manifest agrees, as a hostile one would."""
+
+    def __init__(self, kind: str, root: Path) -> None:
+        self.root, self.folder = root, root / kind
+        self.model = tiny_llama()
+        self.optimizer: Any
+        if kind == "hift":
+            self.optimizer = HiFT(self.model, torch.optim.AdamW, lr=1e-2)
+        else:
+            config = SFTConfig(density=0.05, reselection_interval=None)
+            self.optimizer = SFT(self.model, config=config, lr=1e-2, total_steps=9)
+        for batch in token_batches(2):
+            self.model(**batch).loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.name, self.read = ("header.pt", load_hift) if kind == "hift" else ("state.pt", load_sft)
+        (save_hift if kind == "hift" else save_sft)(self.optimizer, self.folder)
+        self.honest = (self.folder / self.name).read_bytes()
+        self.value = torch.load(self.folder / self.name, weights_only=True)
+
+    def try_content(self, name: str, content: bytes) -> None:
+        before = (self.folder / name).read_bytes()
+        (self.folder / name).write_bytes(content)
+        write_manifest(self.folder)
+        with harmless(self.root, ValueError):
+            self.read(self.optimizer, self.folder)
+        (self.folder / name).write_bytes(before)
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, State]:
+    return {kind: State(kind, tmp_path_factory.mktemp(kind)) for kind in ("hift", "sft")}
+
+
+@given(data=st.data())
+@settings(fuzzed, max_examples=60)
+@pytest.mark.parametrize("kind", ["hift", "sft"])
+def test_damaged_bytes_of_a_state_whose_manifest_agrees(
+    kind: str, data: st.DataObject, states: dict[str, State]
+) -> None:
+    state = states[kind]
+    state.try_content(state.name, data.draw(damaged_bytes(state.honest)))
+    for path in sorted(state.folder.glob("*.safetensors"))[:1]:
+        state.try_content(path.name, data.draw(damaged_bytes(path.read_bytes())))
+
+
+def replaced(value: Any, path: list[Any], new: Any) -> Any:
+    """A copy of nested containers with one place changed."""
+    if not path:
+        return new
+    if isinstance(value, dict):
+        return {key: replaced(each, path[1:], new) if key == path[0] else each for key, each in value.items()}
+    return [replaced(each, path[1:], new) if at == path[0] else each for at, each in enumerate(value)]
+
+
+def places(value: Any) -> list[list[Any]]:
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return [[], *([key, *rest] for key, each in inner for rest in places(each))]
+
+
+PLAIN = st.one_of(
+    st.none(),
+    NUMBERS,
+    st.sampled_from(["", "x", [], {}, [[]], {"a": 1}, (1, 2)]),
+    st.sampled_from([torch.zeros(0), torch.zeros(3), torch.ones(2, 2, dtype=torch.int32), torch.tensor(float("nan"))]),
+)
+
+
+@given(data=st.data())
+@settings(fuzzed, max_examples=120)
+@pytest.mark.parametrize("kind", ["hift", "sft"])
+def test_a_state_in_which_one_thing_is_another(kind: str, data: st.DataObject, states: dict[str, State]) -> None:
+    state = states[kind]
+    value = replaced(state.value, data.draw(st.sampled_from(places(state.value))), data.draw(PLAIN))
+    file = io.BytesIO()
+    torch.save(value, file)
+    state.try_content(state.name, file.getvalue())
+
+
+@pytest.mark.parametrize("num_ranks", [10**9, 0, -1, 2.0, True, "1"])
+def test_a_number_of_ranks_without_their_files_is_refused(num_ranks: Any, states: dict[str, State]) -> None:
+    state = states["hift"]
+    torch.save({**state.value, "num_ranks": num_ranks}, state.folder / state.name)
+    write_manifest(state.folder)
+    try:
+        with pytest.raises(ValueError, match=r"header\.pt tells of .* ranks, and \d+ files are there"):
+            state.read(state.optimizer, state.folder)
+    finally:
+        (state.folder / state.name).write_bytes(state.honest)
+
+
+@pytest.mark.parametrize("kind", ["hift", "sft"])
+@pytest.mark.parametrize("form", ["pickle", "torch", "legacy"])
+def test_nothing_in_a_state_is_executed(kind: str, form: str, states: dict[str, State], tmp_path: Path) -> None:
+    bomb, file = Bomb(tmp_path / "was here"), io.BytesIO()
+    if form == "pickle":
+        pickle.dump({"state": bomb}, file)
+    else:
+        torch.save({"state": bomb}, file, _use_new_zipfile_serialization=form == "torch")
+    state = states[kind]
+    (state.folder / state.name).write_bytes(file.getvalue())
+    write_manifest(state.folder)
+    try:
+        with pytest.raises(ValueError, match=rf"{state.name} holds no state that can be read"):
+            state.read(state.optimizer, state.folder)
+    finally:
+        (state.folder / state.name).write_bytes(state.honest)
+    assert not (tmp_path / "was here").exists()
+
+
+FILES: st.SearchStrategy[str | bytes] = st.one_of(VALUES.map(dump), st.binary(max_size=30), st.just(DEEP))
+MANIFESTS = st.one_of(
+    VALUES,
+    VALUES.map(lambda value: {"format": 2, "files": value}),
+    st.dictionaries(NAMES, VALUES, max_size=2).map(lambda files: {"format": 2, "files": files}),
+)
+ENGINES = st.one_of(
+    VALUES.map(lambda value: {"train_batch_size": 1, "zero_optimization": value}),
+    VALUES.map(lambda value: {"train_batch_size": value, "bf16": value, "gradient_clipping": value}),
+).map(dump)
+KINDS = st.sampled_from(["llama", "qwen3", "gpt2", "mixtral", "no such", 3])
+
+
+@given(content=FILES, key=st.sampled_from(["version", "seed", "num_draws"]), value=VALUES)
+@settings(fuzzed, max_examples=100)
+def test_token_selections_that_somebody_made_up(content: str | bytes, key: str, value: Any, tmp_path: Path) -> None:
+    model = tiny_llama()
+    path = tmp_path / "tokens.json"
+    with TokenTune(ratio=0.5, seed=3).attach(model) as handle:
+        honest = handle.state_dict()
+        for each in (content, dump({**honest, key: value})):
+            path.write_bytes(each if isinstance(each, bytes) else each.encode())
+            handle.num_draws = 0
+            with harmless(tmp_path, ValueError):
+                load_tokens(handle, path)
+            assert type(handle.num_draws) is int and handle.num_draws >= 0
+
+
+@given(entries=MANIFESTS)
+@settings(fuzzed, max_examples=100)
+def test_manifests_that_somebody_made_up(entries: Any, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(dump(entries))
+    with harmless(tmp_path, ValueError):
+        check_whole(tmp_path)
+    with harmless(tmp_path, ValueError):
+        read_entries(tmp_path)
+
+
+FIGURES = tiny_llama().config.to_dict()
+
+
+@given(key=st.sampled_from([*FIGURES, "quantization_config", "auto_map"]), value=VALUES, kind=KINDS)
+@settings(fuzzed, max_examples=150)
+def test_model_configurations_that_somebody_made_up(key: str, value: Any, kind: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {**FIGURES, "model_type": kind, key: value})
+    with harmless(tmp_path, ValueError):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("figures", [{"num_hidden_layers": 10**9}, {"text_config": {"num_hidden_layers": 10**9}}])
+def test_a_number_of_layers_that_no_model_has_is_refused(figures: dict[str, Any], tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "qwen3", **figures})
+    with (
+        harmless(tmp_path),
+        pytest.raises(ValueError, match=r"num_hidden_layers=1000000000, and no model has more than"),
+    ):
+        find_model(str(tmp_path))
+
+
+@given(content=FILES)
+@settings(fuzzed, max_examples=60)
+def test_model_configurations_that_are_none(content: str | bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with harmless(tmp_path, ValueError):
+        find_model(str(tmp_path))
+
+
+@given(content=st.one_of(FILES, ENGINES))
+@settings(fuzzed, max_examples=120)
+def test_deepspeed_configs_that_somebody_made_up(content: str | bytes, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with harmless(tmp_path, ValueError):
+        resolve_config(path, tiny())
+
+
+def test_pickles_pipes_links_and_folders_in_the_place_of_deltas(tmp_path: Path) -> None:
+    place: Callable[[str], Path] = lambda name: tmp_path / name / DELTA_FILE  # noqa: E731
+    for name in ("pickle", "pipe", "folder", "link", "loop", "device"):
+        (tmp_path / name).mkdir()
+    place("pickle").write_bytes(pickle.dumps(Bomb(tmp_path / "was here")))
+    os.mkfifo(place("pipe"))
+    place("folder").mkdir()
+    place("link").symlink_to("/etc/passwd")
+    place("loop").symlink_to(place("loop"))
+    place("device").symlink_to("/dev/zero")
+    for name in ("pickle", "pipe", "folder", "link", "loop", "device"):
+        with pytest.raises((ValueError, FileNotFoundError), match=DELTA_FILE):
+            load(tmp_path / name)
+    assert not (tmp_path / "was here").exists()
+
+
+def test_the_examples_above_are_a_thousand_at_least() -> None:
+    functions = inspect.getmembers(sys.modules[__name__], lambda each: hasattr(each, "hypothesis"))
+    total = sum(function._hypothesis_internal_use_settings.max_examples for _, function in functions)
+    assert total >= 1000
