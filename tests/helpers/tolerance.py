@@ -28,8 +28,9 @@ LAMBDA = 4.0
 """Standard deviations that a sum's rounding error may reach: one sum in a thousand would by chance."""
 FACTOR = 4.0
 """Of the reference's own distance: two results, each as far from the exact one, and as much again for luck."""
-SMALL = 1e-2
-"""Of the largest value: below it a tensor counts as a remainder of larger terms, like the gradient of keys' biases."""
+SMALL = 0.1
+"""Of the largest value: below it a tensor counts as a remainder of larger terms, like the gradients of queries and
+keys, whose rounding is that of what cancels in the softmax's backward."""
 
 _ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 _ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")

@@ -14,6 +14,7 @@ from slivertune.parallel.agreement import Whereabouts
 from slivertune.parallel.exchange import GradientExchange, _fill_buckets
 from tests.helpers.models import differing, odd_model, token_batches
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tolerance import sum_limit
 
 Gradients = dict[str, torch.Tensor]
 
@@ -236,7 +237,8 @@ def test_an_exchange_after_the_last_micro_batch_is_enough_and_one_after_each_doe
     for each in found:
         assert each["accumulation"]["at the end"] == 0.0
         assert each["accumulation"]["at the end, sent"][0] == 0 < each["accumulation"]["at the end, sent"][1]
-        assert each["accumulation"]["every time"] < 2e-8  # sums in another order: 1 ulp of 0.1
+        # Two turns of two ranks, of gradients of 0.1.
+        assert each["accumulation"]["every time"] <= sum_limit(4, torch.float32, 0.1)
         assert min(each["accumulation"]["every time, sent"]) > 0
 
 

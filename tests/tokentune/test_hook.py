@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import slivertune as st
 from tests.helpers.models import VOCAB, tiny_bert, tiny_gpt2, tiny_llama
+from tests.helpers.tolerance import assert_step_close, with_exact
 
 TUNE = st.TokenTune(ratio=0.5)
 
@@ -593,11 +594,11 @@ def test_a_bare_backbone_gives_hidden_states_of_all_tokens() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = BertModel(BertConfig(vocab_size=VOCAB, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes))
     ids = batch()["input_ids"]
-    expected = model.train()(ids).last_hidden_state
+    expected, exact = with_exact(lambda: model.train()(ids).last_hidden_state)
     with TUNE.attach(model) as handle:
         hidden = model(ids).last_hidden_state
-        # Rows are computed in two runs, whose products differ in the last bits.
-        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-6)
+        # Of some rows, and of all.
+        assert_step_close(hidden, expected, exact, cap=1e-4)
         (gradient,) = torch.autograd.grad(hidden.square().sum(), [model.embeddings.position_embeddings.weight])
         assert handle.last_selection is not None
         used = set(handle.last_selection.flatten().tolist())
