@@ -331,7 +331,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> dict[str, State]:
 
 
 @given(data=st.data())
-@settings(fuzzed, max_examples=60)
+@settings(fuzzed, max_examples=40)
 @pytest.mark.parametrize("kind", ["hift", "sft"])
 def test_damaged_bytes_of_a_state_whose_manifest_agrees(
     kind: str, data: st.DataObject, states: dict[str, State]
@@ -365,7 +365,7 @@ PLAIN = st.one_of(
 
 
 @given(data=st.data())
-@settings(fuzzed, max_examples=120)
+@settings(fuzzed, max_examples=70)
 @pytest.mark.parametrize("kind", ["hift", "sft"])
 def test_a_state_in_which_one_thing_is_another(kind: str, data: st.DataObject, states: dict[str, State]) -> None:
     state = states[kind]

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,6 +321,21 @@ def test_a_broken_row_is_skipped_and_counted_and_the_run_goes_on(
     assert "step 3: the loss is nan; this update is skipped (1 so far)" in capsys.readouterr().out
     state = torch.load(tmp_path / "out" / "checkpoint-6" / "optimizer.pt", weights_only=True)
     assert state["hift"]["updates"] == 5, "a skipped update does not turn the rotation"
+
+
+def test_a_disk_that_is_full_while_the_trainer_saves_is_told_with_the_folder_and_what_was_free(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(value: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
+
+    monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out", "--max_steps", "2")
+    assert main(arguments) == 1
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'out'} could not be written: No space left on device" in message
+    assert f"4,096 were free in {tmp_path}" in message
 
 
 def test_too_many_broken_updates_in_a_row_stop_the_run(
