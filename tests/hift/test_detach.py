@@ -115,8 +115,8 @@ def test_reattach_goes_on_to_the_bit(dtype: torch.dtype, config: dict[str, Any])
     saved = hift.state_dict()
     hift.load_state_dict(saved)
     assert trainable(model) == set(weights(model)), "loading freezes nothing"
+    blocker = HiFT(model, torch.optim.AdamW, lr=1e-2)
     with pytest.raises(ValueError, match="trained by another HiFT"):
-        blocker = HiFT(model, torch.optim.AdamW, lr=1e-2)
         hift.reattach()
     blocker.detach()
     hift.reattach()

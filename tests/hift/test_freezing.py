@@ -75,9 +75,7 @@ def test_adapters_that_are_switched_off_and_on_for_a_reference_stay_frozen(check
     if checkpointing:
         model.base_model.model.activation_checkpointing_enable()
     hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
-    reference = NaiveHiFT(
-        other, torch.optim.AdamW, groups=[group.parameter_names for group in hift.groups], lr=1e-2
-    )
+    reference = NaiveHiFT(other, torch.optim.AdamW, groups=[group.parameter_names for group in hift.groups], lr=1e-2)
     batches = token_batches(14)
 
     def backward(trained: Any, batch: Any) -> None:

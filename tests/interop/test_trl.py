@@ -99,9 +99,7 @@ def make(output: Path, kind: str, checkpointing: bool) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_lora_under_trl_equals_an_adamw_that_is_rotated_by_hand(
-    kind: str, checkpointing: bool, tmp_path: Path
-) -> None:
+def test_lora_under_trl_equals_an_adamw_that_is_rotated_by_hand(kind: str, checkpointing: bool, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # trl and peft ask others for what is deprecated
         trainer, reference = (make(tmp_path / name, kind, checkpointing) for name in ("hift", "reference"))

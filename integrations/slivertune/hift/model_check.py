@@ -62,7 +62,7 @@ class ModelCheck:
             self._judge(others)
 
     def free_successors(self) -> None:
-        """Let what has replaced trained parameters have gradients: it was made in their likeness, maybe while frozen."""
+        """Let what has replaced trained parameters have gradients: it was made like them, maybe while frozen."""
         present = dict(self._model.named_parameters())
         for weight in self._weights:
             successor = present.get(weight.name)

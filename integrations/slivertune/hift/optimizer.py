@@ -261,8 +261,8 @@ class HiFT(torch.optim.Optimizer):
             TypeError: Always.
         """
         raise TypeError(
-            "HiFT can't be copied or pickled: it is hooked on its model and steps that one; save state_dict(), and load "
-            "it into a HiFT that is built over the other model"
+            "HiFT can't be copied or pickled: it is hooked on its model and steps that one; save state_dict(), and "
+            "load it into a HiFT that is built over the other model"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

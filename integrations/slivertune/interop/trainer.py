@@ -184,7 +184,8 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
     alone, prepares model and optimizer by `slivertune.prepare`.
 
     When `trainer.train()` ends, also by an error, HiFT and the token selection are off the model: every parameter
-    requires a gradient as before, and forwards see all tokens. Another `trainer.train()` puts them on again and goes on.
+    requires a gradient as before, and forwards see all tokens. Another `trainer.train()` puts them on again and goes
+    on.
 
     Args:
         trainer: Without an optimizer, its model where the Trainer has put it.
