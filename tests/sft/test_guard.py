@@ -362,6 +362,24 @@ def test_another_optimizer_that_holds_what_is_trained_is_refused_before_it_steps
     early.step()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_deltas_that_a_script_writes_are_named(form: str) -> None:
+    """As in a loop that does its own gradient descent over `model.parameters()`."""
+    model = tiny_llama()
+    optimizer = make(model, form=form)
+    batch = token_batches(1)[0]
+    model(**batch).loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+    for act in (lambda: model(**batch), optimizer.step):
+        with pytest.raises(
+            RuntimeError, match=r"the deltas of .*q_proj\.weight were written by something else.*detach"
+        ):
+            act()
+
+
 def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detached(tmp_path: Path) -> None:
     model = tiny_llama()
     data = [{key: value[0] for key, value in batch.items()} for batch in token_batches(8)]

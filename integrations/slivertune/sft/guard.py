@@ -48,6 +48,7 @@ class ModelGuard:
         self._trained: dict[int, str] = {}
         self._is_whole = True
         self._companion: object = None
+        self._versions: list[int] = []
 
     def put_on(self, companion: object) -> None:
         """Begin, with the model's parameters as they are now.
@@ -63,6 +64,8 @@ class ModelGuard:
         known = [(each, id(each) in trained) for each in self._model.parameters()]
         known += [(each, True) for each in (*deltas, self._holder.witness)]
         self._known = {id(each): (each, required) for each, required in known}
+        # What SFT itself writes into the deltas leaves their versions alone.
+        self._versions = [delta._version for delta in deltas]
         step_hook = register_optimizer_step_pre_hook(_Hook(self, "before_foreign_step"))
         # The model may outlive this, or go with it; the optimizers' hook would stay for ever.
         weakref.finalize(self, step_hook.remove)
@@ -112,8 +115,15 @@ class ModelGuard:
         """Check that the model still has the tensors that SFT was built over.
 
         Raises:
-            RuntimeError: Naming the parameter that was replaced, cast or added.
+            RuntimeError: Naming the parameter that was replaced, cast or added, or the deltas that were written.
         """
+        for weight, version in zip(self._weights, self._versions, strict=True):
+            if weight.phi._version != version:
+                raise RuntimeError(
+                    f"the deltas of {weight.name} were written by something else than SFT, which trains them; they are "
+                    "parameters of the model only to be clipped and scaled: call detach() before anything else trains "
+                    "the model, and set its weights in place of the deltas"
+                )
         if not self._is_whole:
             return
         missing, added = dict(self._trained), []

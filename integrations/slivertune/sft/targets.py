@@ -131,7 +131,11 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
 
 
 def _default_names(model: nn.Module) -> list[str]:
-    in_blocks = {name for layer in find_layers(model) if layer.kind == "block" for name in layer.parameter_names}
+    try:
+        layers = find_layers(model)
+    except ValueError as error:
+        raise ValueError(f"{error}; or, for SFT, name what to train with SFTConfig(targets=[...])") from error
+    in_blocks = {name for layer in layers if layer.kind == "block" for name in layer.parameter_names}
     others_are_frozen = _is_frozen_beside_4bit(model)
     names = []
     for name in _matrix_names(model):
