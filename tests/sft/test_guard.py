@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import slivertune
-from slivertune import SFT, SFTConfig
+from slivertune import SFT, SFTConfig, ownership
 from tests.helpers.models import (
     HIDDEN,
     VOCAB,
@@ -419,6 +419,24 @@ def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str)
     gc.collect()
     assert reference() is None
     assert len(_global_optimizer_pre_hooks) == num_hooks
+
+
+class Holder:
+    """Another optimizer that has registered what it trains, as HiFT does."""
+
+
+def test_a_model_that_another_optimizer_holds_is_refused_and_sft_registers_what_it_holds() -> None:
+    model, holder = tiny_llama(), Holder()
+    ownership.take(model.parameters(), holder)
+    before = trainable(model)
+    with pytest.raises(ValueError, match=r"is trained by another Holder.* so SFT can't train it; call detach\(\)"):
+        make(model)
+    assert trainable(model) == before
+    ownership.give_back(model.parameters(), holder)
+    optimizer = make(model)
+    assert all(ownership.owner_of(parameter) is optimizer for parameter in model.parameters())
+    optimizer.detach()
+    assert not any(ownership.owner_of(parameter) for parameter in model.parameters())
 
 
 def test_after_detach_a_step_is_an_error_and_the_model_as_before() -> None:

@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 
 from slivertune import SFT, SFTConfig, sft
+from slivertune.sft.merge import merge, unmerge
 from tests.helpers.models import (
     EXPERTS,
     HIDDEN,
@@ -240,6 +241,30 @@ def test_deltas_of_experts_are_saved_applied_and_taken_off(build: Any, tmp_path:
     with sft.apply(other, tmp_path / "deltas"):
         assert_same_bits(_without_deltas(model, optimizer), other)
     assert_same_bits(other, base)
+
+
+def test_deltas_of_stored_stacks_are_merged_and_unmerged_and_others_name_their_way_out(tmp_path: Path) -> None:
+    """GPT-OSS's checkpoints hold the stacks; Mixtral's hold a tensor for each expert, which transformers stacks."""
+    for name, build in (("oss", tiny_gpt_oss), ("mixtral", tiny_mixtral)):
+        model: Any = build(torch.bfloat16)
+        model.save_pretrained(tmp_path / name)
+        optimizer = make(model)
+        for batch in token_batches(4):
+            model(**batch).loss.backward()
+            optimizer.step()
+        optimizer.save_pretrained(tmp_path / f"{name}-deltas")
+        optimizer.detach()
+        if name == "mixtral":
+            with pytest.raises(
+                ValueError, match=r"experts.* names no tensor of .*slivertune\.sft\.applied\.apply and save"
+            ):
+                merge(tmp_path / name, tmp_path / f"{name}-deltas", tmp_path / f"{name}-merged")
+            continue
+        merge(tmp_path / name, tmp_path / f"{name}-deltas", tmp_path / f"{name}-merged")
+        assert_same_bits(type(model).from_pretrained(tmp_path / f"{name}-merged", dtype=torch.bfloat16), model)
+        unmerge(tmp_path / f"{name}-merged", tmp_path / "base")
+        for file in (tmp_path / name).glob("*.safetensors"):
+            assert (tmp_path / "base" / file.name).read_bytes() == file.read_bytes()
 
 
 def _without_deltas(model: nn.Module, optimizer: SFT) -> nn.Module:

@@ -66,7 +66,7 @@ class SFT(torch.optim.Optimizer):
 
     Raises:
         ValueError: If an argument is out of range or belongs to the other way of selection, no target is found, a
-            target can't be trained, or the model has SFT attached.
+            target can't be trained, or the model has SFT attached or another optimizer of this library holds it.
 
     Example:
         >>> optimizer = SFT(model, config=SFTConfig(density=0.01), lr=1e-4, total_steps=1000)
