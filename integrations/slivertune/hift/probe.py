@@ -77,7 +77,7 @@ class StepMeter:
         device = parameter.device
         key = (shape, param_group, dtype, device, self._base.overrides_of(parameter))
         if key not in self._measured:
-            with _same_random_numbers(device):
+            with _same_random_numbers(parameter):
                 self._measured[key] = self._measure(shape, param_group, dtype, parameter)
         return self._measured[key]
 
@@ -136,7 +136,7 @@ def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weight
     dummy.grad = torch.zeros_like(dummy)
     group = {key: value for key, value in param_groups[weight.param_group].items() if key != "params"}
     name = base.optimizer_class.__name__
-    with torch.no_grad(), _same_random_numbers(parameter.device), warnings.catch_warnings():
+    with torch.no_grad(), _same_random_numbers(parameter), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             optimizer = base.build([{**group, "params": [dummy]}])
@@ -176,7 +176,8 @@ def _steps_with_closure(base: BaseOptimizer, group: dict[str, Any], dummy: torch
 
 
 @contextmanager
-def _same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Leave the random generators as they were: stochastic rounding draws from them."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+def _same_random_numbers(parameter: torch.Tensor) -> Iterator[None]:
+    """Leave the random generators as they were: stochastic rounding draws from them; fake numbers are not drawn."""
+    devices = [parameter.device] if parameter.device.type == "cuda" else []
+    with torch.random.fork_rng(devices, enabled=not isinstance(parameter, FakeTensor)):
         yield
