@@ -15,6 +15,7 @@ FLOORS = {
     "layers": 0,
     "ledger": 0,
     "ownership": 0,
+    "packed_state": 0,
     "presets": 0,
     "hift": 1,
     "manifest": 1,

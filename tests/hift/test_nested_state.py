@@ -14,6 +14,7 @@ from torch import nn
 from slivertune import HiFT, HiFTConfig
 from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.ledger import Ledger
+from slivertune.parallel.beside import load_hift, save_hift
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 
@@ -167,6 +168,29 @@ def test_it_resumes_with_the_same_bits(name: str, place: str, tmp_path: Path) ->
     again[1].load_state_dict(saved["optimizer"])
     train(*again, BATCHES, 5, start=5)
     assert_same_bits(again[0], whole_model)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_it_travels_in_the_folder_beside_a_checkpoint(name: str, tmp_path: Path) -> None:
+    optimizer_class, options = CASES[name]()
+    models = [tiny_llama(BF16, vocab=VOCAB, seed=seed) for seed in (0, 9)]
+    first, second = (HiFT(model, optimizer_class, **options) for model in models)
+    train(models[0], first, BATCHES, 7)
+    save_hift(first, tmp_path / "hift")
+    models[1].load_state_dict(models[0].state_dict())
+    load_hift(second, tmp_path / "hift")
+    for model, optimizer in zip(models, (first, second), strict=True):
+        train(model, optimizer, BATCHES, 5, start=7)
+    assert_same_bits(*models)
+
+
+def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: Path) -> None:
+    model = tiny_llama(vocab=VOCAB)
+    hift = HiFT(model, NestedSGD, lr=0.02)
+    train(model, hift, BATCHES[:1], 1)
+    with pytest.raises(OSError, match=r"objects of .*Projector.*add_safe_globals"):
+        save_hift(hift, tmp_path / "hift")
+    assert not (tmp_path / "hift").exists()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,7 +14,7 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 import slivertune
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT, HiFTConfig, SFTConfig
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.training.test_callbacks import make_trainer
@@ -82,6 +82,14 @@ def test_what_cannot_be_rotated_is_refused_by_name(optim: str, tmp_path: Path) -
     assert trainable(trainer.model) == {name for name, _ in trainer.model.named_parameters()}
 
 
+@pytest.mark.parametrize("optim", ["schedule_free_adamw", "paged_adamw_8bit"])
+def test_sft_steps_by_itself_whatever_is_named(optim: str, tmp_path: Path) -> None:
+    trainer = trainer_with(optim, tmp_path, max_steps=2)
+    slivertune.attach(trainer, SFTConfig(density=0.1))
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
 @pytest.mark.parametrize("optim", NOT_HERE)
 def test_a_package_that_is_missing_is_named_as_the_trainer_names_it(optim: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, ImportError), match=NOT_HERE[optim]):
@@ -101,6 +109,25 @@ def test_with_one_group_it_is_what_the_trainer_does_alone(optim: str, tmp_path: 
         assert_all_moved(trainer.model, before)
         models.append(trainer.model)
     assert_same_bits(*models)
+
+
+@pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw", "adamw_torch_8bit"])
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(optim: str, tmp_path: Path) -> None:
+    from apollo_torch.random_projector import GradientProjector
+    from galore_torch.galore_projector import GaLoreProjector
+
+    def run(folder: str, stop: int, resume: bool = False) -> Any:
+        saving = {"save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "constant"}
+        trainer = trainer_with(optim, tmp_path / folder, max_steps=stop, **saving)
+        slivertune.attach(trainer, HiFTConfig(layers_per_group=2))
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer.model
+
+    # As the Trainer needs it for these optimizers without HiFT, too.
+    with torch.serialization.safe_globals([GaLoreProjector, GradientProjector]):
+        whole = run("whole", 8)
+        run("cut", 3)
+        assert_same_bits(run("cut", 8, resume=True), whole)
 
 
 @pytest.mark.parametrize("optim", WORKING)

@@ -31,6 +31,7 @@ from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
 from slivertune.layers import find_layers
 from slivertune.ownership import check_free, give_back, take
+from slivertune.packed_state import is_initialising_step, pack_state, unpack_state
 
 
 class HiFT(torch.optim.Optimizer):
@@ -136,6 +137,9 @@ class HiFT(torch.optim.Optimizer):
         self._applying: list[LearningRate] = []
         self._check: ModelCheck | None = None
         self._door = Door()
+        self._packs_next = False
+        self._arrived: list[weakref.ref[torch.Tensor]] = []
+        """The gradient that a backward brought last."""
         self._bind(model)
 
     def _bind(self, model: nn.Module) -> None:
@@ -282,7 +286,8 @@ class HiFT(torch.optim.Optimizer):
         Where a backward ran since the last step and no gradient reached the group, its step passes without an update:
         no weight and no state changes, and it counts in `skipped_turns`. A step without a backward, or whose gradients
         were dropped, is none: nothing changes, the turn stays. With `config.step_in_backward` the weights are updated
-        already, and this hands the turn on.
+        already, and this hands the turn on. Gradients of zeros that no backward has brought, at rate 0, are
+        `torch.distributed.checkpoint`'s: nothing changes.
 
         Args:
             closure: Evaluates the model again and returns the loss; called once, before the update.
@@ -297,6 +302,9 @@ class HiFT(torch.optim.Optimizer):
             RuntimeError: With `config.step_in_backward`, if there is a closure, or the update is only half done.
         """
         self._door.check_step(self.updates)
+        if closure is None and self._is_initialising_step():
+            self._packs_next = True
+            return None
         if self._is_detached:
             raise RuntimeError("step() was called after detach(), which ended HiFT; reattach() goes on")
         if self._in_backward is not None:
@@ -315,6 +323,13 @@ class HiFT(torch.optim.Optimizer):
         elif missed:
             self._skip()
         return loss
+
+    def _is_initialising_step(self) -> bool:
+        """Whether this is no step but torch's, which fills the state of optimizers that have none yet."""
+        arrived = [gradient() for gradient in self._arrived]
+        weights = self._weights[self.active_group]
+        is_of_a_backward = any(w.trained.grad is not None and w.trained.grad is one for w in weights for one in arrived)
+        return not is_of_a_backward and is_initialising_step(self.param_groups)
 
     def _skip(self) -> None:
         """Let a step of the active group pass, which no gradient has reached."""
@@ -462,13 +477,16 @@ class HiFT(torch.optim.Optimizer):
         """Everything that continues the run at this step: plain containers, and tensors by parameter name.
 
         Tensors are the living ones where that is possible, as in torch; save or copy them before the next step.
-        Masters are whole fp32 tensors whatever `master` is. On several ranks it is a card (see `stand_beside`).
+        Masters are whole fp32 tensors whatever `master` is. On several ranks it is a card (see `stand_beside`). To
+        `torch.distributed.checkpoint` it is packed (see `pack_state`).
 
         Raises:
             RuntimeError: With `config.step_in_backward`, between a backward and its `step`.
         """
         if not self._door.keeps_beside:
-            return self.whole_state()
+            packs, self._packs_next = self._packs_next, False
+            whole = self.whole_state()
+            return pack_state(whole, self.param_groups, self.updates) if packs else whole
         self._lay_card()
         return super().state_dict()
 
@@ -499,6 +517,10 @@ class HiFT(torch.optim.Optimizer):
         Raises:
             ValueError: If the state is of another model, grouping or optimizer, or is damaged; nothing is changed.
         """
+        self._packs_next = False
+        unpacked = unpack_state(state_dict)
+        if unpacked is not None:
+            state_dict = unpacked
         updates = updates_on_card(state_dict)
         if updates is None:
             self.load_whole_state(state_dict)
@@ -577,10 +599,11 @@ class HiFT(torch.optim.Optimizer):
     def _activate(self) -> None:
         residency = self._residencies[self.active_group]
         parameters = [weight.trained for weight in self._weights[self.active_group]]
-        steps, watch = self._in_backward, self._watch
+        steps, watch, arrived = self._in_backward, self._watch, self._arrived
 
         def on_gradient(parameter: torch.Tensor) -> None:
             watch.note_gradient()
+            arrived[:] = [weakref.ref(parameter.grad)] if parameter.grad is not None else []
             if steps is not None:
                 steps.on_gradient(parameter)
             else:

@@ -22,6 +22,7 @@ from slivertune.aside import recover
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.hift.piece import Weight
+from slivertune.packed_state import check_loadable
 from slivertune.parallel.agreement import check_agreement, world_size
 from slivertune.parallel.folder import (
     carry_folder,
@@ -94,6 +95,7 @@ def save_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
                 for name, values in state.items()
             }
             torch.save({**whole, "scalars": scalars, "num_ranks": world_size() if is_sharded else 1}, aside / _HEADER)
+            check_loadable(aside / _HEADER)
 
     write_folder_together(Path(folder), write)
 
@@ -196,4 +198,5 @@ def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
 
 
 def _has_rows(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    # A tensor subclass (torchao's) goes into the header: its numbers are no rows.
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() > 0

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slivertune.ownership import check_free, give_back, take
+from slivertune.packed_state import is_initialising_step, pack_state, unpack_state
 from slivertune.sft.attachment import Attachment
 from slivertune.sft.averaging import Averaging
 from slivertune.sft.base_access import BaseAccess
@@ -110,6 +111,7 @@ class SFT(torch.optim.Optimizer):
         super().__init__([{"params": parameters, **options}], options)
         self._sealed = True
         self._card = Card()
+        self._packs_next = False
         self._updates = 0
         self._num_idle_steps = 0
         self._grad_norm: torch.Tensor | None = None
@@ -287,6 +289,9 @@ class SFT(torch.optim.Optimizer):
         self._guard.check()
         self._averaging.exchange.check()
         self._card.check(self._updates)
+        if closure is None and is_initialising_step(self.param_groups):
+            self._packs_next = True
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -408,9 +413,14 @@ class SFT(torch.optim.Optimizer):
         return self._card.is_shown
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continues the run at this step (`whole_state`); a card where `show_card` was called."""
+        """Everything that continues the run at this step (`whole_state`); a card where `show_card` was called.
+
+        To `torch.distributed.checkpoint` it is packed (see `pack_state`).
+        """
         if not self._card.is_shown:
-            return self.whole_state()
+            packs, self._packs_next = self._packs_next, False
+            whole = self.whole_state()
+            return pack_state(whole, self.param_groups, self._updates) if packs else whole
         self._lay_card()
         return super().state_dict()
 
@@ -436,6 +446,10 @@ class SFT(torch.optim.Optimizer):
         Raises:
             ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
         """
+        self._packs_next = False
+        unpacked = unpack_state(state_dict)
+        if unpacked is not None:
+            state_dict = unpacked
         updates = updates_on(state_dict)
         if updates is not None:
             self.param_groups[0].update(_without_params(state_dict["param_groups"][0]))
