@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.hift import HiFT
 from slivertune.parallel.agreement import Whereabouts, check_agreement, comparable
+from slivertune.parallel.headers import Header, Stage
 
 _MAY_DIFFER = frozenset({"state_dir"})
 
@@ -41,13 +42,15 @@ def check_hift_agreement(hift: HiFT) -> None:
 
 
 class Concord:
-    """Notes where this rank is at every step, and compares the ranks at the end of every cycle; `remove` ends it.
+    """Notes where this rank is, and compares the ranks; `remove` ends it.
+
+    Before every step: where they are and what they apply. At the end of every cycle, and whenever `compare` is called:
+    what came out of it.
 
     Args:
         hift: The optimizer that steps on every rank.
         whereabouts: Where to note.
         with_weights: Whether every rank holds the same whole weights, whose bits are compared too.
-        before_step: Called before each step that has no closure.
         after_step: Called after each step.
     """
 
@@ -57,13 +60,11 @@ class Concord:
         whereabouts: Whereabouts,
         *,
         with_weights: bool,
-        before_step: Callable[[], None] = lambda: None,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._hift = hift
         self._whereabouts = whereabouts
         self._with_weights = with_weights
-        self._before_step = before_step
         self._after_step = after_step
         self._updates = hift.updates
         self._group = hift.active_group
@@ -80,10 +81,37 @@ class Concord:
             handle.remove()
         self._handles = []
 
+    def meet(self, stage: Stage) -> None:
+        """Check that every rank is about to do the same at the same update and group. A collective.
+
+        Args:
+            stage: What this rank is about to do.
+
+        Raises:
+            RuntimeError: On every rank, saying where each is.
+        """
+        self._whereabouts.meet(self._header(stage))
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Compare everything that all ranks must have alike, wherever the cycle stands. A collective.
+
+        Raises:
+            RuntimeError: On every rank, naming what differs, each weight by its name.
+        """
+        fingerprint = self._fingerprint()
+        if self._with_weights:
+            for weight in (each for group in self._hift.groups for each in self._hift.weights_of(group.index)):
+                fingerprint[f"the sum of the bits of {weight.name}"] = int(sum_of_bits(weight.trained))
+        self._whereabouts.compare(fingerprint, self._header(Stage.SAVING))
+
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._updates, self._group = self._hift.updates, self._hift.active_group
+        header = self._header(Stage.STEPPING)
         if all(closure is None for closure in (*args[1:], kwargs.get("closure"))):
-            self._before_step()
+            weights = self._hift.weights_of(self._group)
+            header = header._replace(gradients=int(any(weight.trained.grad is not None for weight in weights)))
+        self._whereabouts.meet(header, applied_settings(self._hift))
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -96,18 +124,40 @@ class Concord:
                 bits = sum_of_bits(weight.trained)
                 self._bits = bits if self._bits is None else self._bits.to(bits.device) * 31 + bits
         if self._hift.rotation.starts_cycle:
-            fingerprint: dict[str, object] = {
-                "updates": self._hift.updates,
-                "the group whose turn it is": self._hift.active_group,
-                "held_lr": comparable(self._hift.held_lr),
-            }
+            fingerprint = self._fingerprint()
             if self._bits is not None:
                 fingerprint["the sum of the weights' bits"] = int(self._bits)
             self._bits = None
-            self._whereabouts.compare(fingerprint)
+            self._whereabouts.compare(fingerprint, self._header(Stage.COMPARING))
+
+    def _fingerprint(self) -> dict[str, object]:
+        return {
+            "updates": self._hift.updates,
+            "the group whose turn it is": self._hift.active_group,
+            "held_lr": comparable(self._hift.held_lr),
+        }
+
+    def _header(self, stage: Stage) -> Header:
+        return Header(stage, self._hift.updates, self._hift.active_group)
 
     def _note(self) -> None:
         self._whereabouts.enter(self._hift.updates, f"group {self._hift.active_group}")
+
+
+def applied_settings(hift: HiFT) -> dict[str, object]:
+    """What the coming update will apply: its learning rates, held or the schedule's, and all other hyperparameters.
+
+    Args:
+        hift: The optimizer.
+    """
+    settings: dict[str, object] = {}
+    rates = hift.rotation.to_apply([param_group.get("lr") for param_group in hift.param_groups])
+    for index, (param_group, rate) in enumerate(zip(hift.param_groups, rates, strict=True)):
+        settings[f"the learning rate of param group {index}"] = comparable(rate)
+        for key, value in param_group.items():
+            if key not in ("params", "lr"):
+                settings[f"{key} of param group {index}"] = comparable(value)
+    return settings
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:

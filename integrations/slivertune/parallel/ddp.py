@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.agreement import Whereabouts, world_size
+from slivertune.parallel.agreement import Whereabouts, guard, world_size
 from slivertune.parallel.beside import keep_beside
 from slivertune.parallel.concord import Concord, check_hift_agreement
 from slivertune.parallel.exchange import GradientExchange
+from slivertune.parallel.explained import compare_when_saving, explain_saving
+from slivertune.parallel.headers import Stage
 from slivertune.parallel.objects import refuse_step_in_backward, replace_each, the_model_and_hift
 
 
@@ -42,6 +44,7 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     share_hift(model, hift, accelerator)
     optimizer = accelerator.prepare_optimizer(hift)
     optimizer._is_accelerate_prepared = prepared_model._is_accelerate_prepared = True
+    explain_saving(accelerator)
     keep_beside(accelerator, hift)
     return replace_each(accelerator, objects, {id(model): prepared_model, id(hift): optimizer})
 
@@ -55,16 +58,18 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
         accelerator: Says which micro-batch is an update's last; without one every backward pass is averaged.
     """
     whereabouts = Whereabouts("hift")
-    with whereabouts.guard("sending the weights of rank 0"):
-        broadcast_from_first(model)
+    broadcast_from_first(model)
     hift.stand_beside("DDP")
-    exchange = GradientExchange(
+    concord = Concord(hift, whereabouts, with_weights=True)
+    GradientExchange(
         model,
         [weight.trained for group in hift.groups for weight in hift.weights_of(group.index)],
         whereabouts,
         is_due=(lambda: bool(accelerator.sync_gradients)) if accelerator is not None else (lambda: True),
+        meet=lambda: concord.meet(Stage.AVERAGING),
     )
-    Concord(hift, whereabouts, with_weights=True, before_step=exchange.join)
+    if accelerator is not None:
+        compare_when_saving(accelerator, concord.compare)
 
 
 @torch.no_grad()
@@ -78,6 +83,7 @@ def broadcast_from_first(model: nn.Module) -> None:
         return
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         contiguous = tensor.detach().contiguous()
-        dist.broadcast(contiguous, src=0)
+        with guard("sending the weights of rank 0"):
+            dist.broadcast(contiguous, src=0)
         if contiguous.data_ptr() != tensor.data_ptr():
             tensor.copy_(contiguous)

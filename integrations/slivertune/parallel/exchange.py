@@ -36,6 +36,7 @@ class GradientExchange:
         parameters: What may train, in the same order on every rank; those that require a gradient are exchanged.
         whereabouts: Explains a collective that fails.
         is_due: Whether the backward pass that begins now ends with an exchange; the same on every rank.
+        meet: Called when one begins; raises where the ranks are not at the same place, before anything is averaged.
         bucket_bytes: Bytes of one bucket; larger gradients are cut. None takes `BUCKET_BYTES`.
     """
 
@@ -46,18 +47,19 @@ class GradientExchange:
         whereabouts: Whereabouts,
         *,
         is_due: Callable[[], bool] = lambda: True,
+        meet: Callable[[], None] = lambda: None,
         bucket_bytes: int | None = None,
     ) -> None:
         self._parameters = tuple(parameters)
         self._whereabouts = whereabouts
         self._is_due = is_due
+        self._meet = meet
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         self._buckets: list[_Bucket] = []
         self._of_parameter: dict[nn.Parameter, list[_Bucket]] = {}
         self._num_started = 0
         self._under_way: deque[_Bucket] = deque()
         self._is_running = False
-        self._num_exchanges = 0
         self._handles: list[RemovableHandle] = [model.register_forward_hook(self._mark_outputs)]
         for parameter in self._parameters:
             self._handles.append(_hook_when_frozen(parameter, self._arrived))
@@ -67,26 +69,6 @@ class GradientExchange:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def join(self) -> None:
-        """Take part, before a step, in the exchange of a backward pass that did not reach this rank's parameters.
-
-        Raises:
-            RuntimeError: If other ranks had gradients and this one had none: what they did to theirs since then
-                (clipping, say) did not happen here.
-        """
-        num_exchanges, self._num_exchanges = self._num_exchanges, 0
-        if num_exchanges:
-            return
-        self._begin()
-        self._finish()
-        self._num_exchanges = 0
-        if any(parameter.grad is not None for parameter in self._parameters if parameter.requires_grad):
-            raise RuntimeError(
-                f"no parameter of the group that trains had a gradient on rank {dist.get_rank()}, though some had one "
-                "on other ranks; let the loss depend on the same parameters on every rank, with a weight of zero if "
-                "need be"
-            )
 
     def _mark_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._is_running:  # a backward pass that raised
@@ -113,6 +95,7 @@ class GradientExchange:
             self._start_next()
 
     def _begin(self) -> None:
+        self._meet()
         self._is_running = True
         self._buckets = _fill_buckets(self._parameters, self._bucket_bytes)
         self._of_parameter = {}
@@ -141,7 +124,6 @@ class GradientExchange:
                 self._start(bucket)
         self._settle_all()
         self._is_running = False
-        self._num_exchanges += 1
 
     def _settle_all(self) -> None:
         with self._whereabouts.guard("averaging gradients"):

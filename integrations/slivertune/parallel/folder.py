@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from slivertune.aside import explain_write_errors, folder_aside, recover
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.manifest import write_manifest
-from slivertune.parallel.agreement import world_size
+from slivertune.parallel.agreement import guard, world_size
 
 _OF_OTHER_CONTENTS = (
     AttributeError,
@@ -151,7 +151,8 @@ def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
         except OSError as error:
             failure = str(error)
         if world_size() > 1:
-            dist.broadcast_object_list(aside, src=0)
+            with guard("saving a checkpoint"):
+                dist.broadcast_object_list(aside, src=0)
         try:
             if aside[0] is not None:
                 with explain_write_errors(target):
@@ -179,7 +180,8 @@ def _fail_together(target: Path, failure: str) -> None:
     failures = [failure]
     if world_size() > 1:
         failures = [""] * world_size()
-        dist.all_gather_object(failures, failure)
+        with guard("saving a checkpoint"):
+            dist.all_gather_object(failures, failure)
     told = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each]
     if told:
         raise OSError(f"{target} could not be written ({'; '.join(told)}); it must lie where every rank can write")

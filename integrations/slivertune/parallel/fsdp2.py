@@ -12,21 +12,23 @@ over N, two pieces of state, and what FSDP2 gathers to compute: the layers at wo
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from slivertune.hift import HiFT
-from slivertune.parallel.agreement import Whereabouts, check_agreement, world_size
+from slivertune.parallel.agreement import Whereabouts, check_agreement, guard
 from slivertune.parallel.beside import keep_beside
 from slivertune.parallel.concord import Concord, check_hift_agreement, sum_of_bits
+from slivertune.parallel.explained import compare_when_saving, explain, explain_saving
 from slivertune.parallel.fsdp2_units import check_units
 from slivertune.parallel.fsdp2_weight import ShardedWeight, shard_of
+from slivertune.parallel.headers import Stage
 from slivertune.parallel.objects import refuse_step_in_backward, the_model_and_hift
+from slivertune.parallel.timeouts import keeping_timeout
 
 _WARM_UP = "_slivertune_warm_up"
 # Names that wrappers of checkpointing and of the compiler put into a parameter's own.
@@ -58,14 +60,17 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     # Accelerate shards what the optimizer's param groups hold and puts the shards in their place; nothing else may
     # keep the whole weights alive.
     hift.let_go()
-    prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
+    with guard("sharing the weights out", computes=True), keeping_timeout():
+        prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
-    name_who_is_missing(accelerator, sharded, share_hift(sharded, hift))
+    concord = share_hift(sharded, hift)
+    name_who_is_missing(accelerator, sharded, lambda: concord.meet(Stage.FORWARD))
+    compare_when_saving(accelerator, concord.compare)
     keep_beside(accelerator, hift)
     return prepared
 
 
-def share_hift(model: nn.Module, hift: HiFT) -> Whereabouts:
+def share_hift(model: nn.Module, hift: HiFT) -> Concord:
     """Let HiFT step this rank's rows of a model that `fully_shard` was applied to while everything trained.
 
     Args:
@@ -73,46 +78,33 @@ def share_hift(model: nn.Module, hift: HiFT) -> Whereabouts:
         hift: Has let go of the parameters that it was built over.
 
     Returns:
-        Where this rank is, noted at every step.
+        What compares the ranks.
     """
     warm_up(model)
     hift.rebind(model, shards_of(model, hift))
-    whereabouts = Whereabouts("hift")
-    Concord(hift, whereabouts, with_weights=False, after_step=lambda: reshard(model))
-    return whereabouts
+    return Concord(hift, Whereabouts("hift"), with_weights=False, after_step=lambda: reshard(model))
 
 
-def name_who_is_missing(accelerator: Any, model: nn.Module, whereabouts: Whereabouts) -> None:
-    """Let the error of a rank that has died or stays behind say which.
+def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], None]) -> None:
+    """Let the error of a rank that has died, stays behind or is elsewhere say which.
 
     FSDP2's collectives are its own, in the midst of the passes: the ranks meet before each training forward pass, for
-    one number, and a collective that fails in a pass is explained.
+    a few numbers, and a collective that fails in a pass is explained.
 
     Args:
-        accelerator: Its `backward` is overridden, on this instance.
+        accelerator: Its `backward` is overridden, on this instance, and its ways of saving.
         model: The sharded model. Its `forward` is overridden, on this instance.
-        whereabouts: Knows where each rank was last.
+        meet: Raises where the ranks are not at the same place. A collective.
     """
-    forward, backward = model.forward, accelerator.backward
 
-    def meet(module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled() and world_size() > 1:
-            with whereabouts.guard("beginning a forward pass"):
-                dist.all_reduce(torch.zeros(1, device=accelerator.device))
+    def meet_in_training(module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            meet()
 
-    @wraps(forward)
-    def explained_forward(*args: Any, **kwargs: Any) -> Any:
-        with whereabouts.guard("in a forward pass", computes=True):
-            return forward(*args, **kwargs)
-
-    @wraps(backward)
-    def explained_backward(*args: Any, **kwargs: Any) -> Any:
-        with whereabouts.guard("in a backward pass", computes=True):
-            return backward(*args, **kwargs)
-
-    model.register_forward_pre_hook(meet, prepend=True)
-    model.forward = explained_forward
-    accelerator.backward = explained_backward
+    model.register_forward_pre_hook(meet_in_training, prepend=True)
+    explain(model, "forward", "in a forward pass")
+    explain(accelerator, "backward", "in a backward pass")
+    explain_saving(accelerator)
 
 
 def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:

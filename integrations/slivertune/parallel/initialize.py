@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from slivertune.hift import HiFT
+from slivertune.parallel.agreement import guard
+from slivertune.parallel.timeouts import keeping_timeout
 from slivertune.sft import SFT
 
 _FILLED_ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -192,8 +194,9 @@ def _initialize_hift(optimizer: HiFT, config: dict[str, Any], arguments: dict[st
     fill_clipping(config)
     # What the list of optimizers that DeepSpeed has tested guards against, `check_before` has looked at.
     config.setdefault("zero_allow_untested_optimizer", True)
-    engine, _, loader, _ = deepspeed.initialize(
-        optimizer=optimizer_of_group(optimizer, optimizer.active_group), config=config, **arguments
-    )
+    with guard("making the engine", computes=True), keeping_timeout():
+        engine, _, loader, _ = deepspeed.initialize(
+            optimizer=optimizer_of_group(optimizer, optimizer.active_group), config=config, **arguments
+        )
     rotate(engine, optimizer)
     return engine, optimizer, loader, engine.lr_scheduler

@@ -20,7 +20,7 @@ from slivertune.manifest import (
     remove_manifest,
     write_manifest,
 )
-from slivertune.parallel.agreement import world_size
+from slivertune.parallel.agreement import guard, world_size
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.sft import SFT
@@ -57,7 +57,8 @@ def write_together(folder: str | Path, entries: Mapping[str, Any] | None = None)
         OSError: On every rank, if rank 0 could not.
     """
     if world_size() > 1:
-        dist.barrier()
+        with guard("completing a checkpoint"):
+            dist.barrier()
     _do_on_first(lambda: write_manifest(folder, entries), OSError)
 
 
@@ -289,7 +290,8 @@ def _do_on_first(do: Callable[[], None], kind: type[Exception]) -> None:
                 raise
             failure = [str(error)]
     if world_size() > 1:
-        dist.broadcast_object_list(failure, src=0)
+        with guard("completing a checkpoint"):
+            dist.broadcast_object_list(failure, src=0)
     if failure[0]:
         raise kind(failure[0])
 
@@ -298,7 +300,8 @@ def _fail_together(folder: Path, failure: Exception | None) -> None:
     """Raise what this rank has met; or say what another has. A collective."""
     told = [""] * world_size()
     if world_size() > 1:
-        dist.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")
+        with guard("completing a checkpoint"):
+            dist.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     others = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each]

@@ -7,6 +7,7 @@ from abc import abstractmethod
 import torch
 import torch.distributed as dist
 
+from slivertune.parallel.agreement import guard
 from slivertune.sft.base_access import BaseAccess
 from slivertune.sft.targets import Target
 
@@ -41,7 +42,8 @@ class ShardedBase(BaseAccess):
         values = torch.zeros(indices.numel(), dtype=shard.dtype, device=self._device)
         values[part] = shard.take(_offsets(indices[part], first, shard)).to(self._device)
         # Of each byte, one rank has the value and all others zero.
-        dist.all_reduce(values.view(torch.uint8))
+        with guard(f"reading entries of {self._target.name}"):
+            dist.all_reduce(values.view(torch.uint8))
         return values
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:

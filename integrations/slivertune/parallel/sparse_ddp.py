@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from slivertune.parallel.ddp import broadcast_from_first
+from slivertune.parallel.explained import compare_when_saving, explain_saving
 from slivertune.parallel.objects import replace_each
 from slivertune.parallel.sparse_exchange import RankExchange
 from slivertune.sft import SFT
@@ -24,9 +25,13 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     Returns:
         The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
     """
-    with sft.moving(RankExchange(lambda: bool(accelerator.sync_gradients))):
+    exchange = RankExchange(lambda: bool(accelerator.sync_gradients))
+    with sft.moving(exchange):
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         broadcast_from_first(model)
+    exchange.keep_together(sft)
+    explain_saving(accelerator)
+    compare_when_saving(accelerator, lambda: exchange.compare_all(sft))
     optimizer = accelerator.prepare_optimizer(sft)
     optimizer._is_accelerate_prepared = prepared._is_accelerate_prepared = True
     return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})

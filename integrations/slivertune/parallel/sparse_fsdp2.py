@@ -8,14 +8,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slivertune.parallel.fsdp2 import reshard
+from slivertune.parallel.agreement import guard
+from slivertune.parallel.explained import compare_when_saving
+from slivertune.parallel.fsdp2 import name_who_is_missing, reshard
 from slivertune.parallel.fsdp2_units import check_units
 from slivertune.parallel.fsdp2_weight import first_row_of
+from slivertune.parallel.headers import Stage
 from slivertune.parallel.objects import replace_each
 from slivertune.parallel.sparse_base import ShardedBase
 from slivertune.parallel.sparse_beside import keep_beside
 from slivertune.parallel.sparse_checks import check_layers
 from slivertune.parallel.sparse_exchange import RankExchange
+from slivertune.parallel.timeouts import keeping_timeout
 from slivertune.sft import SFT
 from slivertune.sft.targets import Target
 
@@ -45,6 +49,9 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
 
     with sft.moving(exchange, in_layers=True, access=access):
         prepared = _sharded(accelerator, model)
+    exchange.keep_together(sft)
+    name_who_is_missing(accelerator, prepared, lambda: exchange.meet(Stage.FORWARD))
+    compare_when_saving(accelerator, lambda: exchange.compare_all(sft))
     sft.show_card()
     optimizer = accelerator.prepare_optimizer(sft)
     optimizer._is_accelerate_prepared = True
@@ -54,7 +61,8 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
 
 def _sharded(accelerator: Any, model: nn.Module) -> Any:
     """Let accelerate shard a model without an optimizer, which it refuses to; so it gets one that is thrown away."""
-    prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    with guard("sharing the weights out", computes=True), keeping_timeout():
+        prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     accelerator._optimizers.remove(placeholder)
     return prepared
 
@@ -74,7 +82,8 @@ class _Rows(ShardedBase):
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, on every rank. A collective."""
-        whole: torch.Tensor = self._sharded().detach().full_tensor()
+        with guard(f"gathering {self._target.name}", computes=True):
+            whole: torch.Tensor = self._sharded().detach().full_tensor()
         return whole
 
     def _sharded(self) -> Any:

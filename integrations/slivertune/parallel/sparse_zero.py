@@ -20,9 +20,12 @@ from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
 from slivertune.parallel.manifests import seal_engine
+from slivertune.parallel.agreement import guard
+from slivertune.parallel.explained import compare_before_saving, explain_engine, explain_saving
 from slivertune.parallel.sparse_base import ShardedBase
 from slivertune.parallel.sparse_checks import check_layers, check_zero_config
 from slivertune.parallel.sparse_exchange import RankExchange
+from slivertune.parallel.timeouts import keeping_timeout
 from slivertune.parallel.zero_checks import fill_clipping
 from slivertune.parallel.zero_elsewhere import fill_frozen, first_states, ranks_of_states, reading_first
 from slivertune.parallel.zero_engine import drive_by_config, take_place
@@ -53,9 +56,11 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     _adjust(config)
     with _built_over_placeholder(sft, stage) as (placeholder, built):
         passed = tuple(placeholder if each is sft else each for each in objects)
-        prepared = list(accelerator.prepare(*passed))
+        with guard("making the engine", computes=True), keeping_timeout():
+            prepared = list(accelerator.prepare(*passed))
         engine = prepared[objects.index(model)]
         built.append(engine)
+    explain_saving(accelerator)
     take_place(accelerator, prepared, prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft), engine)
     return tuple(prepared)
 
@@ -80,7 +85,8 @@ def initialize(sft: SFT, config: dict[str, Any], arguments: dict[str, Any]) -> t
     _adjust(config)
     config.setdefault("zero_allow_untested_optimizer", True)
     with _built_over_placeholder(sft, stage) as (placeholder, built):
-        engine, _, loader, _ = deepspeed.initialize(optimizer=placeholder, config=config, **arguments)
+        with guard("making the engine", computes=True), keeping_timeout():
+            engine, _, loader, _ = deepspeed.initialize(optimizer=placeholder, config=config, **arguments)
         built.append(engine)
     return engine, sft, loader, engine.lr_scheduler
 
@@ -107,7 +113,8 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
         return _Partition(target, built[0]) if stage == 3 else BaseAccess(target)
 
     model = sft.model
-    with sft.moving(RankExchange(is_last), in_layers=stage == 3, access=access, is_shown=False):
+    exchange = RankExchange(is_last)
+    with sft.moving(exchange, in_layers=stage == 3, access=access, is_shown=False):
         device = next(model.parameters()).device
         placeholder = nn.Parameter(torch.zeros(1, dtype=next(model.parameters()).dtype, device=device))
         model.register_parameter(_PLACEHOLDER, placeholder)
@@ -118,6 +125,9 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
         drive_by_config(engine, sft)
         _read_by_any_ranks(engine, stage)
         seal_engine(engine)
+        exchange.keep_together(sft)
+        explain_engine(engine)
+        compare_before_saving(engine, lambda: exchange.compare_all(sft))
 
 
 def _read_by_any_ranks(engine: Any, stage: int) -> None:
@@ -268,7 +278,8 @@ class _Partition(ShardedBase):
 
         parameter = self._target.parameter
         self._engine.empty_partition_cache()
-        with GatheredParameters([parameter], modifier_rank=0):
+        doing = f"writing entries of {self._target.name}"
+        with guard(doing, computes=True), GatheredParameters([parameter], modifier_rank=0):
             if torch.distributed.get_rank() == 0:
                 parameter.data.put_(indices.long(), values.to(parameter.device))
 
@@ -278,5 +289,5 @@ class _Partition(ShardedBase):
 
         # A forward without a backward, as of an evaluation, may have left it on its way here, which can't be gathered.
         self._engine.empty_partition_cache()
-        with GatheredParameters([self._target.parameter]):
+        with guard(f"gathering {self._target.name}", computes=True), GatheredParameters([self._target.parameter]):
             return self._target.parameter.detach().clone()

@@ -14,8 +14,10 @@ from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.agreement import check_agreement
+from slivertune.parallel.agreement import check_agreement, guard
 from slivertune.parallel.manifests import seal_engine
+from slivertune.parallel.explained import explain_engine, explain_saving
+from slivertune.parallel.timeouts import keeping_timeout
 from slivertune.parallel.zero_checkpoint import Checkpoints
 from slivertune.parallel.zero_checks import (
     check_engine_config,
@@ -66,11 +68,13 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     fill_clipping(config)
     fill_buckets(config, next(each for each in objects if isinstance(each, nn.Module)))
     first = optimizer_of_group(optimizer, optimizer.active_group)
-    prepared = list(accelerator.prepare(*(first if each is optimizer else each for each in objects)))
+    with guard("making the engine", computes=True), keeping_timeout():
+        prepared = list(accelerator.prepare(*(first if each is optimizer else each for each in objects)))
     index = next(i for i, each in enumerate(objects) if isinstance(each, nn.Module))
     engine = prepared[index]
     rotate(engine, optimizer)
     new = EngineSteppedOptimizer(optimizer, engine)
+    explain_saving(accelerator)
     take_place(accelerator, prepared, prepared[objects.index(optimizer)], new, engine)
     return tuple(prepared)
 
@@ -105,9 +109,11 @@ def rotate(engine: Any, optimizer: HiFT) -> Turns:
     """
     check_engine_optimizer(type(engine.optimizer).__name__)
     optimizer.hand_over(f"DeepSpeed's ZeRO-{engine.zero_optimization_stage()} engine")
-    turns = Turns(engine, optimizer, engine.module)
+    with keeping_timeout():
+        turns = Turns(engine, optimizer, engine.module)
     Checkpoints(turns)
     seal_engine(engine)
+    explain_engine(engine)
     engine.hift_turns = turns
     drive_by_config(engine, optimizer)
     return turns

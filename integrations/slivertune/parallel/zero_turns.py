@@ -17,6 +17,8 @@ from slivertune.hift.freezing import Thaw
 from slivertune.hift.piece import differs
 from slivertune.hift.rotation import LearningRate, own_copy
 from slivertune.parallel.agreement import Whereabouts
+from slivertune.parallel.concord import applied_settings
+from slivertune.parallel.headers import Header, Stage
 from slivertune.parallel.zero_mover import StateMover
 
 _numbers = itertools.count()
@@ -72,7 +74,7 @@ class Turns:
         self._pushed: dict[tuple[int, int], dict[str, Any]] = {}
         self._applied: list[LearningRate] = []
         self._whereabouts = Whereabouts(f"hift-zero-{next(_numbers)}")
-        self._noted = -1
+        self._noted = self._agreed = -1
         first = engine.optimizer
         self.children: dict[int, Any] = {self.active: first}
         self._movers = {self.active: self._mover(first)}
@@ -267,7 +269,8 @@ class Turns:
             )
         if rotation.starts_cycle:
             self._whereabouts.compare(
-                {"updates": updates, "order": rotation.order, "held_lr": [str(each) for each in rotation.held_lr]}
+                {"updates": updates, "order": rotation.order, "held_lr": [str(each) for each in rotation.held_lr]},
+                Header(Stage.COMPARING, updates, self.optimizer.active_group),
             )
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
@@ -278,8 +281,17 @@ class Turns:
         self._count()
         return result
 
+    def _meet_before_step(self) -> None:
+        """Compare what the ranks are about to apply; stage 3 steps a group in several parts."""
+        updates = self.optimizer.updates
+        if self._agreed != updates:
+            header = Header(Stage.STEPPING, updates, self.active)
+            self._whereabouts.meet(header, applied_settings(self.optimizer))
+            self._agreed = updates
+
     def _push_hyperparameters(self, group: int, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Inside the step and not before it: the learning rate of a cycle is what the schedule says then.
+        self._meet_before_step()
         outer_groups = self.optimizer.param_groups
         self._applied = self.optimizer.rotation.to_apply([outer.get("lr") for outer in outer_groups])
         for inner in stepping.param_groups:

@@ -127,6 +127,8 @@ class Averaging:
     def _await_end(self) -> None:
         if self._waits_for_end or self.exchange.is_alone:
             return
+        if self._is_shared():
+            self.exchange.meet()
         self._waits_for_end = True
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
@@ -134,12 +136,19 @@ class Averaging:
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._waits_for_end = False
-        if any(not estimator.has_candidates for estimator in self._estimators()):
+        if self._lacks_candidates():
             self._in_turn(NOWHERE, lambda: None)
         if self.exchange.is_last():
             for bucket in _buckets(self._weights):
                 self._average(bucket)
             self._has_own = False
+
+    def _is_shared(self) -> bool:
+        """Whether the ranks meet in the backward that runs."""
+        return self.exchange.is_last() or self._lacks_candidates()
+
+    def _lacks_candidates(self) -> bool:
+        return any(not estimator.has_candidates for estimator in self._estimators())
 
     def _estimators(self) -> Iterator[GrowthEstimator]:
         for weight in self._weights:

@@ -33,7 +33,7 @@ NOWHERE = Place(-1, 0, 0, 0)
 class Exchange:
     """One process: every sum is its own.
 
-    `slivertune.parallel` has the one for ranks. The methods from `earliest` on are collectives there: all ranks call
+    `slivertune.parallel` has the one for ranks. The methods from `meet` on are collectives there: all ranks call
     them together.
     """
 
@@ -68,6 +68,13 @@ class Exchange:
 
         Args:
             updates: Updates applied so far.
+        """
+
+    def meet(self) -> None:
+        """Check that all ranks are in the exchange of the same update.
+
+        Raises:
+            RuntimeError: If they are not, before anything was averaged.
         """
 
     def earliest(self, place: Place, device: torch.device) -> Place:

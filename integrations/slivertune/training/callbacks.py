@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slivertune.interop.checkpoints import KeepManifest
 from slivertune.manifest import find_damage, remove_manifest
-from slivertune.parallel.agreement import world_size
+from slivertune.parallel.agreement import guard, world_size
 from slivertune.parallel.manifests import write_together
 from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, marker_entries, remove_old
 
@@ -218,5 +218,6 @@ def _on_any_rank(found: str | None, device: torch.device) -> str | None:
     if world_size() == 1:
         return found
     is_found = torch.tensor(float(found is not None), device=device)
-    torch.distributed.all_reduce(is_found, torch.distributed.ReduceOp.MAX)
+    with guard("looking for losses that are not finite"):
+        torch.distributed.all_reduce(is_found, torch.distributed.ReduceOp.MAX)
     return found if found is not None or not is_found else "a loss or gradient of another rank is not finite"
