@@ -12,6 +12,7 @@ and the number of ranks, not on the machine; a larger model changes the ratios o
 `bytes_per_step` is the mean over whole cycles of HiFT and over intervals between reselections of SFT; `plain` steps of
 SFT are those without estimation or reselection. A switch is everything HiFT does when the turn passes to another group;
 `beyond_copies` is its time less the copies of masters and state, whose duration is the bus's affair.
+A meeting is what ranks tell each other before a step or an exchange (`Whereabouts.meet`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from result_files import RESULTS, read_json, write_json
 from traffic import Traffic
 
 import slivertune as st
+from slivertune.parallel.agreement import Whereabouts
+from slivertune.parallel.headers import Header, Stage
 
 FULL = LlamaSizes(hidden=256, intermediate=688, blocks=4, heads=4, vocabulary=2048, batch_size=2, length=32)
 QUICK = LlamaSizes(hidden=32, intermediate=64, blocks=2, heads=2, vocabulary=97, batch_size=2, length=8)
@@ -42,6 +45,7 @@ LAYOUTS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 METHODS = ("dense", "hift", "sft_ag", "sft_ma")
 NUM_RANKS = 2
 NUM_CYCLES = 3
+NUM_MEETINGS = 300
 INTERVAL = 8
 ESTIMATION = 3
 SWITCH_LIMIT_SECONDS = 0.005
@@ -141,7 +145,19 @@ def measure(layout: str, method: str, sizes: LlamaSizes) -> dict[str, Any]:
         result["num_trained"] = sliver.num_weights
     if method == "hift":
         result["switch"] = switch_seconds(layout, model, sliver)
+        result["meeting_seconds"] = meeting_seconds()
     return result
+
+
+def meeting_seconds() -> float:
+    """Median seconds in which the ranks tell each other where they are, which they do before they share anything."""
+    whereabouts = Whereabouts("benchmark")
+    series = []
+    for index in range(NUM_MEETINGS):
+        start = time.perf_counter()
+        whereabouts.meet(Header(Stage.STEPPING, index), {"lr": 1e-4})
+        series.append(time.perf_counter() - start)
+    return statistics.median(series)
 
 
 def switch_seconds(layout: str, model: Any, optimizer: Any) -> dict[str, float]:

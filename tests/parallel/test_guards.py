@@ -12,10 +12,36 @@ import slivertune
 
 PACKAGE = Path(slivertune.__file__).parent
 COLLECTIVES = frozenset(
-    """all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced all_to_all
-    all_to_all_single barrier broadcast broadcast_object_list gather gather_object irecv isend monitored_barrier
-    new_group new_subgroups recv reduce reduce_scatter reduce_scatter_tensor scatter scatter_object_list send
-    full_tensor redistribute GatheredParameters""".split()
+    [
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "irecv",
+        "isend",
+        "monitored_barrier",
+        "new_group",
+        "new_subgroups",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "scatter_object_list",
+        "send",
+        "full_tensor",
+        "redistribute",
+        "GatheredParameters",
+    ]
 )
 MODULES = ("dist", "torch.distributed", "distributed", "deepspeed.comm", "deepspeed.zero")
 OF_TENSORS = ("full_tensor", "redistribute")

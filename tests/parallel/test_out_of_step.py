@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import slivertune
-from slivertune import HiFT, SFT, HiFTConfig, SFTConfig
+from slivertune import SFT, HiFT, SFTConfig
 from slivertune.parallel.agreement import Whereabouts
 from slivertune.parallel.exchange import GradientExchange
 from slivertune.parallel.headers import NO_GROUP, Header, Stage, find_difference, short_hash
 from slivertune.parallel.liveness import own_identity, what_became_of
-from tests.helpers.models import differing, tiny_llama, weights
+from tests.helpers.models import differing, tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.parallel.reference import ADAMW, batch_of, on_fsdp2_ranks, on_ranks, whole_weights
 from tests.parallel.test_exchange import Sent, rows, shared
@@ -215,7 +214,7 @@ def test_a_rank_that_misses_a_step_is_named_before_the_others_have_made_it(
         told,
         f"FSDP2, {method}: a step is missed",
         f"rank 0 is stepping the optimizer at update 2{group}",
-        f"rank 1 is beginning a training forward pass at update 2{group}",
+        f"rank 1 is beginning a forward pass at update 2{group}",
         updates=2,
     )
 
@@ -225,7 +224,7 @@ def test_a_rank_that_misses_a_backward_pass_is_named(told: list[dict[str, dict[s
     assert_told(told, name, "rank 0 is averaging gradients", "rank 1 is stepping the optimizer", updates=2)
 
 
-@pytest.mark.parametrize(("layout", "doing"), [("DDP", "averaging gradients"), ("FSDP2", "beginning a training")])
+@pytest.mark.parametrize(("layout", "doing"), [("DDP", "averaging gradients"), ("FSDP2", "beginning a forward pass")])
 @pytest.mark.parametrize("method", ["HiFT", "SFT"])
 def test_a_rank_with_fewer_batches_is_named_at_the_end(
     told: list[dict[str, dict[str, Any]]], layout: str, doing: str, method: str
@@ -324,3 +323,34 @@ def test_a_process_is_known_to_live_or_to_have_ended() -> None:
     assert what_became_of(f"{machine} {child} {Path(f'/proc/{child}/stat').read_text().split()[21]}") == "has ended"
     os.waitpid(child, 0)
     assert what_became_of(f"{machine} {child} 0") == "has ended"
+
+
+def die_in(rank: int, num_ranks: int, layout: str, method: str, moment: str, folder: str) -> tuple[str, float]:
+    with LAYOUTS[layout]() as accelerator:
+        training = Training(rank, accelerator, make_hift if method == "HiFT" else make_sft)
+        training.update(2)
+        if rank == 1 and moment == "training":
+            os._exit(1)
+        if rank == 1:
+            # After the ranks have compared their work and written what is ours.
+            accelerator.register_save_state_pre_hook(lambda *_: os._exit(1))
+        began = time.monotonic()
+        call: Callable[[], Any] = training.update if moment == "training" else lambda: accelerator.save_state(folder)
+        return message_of(call), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "moment", "doing"),
+    [
+        ("FSDP2", "SFT", "training", "beginning a forward pass"),
+        ("FSDP2", "SFT", "saving", "saving a checkpoint"),
+        ("DDP", "HiFT", "saving", "saving a checkpoint"),
+    ],
+)
+def test_a_rank_that_dies_is_named_wherever_it_was(
+    layout: str, method: str, moment: str, doing: str, tmp_path: Path
+) -> None:
+    (message, seconds), _ = run_ranks(die_in, 2, layout, method, moment, str(tmp_path / "saved"), may_die=(1,))
+    assert f"rank 0 failed {doing}: this rank is at update 2" in message
+    assert "; rank 1 has ended; rank 1 was last seen at update 2" in message
+    assert seconds < 30  # of a timeout of 60

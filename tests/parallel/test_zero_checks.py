@@ -216,11 +216,11 @@ def test_ranks_with_other_settings_are_told_which_at_prepare(quarrels: list[dict
         assert "the DeepSpeed config's gradient_clipping: '0.0' on rank 0, '0.1' on rank 1" in messages["config"]
 
 
-def test_ranks_that_drift_apart_are_found_at_the_end_of_the_cycle(quarrels: list[dict[str, Any]]) -> None:
+def test_rates_that_differ_are_found_before_they_are_applied(quarrels: list[dict[str, Any]]) -> None:
     for rank in quarrels:
         message, updates = rank["drift"]
-        assert "the ranks have drifted apart" in message and "held_lr" in message
-        assert updates == "12"
+        assert "the ranks have drifted apart" in message and "the learning rate of param group 0 is" in message
+        assert updates == "6"
 
 
 def lose_a_rank(rank: int, num_ranks: int) -> str:

@@ -28,7 +28,8 @@ class BackwardWatch:
         layers: Its layers; modules that hold a whole one and more are called by themselves at times
             (`get_text_features`), so they are watched too wherever theirs is the outermost call.
         on_forward: Called before each outermost forward that records a graph.
-        on_backward: Called when the backward of an outermost forward begins, before anything is recomputed.
+        on_backward: Called when the backward of an outermost forward begins, before anything is recomputed. What it
+            does at the end of the backward comes before this looks for gradients.
     """
 
     def __init__(
@@ -123,10 +124,10 @@ class BackwardWatch:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task = task
+            self._on_backward()
             # Called when the whole backward is over, unless it has failed.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_backward)
-            self._on_backward()
 
     def _end_backward(self) -> None:
         self._ran = True

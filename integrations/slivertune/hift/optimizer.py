@@ -126,6 +126,7 @@ class HiFT(torch.optim.Optimizer):
             order=turn_order(len(groups), config.order, config.seed), steps_per_group=config.steps_per_group
         )
         self._notices = SkipNotices(groups)
+        self._backward_listeners: list[Callable[[], None]] = []
         self._weights = [tuple(weights[name] for name in group.parameter_names) for group in groups]
         self._meter = StepMeter(base, self.param_groups)
         self._in_backward: BackwardSteps | None = None
@@ -159,11 +160,19 @@ class HiFT(torch.optim.Optimizer):
                 check()
             thaw.settle()
 
+        # Not bound to the optimizer, which the model's hooks must not keep alive.
+        listeners = self._backward_listeners
+
+        def before_backward() -> None:
+            thaw.settle()
+            for listener in listeners:
+                listener()
+
         watch = BackwardWatch(
             model,
             [layer for group in self._groups for layer in group.layers],
             on_forward=before_forward,
-            on_backward=thaw.settle,
+            on_backward=before_backward,
         )
         releases = [thaw.release, watch.release]
         if self._in_backward is not None:
@@ -414,6 +423,11 @@ class HiFT(torch.optim.Optimizer):
             self._check()
         self._put_on(self._model)
 
+    @property
+    def is_detached(self) -> bool:
+        """Whether `detach` has ended the rotation."""
+        return self._is_detached
+
     def _give_back(self) -> None:
         give_back([weight.trained for weights in self._weights for weight in weights], self)
 
@@ -421,6 +435,14 @@ class HiFT(torch.optim.Optimizer):
     def keeps_beside(self) -> bool:
         """Whether `state_dict` is a card, and the state is saved in a folder of its own (see `stand_beside`)."""
         return self._door.keeps_beside
+
+    def listen_to_backward(self, listener: Callable[[], None]) -> None:
+        """Be told when a backward of the model begins, whether or not it will reach the group.
+
+        Args:
+            listener: Called inside of the backward, once.
+        """
+        self._backward_listeners.append(listener)
 
     def hand_over(self, door: str) -> None:
         """Let an engine step the groups in HiFT's place.

@@ -19,6 +19,7 @@ from slivertune.interop.checkpoints import (
     ResumeListener,
     keep_manifest_last,
 )
+from slivertune.interop.ranks import watch_ranks
 from slivertune.interop.refusals import check_base_optimizer, check_best_model, check_step_in_backward, check_trainer
 from slivertune.parallel.prepare import prepare
 from slivertune.sft import SFT, SFTConfig
@@ -220,6 +221,7 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
             check_best_model(trainer.args)
             trainer.add_callback(KeepSFT(attachment.current_optimizer, attachment._listener))
         _prepare_by_slivertune(trainer.accelerator)
+        watch_ranks(trainer)
         _let_make(trainer, attachment)
     if tune is not None:
         trainer.add_callback(KeepTokens(attachment.current_tokens, attachment._listener))

@@ -13,9 +13,18 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
-from slivertune.parallel.headers import Header, Stage, find_difference, short_hash
+from slivertune.parallel.headers import UNKNOWN, Header, Stage, find_difference, short_hash
 from slivertune.parallel.liveness import own_identity, what_became_of
 from slivertune.parallel.timeouts import timeout_of
+
+_SAME_STEPS = (
+    "Every rank has to make the same number of backward passes and to call step() alike: look for a `continue`, an `if` "
+    "or an exception that only some ranks meet"
+)
+_SAME_LAYERS = (
+    "The loss of every rank has to depend on the same layers under this layout, and nothing may drop gradients before "
+    "step(): draw LayerDrop from one seed, mix the kinds of input, or train under DDP"
+)
 
 _EXPLAINED = "_slivertune_explained"
 
@@ -173,10 +182,10 @@ class Whereabouts:
         headers = [Header(*row) for row in rows.tolist()]
         difference = find_difference(headers)
         if difference is not None:
+            apart = len({header._replace(gradients=UNKNOWN, settings=0) for header in headers}) > 1
             raise _explained(
-                f"the ranks are not at the same place: {difference}; nothing was shared or updated. Every rank has to "
-                "make the same number of backward passes and to call step() alike: look for a `continue`, an `if` or "
-                "an exception that only some ranks meet, then resume from the last checkpoint"
+                f"the ranks are not at the same place: {difference}; nothing was shared or updated. "
+                f"{_SAME_STEPS if apart else _SAME_LAYERS}, then resume from the last checkpoint"
             )
         self._tell_differences(
             gather_objects(dict(settings or {}), "comparing settings"),

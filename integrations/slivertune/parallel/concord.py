@@ -66,7 +66,7 @@ class Concord:
         self._whereabouts = whereabouts
         self._with_weights = with_weights
         self._after_step = after_step
-        self._updates = hift.updates
+        self._steps = hift.rotation.steps
         self._group = hift.active_group
         self._bits: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = [
@@ -106,7 +106,7 @@ class Concord:
         self._whereabouts.compare(fingerprint, self._header(Stage.SAVING))
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._updates, self._group = self._hift.updates, self._hift.active_group
+        self._steps, self._group = self._hift.rotation.steps, self._hift.active_group
         header = self._header(Stage.STEPPING)
         if all(closure is None for closure in (*args[1:], kwargs.get("closure"))):
             weights = self._hift.weights_of(self._group)
@@ -116,10 +116,10 @@ class Concord:
     @torch.no_grad()
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._after_step()
-        if self._hift.updates == self._updates:
+        if self._hift.rotation.steps == self._steps:
             return
         self._note()
-        if self._with_weights and self._hift.updates % self._hift.config.steps_per_group == 0:
+        if self._with_weights and self._hift.rotation.steps % self._hift.config.steps_per_group == 0:
             for weight in self._hift.weights_of(self._group):
                 bits = sum_of_bits(weight.trained)
                 self._bits = bits if self._bits is None else self._bits.to(bits.device) * 31 + bits
@@ -138,7 +138,8 @@ class Concord:
         }
 
     def _header(self, stage: Stage) -> Header:
-        return Header(stage, self._hift.updates, self._hift.active_group)
+        skipped = sum(self._hift.skipped_turns.values())
+        return Header(stage, self._hift.updates, self._hift.active_group, skipped)
 
     def _note(self) -> None:
         self._whereabouts.enter(self._hift.updates, f"group {self._hift.active_group}")

@@ -61,13 +61,14 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
     broadcast_from_first(model)
     hift.stand_beside("DDP")
     concord = Concord(hift, whereabouts, with_weights=True)
-    GradientExchange(
+    exchange = GradientExchange(
         model,
         [weight.trained for group in hift.groups for weight in hift.weights_of(group.index)],
         whereabouts,
-        is_due=(lambda: bool(accelerator.sync_gradients)) if accelerator is not None else (lambda: True),
+        is_due=lambda: not hift.is_detached and (accelerator is None or bool(accelerator.sync_gradients)),
         meet=lambda: concord.meet(Stage.AVERAGING),
     )
+    hift.listen_to_backward(exchange.begin_backward)
     if accelerator is not None:
         compare_when_saving(accelerator, concord.compare)
 

@@ -70,23 +70,28 @@ class GradientExchange:
             handle.remove()
         self._handles = []
 
-    def _mark_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        if self._is_running:  # a backward pass that raised
-            self._abandon()
-        for output in _tensors(outputs):
-            if output.requires_grad:
-                output.register_hook(self._backward_begins)
+    def begin_backward(self) -> None:
+        """Note, inside of a backward pass, that it began; more than once in a pass does no harm.
 
-    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        The model's outputs tell by themselves where they require a gradient and are found; a pass that does not reach
+        this rank's parameters has to take part as well.
+        """
         # From the outermost pass: reentrant checkpointing runs passes of its own inside it, whose ends are not the end.
         if not self._is_running and self._is_due():
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    def _mark_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
+        if self._is_running:  # a backward pass that raised
+            self._abandon()
+        for output in _tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(lambda _: self.begin_backward())
+
     def _arrived(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         if not self._is_running:
-            self._backward_begins(parameter)
+            self.begin_backward()
         if not self._is_running:
             return
         for bucket in self._of_parameter.get(parameter, ()):
@@ -112,7 +117,7 @@ class GradientExchange:
         with self._whereabouts.guard("averaging gradients"):
             while len(self._under_way) >= _MOST_UNDER_WAY:
                 self._under_way.popleft().settle()
-            bucket.start()
+            bucket.work = dist.all_reduce(bucket.fill(), async_op=True)
         self._under_way.append(bucket)
 
     def _finish(self) -> None:
@@ -147,7 +152,8 @@ class _Bucket:
         self._parts = tuple(parts)
         self._missing = set(self.parameters)
         self._flat: torch.Tensor | None = None
-        self._work: Any = None
+        self.work: Any = None
+        """The sum under way."""
         self._was_started = False
         self.is_stale = False
         """Whether a gradient changed after it was copied: a parameter that is used inside and outside of a reentrant
@@ -168,8 +174,8 @@ class _Bucket:
         self._missing.discard(parameter)
         self.is_stale = self._was_started
 
-    def start(self) -> None:
-        """Copy the gradients and start their way; those that never arrived travel as they are, or as zeros."""
+    def fill(self) -> torch.Tensor:
+        """Copy the gradients, to be summed; those that never arrived travel as they are, or as zeros."""
         first = self._parts[0][0]
         num_elements = sum(stop - start for _, start, stop in self._parts)
         with claimed_at_birth("gradients"):
@@ -184,14 +190,14 @@ class _Bucket:
                 piece.copy_(gradient)
         # Divided before the sum, which then has the range of one gradient.
         self._flat.div_(dist.get_world_size())
-        self._work = dist.all_reduce(self._flat, async_op=True)
         self._was_started, self.is_stale = True, False
+        return self._flat
 
     def settle(self) -> None:
         """Wait for the mean and write it back."""
         assert self._flat is not None
-        self._work.wait()
-        flat, self._flat, self._work = self._flat, None, None
+        self.work.wait()
+        flat, self._flat, self.work = self._flat, None, None
         if self.is_stale:
             return
         counts = flat[len(flat) - len(self._parts) :]

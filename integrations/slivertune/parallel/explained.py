@@ -8,6 +8,8 @@ from typing import Any
 
 from slivertune.parallel.agreement import guard, world_size
 
+_COMPARE = "_slivertune_compare"
+
 
 def explain(owner: Any, method: str, doing: str | Callable[[], str]) -> None:
     """Override a method, on this instance: a collective that fails in it is explained, other errors stay as they are.
@@ -94,3 +96,14 @@ def compare_when_saving(accelerator: Any, compare: Callable[[], None]) -> None:
 
     accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: compare())
     accelerator.end_training = compare_and_end
+    setattr(accelerator, _COMPARE, compare)
+
+
+def compare_now(accelerator: Any) -> None:
+    """Compare the ranks, if this Accelerator has prepared what is to be compared. A collective.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+    """
+    if world_size() > 1:
+        getattr(accelerator, _COMPARE, lambda: None)()

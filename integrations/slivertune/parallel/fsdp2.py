@@ -64,7 +64,12 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
     concord = share_hift(sharded, hift)
-    name_who_is_missing(accelerator, sharded, lambda: concord.meet(Stage.FORWARD))
+
+    def meet() -> None:
+        if not hift.is_detached:
+            concord.meet(Stage.FORWARD)
+
+    name_who_is_missing(accelerator, sharded, meet)
     compare_when_saving(accelerator, concord.compare)
     keep_beside(accelerator, hift)
     return prepared

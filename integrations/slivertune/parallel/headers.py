@@ -28,7 +28,7 @@ class Stage(IntEnum):
 
 
 _TEXTS = {
-    Stage.FORWARD: "beginning a training forward pass",
+    Stage.FORWARD: "beginning a forward pass",
     Stage.AVERAGING: "averaging gradients",
     Stage.STEPPING: "stepping the optimizer",
     Stage.COMPARING: "comparing weights and settings",

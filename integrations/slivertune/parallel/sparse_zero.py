@@ -25,7 +25,7 @@ from slivertune.parallel.explained import compare_before_saving, explain_engine,
 from slivertune.parallel.sparse_base import ShardedBase
 from slivertune.parallel.sparse_checks import check_layers, check_zero_config
 from slivertune.parallel.sparse_exchange import RankExchange
-from slivertune.parallel.timeouts import keeping_timeout
+from slivertune.parallel.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero_checks import fill_clipping
 from slivertune.parallel.zero_elsewhere import fill_frozen, first_states, ranks_of_states, reading_first
 from slivertune.parallel.zero_engine import drive_by_config, take_place
@@ -127,6 +127,7 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
         seal_engine(engine)
         exchange.keep_together(sft)
         explain_engine(engine)
+        follow_default_timeout([engine.seq_data_parallel_group, engine.data_parallel_group])
         compare_before_saving(engine, lambda: exchange.compare_all(sft))
 
 

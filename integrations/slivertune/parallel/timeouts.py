@@ -6,7 +6,7 @@ the ranks that share a model out, FSDP2's device meshes where the default group 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -45,6 +45,24 @@ def keeping_timeout() -> Iterator[None]:
     for group in _groups():
         if timeout is not None and group is not default and group not in before and timeout_of(group) != timeout:
             # There is no public way; torchtitan's own shortening of timeouts uses this one.
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def follow_default_timeout(groups: Iterable[Any]) -> None:
+    """Give an engine's process groups the default group's timeout, unless they have another one than torch's own default.
+
+    They may be older than the engine: a model that is born in parts (ZeRO-3) makes them first.
+
+    Args:
+        groups: The engine's; None and repetitions among them are passed over.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    timeout = timeout_of(default)
+    for group in groups:
+        if group is None or group is default or timeout is None:
+            continue
+        unset = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+        if timeout_of(group) == unset != timeout:
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 

@@ -17,7 +17,7 @@ from slivertune.hift import HiFT
 from slivertune.parallel.agreement import check_agreement, guard
 from slivertune.parallel.manifests import seal_engine
 from slivertune.parallel.explained import explain_engine, explain_saving
-from slivertune.parallel.timeouts import keeping_timeout
+from slivertune.parallel.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero_checkpoint import Checkpoints
 from slivertune.parallel.zero_checks import (
     check_engine_config,
@@ -114,6 +114,7 @@ def rotate(engine: Any, optimizer: HiFT) -> Turns:
     Checkpoints(turns)
     seal_engine(engine)
     explain_engine(engine)
+    follow_default_timeout([engine.seq_data_parallel_group, engine.data_parallel_group])
     engine.hift_turns = turns
     drive_by_config(engine, optimizer)
     return turns

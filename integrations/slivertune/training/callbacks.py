@@ -202,7 +202,10 @@ class NonFiniteGuard(TrainerCallback):
             if gradients:
                 norm: Any = torch.nn.utils.get_total_norm(gradients)
                 # Of sharded gradients it is sharded itself.
-                signs.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).float())
+                if hasattr(norm, "full_tensor"):
+                    with guard("adding up the norm of the gradients", computes=True):
+                        norm = norm.full_tensor()
+                signs.append(norm.float())
         if not signs:
             return None
         values = torch.stack([sign.to(signs[-1].device) for sign in signs]).tolist()
