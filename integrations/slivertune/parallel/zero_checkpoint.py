@@ -102,7 +102,7 @@ class Checkpoints:
             return self._engine_load(str(load_dir), tag, **rest)
         saved = None if load_module_only else self._read(Path(load_dir) / str(tag))
         if saved is not None:
-            turns.restore(saved["updates"], saved["held_lr"])
+            turns.restore(saved)
             for outer, values in zip(turns.optimizer.param_groups, saved["param_groups"], strict=True):
                 outer.update({key: own_copy(value) for key, value in values.items()})
             num_saved = saved_ranks(Path(load_dir) / str(tag))
@@ -191,6 +191,8 @@ class Checkpoints:
             "identity": self._identity(),
             "updates": rotation.updates,
             "held_lr": [own_copy(value) for value in rotation.held_lr],
+            "skipped_turns": dict(rotation.skipped),
+            "skipped_in_cycle": dict(rotation.skipped_in_cycle),
             "param_groups": [
                 {key: own_copy(value) for key, value in group.items() if key != "params"}
                 for group in turns.optimizer.param_groups

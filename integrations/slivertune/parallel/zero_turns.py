@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from slivertune.hift import HiFT
+from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.freezing import Thaw
 from slivertune.hift.piece import differs
 from slivertune.hift.rotation import LearningRate, own_copy
+from slivertune.hift.skipping import SkipNotices
 from slivertune.parallel.agreement import Whereabouts
 from slivertune.parallel.concord import applied_settings
 from slivertune.parallel.headers import Header, Stage
@@ -74,7 +76,12 @@ class Turns:
         self._pushed: dict[tuple[int, int], dict[str, Any]] = {}
         self._applied: list[LearningRate] = []
         self._whereabouts = Whereabouts(f"hift-zero-{next(_numbers)}")
-        self._noted = self._agreed = -1
+        self._noted = -1
+        self._notices = SkipNotices(optimizer.groups)
+        self._has_run = self._is_reached = self._is_reached_now = False
+        self._task = -1
+        layers = [layer for group in optimizer.groups for layer in group.layers]
+        self._watch = BackwardWatch(model, layers, on_backward=self._note_backward)
         first = engine.optimizer
         self.children: dict[int, Any] = {self.active: first}
         self._movers = {self.active: self._mover(first)}
@@ -118,15 +125,13 @@ class Turns:
         self.switch_seconds += time.perf_counter() - start
         self.num_switches += 1
 
-    def restore(self, updates: int, held_lr: Sequence[LearningRate]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Set the rotation to where a checkpoint was; the engine's counters follow when it loads.
 
         Args:
-            updates: Updates applied in the saved run.
-            held_lr: Learning rates held there.
+            state: What `Rotation.state` returned in the saved run.
         """
-        self.optimizer.rotation.updates = updates
-        self.optimizer.rotation.held_lr = [own_copy(value) for value in held_lr]
+        self.optimizer.rotation.restore(state)
         group = self.optimizer.active_group
         if group != self.active:
             self._rest(self.active)
@@ -193,7 +198,7 @@ class Turns:
         try:
             yield
         finally:
-            self._thaw.only(self._weights[self.active], _nothing)
+            self._thaw.only(self._weights[self.active], self._note_gradient)
 
     def destroy(self) -> None:
         """Take the waiting groups' hooks from the model; the engine destroys the active group's optimizer itself."""
@@ -201,6 +206,7 @@ class Turns:
             if group != self.active:
                 child.destroy()
         self._thaw.release()
+        self._watch.release()
 
     def _build(self, group: int, first: Any) -> None:
         self._thaw.only(self._weights[group], _nothing)
@@ -234,7 +240,7 @@ class Turns:
         self._movers[group].drop_gradients()
 
     def _wake(self, group: int) -> None:
-        self._thaw.only(self._weights[group], _nothing)
+        self._thaw.only(self._weights[group], self._note_gradient)
         if self._waits_on_host:
             self._movers[group].to_device()
         self._movers[group].take_gradients()
@@ -244,9 +250,9 @@ class Turns:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.follow_counters()
-        if self.optimizer.updates != self._noted:
-            self._noted = self.optimizer.updates
-            self._whereabouts.enter(self._noted, f"group {self.active}")
+        if self.optimizer.rotation.steps != self._noted:
+            self._noted = self.optimizer.rotation.steps
+            self._whereabouts.enter(self.optimizer.updates, f"group {self.active}")
 
     def _guarded(self, method: Callable[..., Any], doing: str) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -267,13 +273,55 @@ class Turns:
                 f"the engine has applied {updates} steps, HiFT knows of {rotation.updates}; a checkpoint must be "
                 "loaded by engine.load_checkpoint of the engine that slivertune returned"
             )
+        self._end_step()
+
+    def _end_step(self) -> None:
+        rotation = self.optimizer.rotation
+        self._notices.unreached(rotation.unreached)
         if rotation.starts_cycle:
             self._whereabouts.compare(
-                {"updates": updates, "order": rotation.order, "held_lr": [str(each) for each in rotation.held_lr]},
-                Header(Stage.COMPARING, updates, self.optimizer.active_group),
+                {"updates": rotation.updates, "order": rotation.order, "held_lr": [str(lr) for lr in rotation.held_lr]},
+                self._header(Stage.COMPARING),
             )
 
+    def _header(self, stage: Stage) -> Header:
+        skipped = sum(self.optimizer.skipped_turns.values())
+        return Header(stage, self.optimizer.updates, self.active, skipped)
+
+    def _note_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._is_reached_now = task, False
+            # After the last gradient, and before the engine sums up what has come.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """Check that the ranks have the same gradients to sum up; DeepSpeed would wait for them, or sum up others."""
+        self._has_run = True
+        if self.stage < 3 and not self._is_reached_now:
+            self.children[self.active].setup_buckets()  # which it does when the first gradient comes, and always needs
+        if self.stage == 1 and not self._is_boundary():
+            return
+        reached = self._is_reached if self.stage == 1 else self._is_reached_now
+        self._whereabouts.meet(self._header(Stage.AVERAGING)._replace(gradients=int(reached)))
+
+    def _is_boundary(self) -> bool:
+        engine = self.engine
+        return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        self._is_reached = self._is_reached_now = True
+
     def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_boundary():
+            is_missed = self._has_run and not self._is_reached
+            self._whereabouts.meet(
+                self._header(Stage.STEPPING)._replace(gradients=int(self._is_reached)), applied_settings(self.optimizer)
+            )
+            self._has_run = self._is_reached = False
+            if is_missed:
+                self._skip()
+                return None
         with self._whereabouts.guard(f"stepping group {self.active}", computes=True):
             result = self._engine_step(*args, **kwargs)
         if self.engine.was_step_applied():
@@ -281,17 +329,27 @@ class Turns:
         self._count()
         return result
 
-    def _meet_before_step(self) -> None:
-        """Compare what the ranks are about to apply; stage 3 steps a group in several parts."""
-        updates = self.optimizer.updates
-        if self._agreed != updates:
-            header = Header(Stage.STEPPING, updates, self.active)
-            self._whereabouts.meet(header, applied_settings(self.optimizer))
-            self._agreed = updates
+    def _skip(self) -> None:
+        """Let a step pass that no gradient has reached on any rank; to the engine it is one that was skipped."""
+        engine, rotation = self.engine, self.optimizer.rotation
+        self._notices.skipped(self.active)
+        rotation.skip([outer.get("lr") for outer in self.optimizer.param_groups])
+        child = self.children[self.active]
+        child.zero_grad()
+        # The zeros of its backward, which the next one would add to.
+        child.averaged_gradients = dict.fromkeys(child.averaged_gradients)
+        engine._step_applied = False
+        engine.skipped_steps += 1
+        engine.global_steps += 1
+        engine.micro_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.step()
+        self._end_step()
 
     def _push_hyperparameters(self, group: int, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Inside the step and not before it: the learning rate of a cycle is what the schedule says then.
-        self._meet_before_step()
         outer_groups = self.optimizer.param_groups
         self._applied = self.optimizer.rotation.to_apply([outer.get("lr") for outer in outer_groups])
         for inner in stepping.param_groups:
