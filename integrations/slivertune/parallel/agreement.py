@@ -18,8 +18,8 @@ from slivertune.parallel.liveness import own_identity, what_became_of
 from slivertune.parallel.timeouts import timeout_of
 
 _SAME_STEPS = (
-    "Every rank has to make the same number of backward passes and to call step() alike: look for a `continue`, an `if` "
-    "or an exception that only some ranks meet"
+    "Every rank has to make the same number of backward passes and to call step() alike: look for a `continue`, an "
+    "`if` or an exception that only some ranks meet"
 )
 _SAME_LAYERS = (
     "The loss of every rank has to depend on the same layers under this layout, and nothing may drop gradients before "

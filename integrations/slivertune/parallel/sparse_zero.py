@@ -19,9 +19,9 @@ import torch
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
-from slivertune.parallel.manifests import seal_engine
 from slivertune.parallel.agreement import guard
 from slivertune.parallel.explained import compare_before_saving, explain_engine, explain_saving
+from slivertune.parallel.manifests import seal_engine
 from slivertune.parallel.sparse_base import ShardedBase
 from slivertune.parallel.sparse_checks import check_layers, check_zero_config
 from slivertune.parallel.sparse_exchange import RankExchange

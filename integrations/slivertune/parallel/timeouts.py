@@ -49,7 +49,7 @@ def keeping_timeout() -> Iterator[None]:
 
 
 def follow_default_timeout(groups: Iterable[Any]) -> None:
-    """Give an engine's process groups the default group's timeout, unless they have another one than torch's own default.
+    """Give an engine's process groups the default group's timeout, unless theirs is not torch's own default.
 
     They may be older than the engine: a model that is born in parts (ZeRO-3) makes them first.
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from slivertune.hift import HiFT
 from slivertune.parallel.agreement import check_agreement, guard
-from slivertune.parallel.manifests import seal_engine
 from slivertune.parallel.explained import explain_engine, explain_saving
+from slivertune.parallel.manifests import seal_engine
 from slivertune.parallel.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero_checkpoint import Checkpoints
 from slivertune.parallel.zero_checks import (
