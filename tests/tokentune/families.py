@@ -235,12 +235,13 @@ VIT = {
     "num_labels": 3,
 }
 
-# Queries and keys of 10, values of 7, from latents of 14 and 11; no two of the sizes are the same number.
+# Queries and keys of 10, values of 7, from latents of 14 and 20; no two are the same number. DeepSeek-V2 pairs keys as
+# complex numbers where they lie, so that 20 + 4 must be even.
 LATENT = {
     **DECODER,
     "num_key_value_heads": HEADS,
     "q_lora_rank": 14,
-    "kv_lora_rank": 11,
+    "kv_lora_rank": 20,
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 7,
