@@ -173,3 +173,15 @@ def test_an_evaluation_with_everything_thawed_leaves_it_so_until_the_next_traini
     model(**token_batches(1)[0])
     assert trainable(model) == set(hift.groups[-1].parameter_names)
     assert trainable(copy.deepcopy(model)) == set(hift.groups[-1].parameter_names)
+
+
+def test_gradients_that_arrived_where_none_belong_are_dropped_before_a_norm_counts_them() -> None:
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(order="top2down"), lr=1e-2)
+    active = set(hift.groups[-1].parameter_names)
+    model.requires_grad_(True)
+    for name, parameter in model.named_parameters():
+        if name not in active:
+            parameter.grad = torch.ones_like(parameter)
+    model(**token_batches(1)[0]).loss.backward()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == active

@@ -38,10 +38,15 @@ class Thaw:
         self._gradient_hooks = [parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in parameters]
 
     def settle(self) -> None:
-        """Freeze and thaw again what others have changed since: adapters that are switched on thaw all of theirs."""
+        """Freeze and thaw again what others have changed since: adapters that are switched on thaw all of theirs.
+
+        Gradients that arrived where none belong are dropped, so that no norm counts them.
+        """
         for parameter in self._parameters:
             if parameter.requires_grad != (id(parameter) in self._active):
                 parameter.requires_grad_(id(parameter) in self._active)
+                if id(parameter) not in self._active:
+                    parameter.grad = None
 
     def release(self) -> None:
         """Let all parameters have gradients again, and take the hooks away; later calls do nothing."""
