@@ -343,8 +343,8 @@ def die_in(rank: int, num_ranks: int, layout: str, method: str, moment: str, fol
     ("layout", "method", "moment", "doing"),
     [
         ("FSDP2", "SFT", "training", "beginning a forward pass"),
-        ("FSDP2", "SFT", "saving", "saving a checkpoint"),
-        ("DDP", "HiFT", "saving", "saving a checkpoint"),
+        ("FSDP2", "SFT", "saving", "completing a checkpoint"),
+        ("DDP", "HiFT", "saving", "completing a checkpoint"),
     ],
 )
 def test_a_rank_that_dies_is_named_wherever_it_was(

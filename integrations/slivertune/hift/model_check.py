@@ -1,4 +1,4 @@
-"""Whether the model still holds what HiFT trains: the same parameters, of the same dtype, in memory."""
+"""Whether the model still holds what HiFT trains: the same parameters, of the same dtype and shape, in memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelCheck:
     def __init__(self, model: nn.Module, weights: Iterable[Weight]) -> None:
         self._model = model
         self._weights = tuple(weights)
-        self._dtypes = tuple(weight.parameter.dtype for weight in self._weights)
+        self._forms = tuple((weight.parameter.dtype, weight.parameter.shape) for weight in self._weights)
         self._trained = frozenset(id(weight.parameter) for weight in self._weights)
         # By identity, weakly: what the user replaces must not stay in memory for this.
         self._known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
@@ -39,11 +39,11 @@ class ModelCheck:
         """Compare the model with what it was.
 
         Raises:
-            RuntimeError: If a trained parameter was replaced, cast or offloaded, or a new one wants to be trained;
-                naming it, the usual causes, and the way out.
+            RuntimeError: If a trained parameter was replaced, cast, resized or offloaded, or a new one wants to be
+                trained; naming it, the usual causes, and the way out.
         """
         present, others = self._look()
-        for weight, dtype in zip(self._weights, self._dtypes, strict=True):
+        for weight, (dtype, shape) in zip(self._weights, self._forms, strict=True):
             parameter = weight.parameter
             if id(parameter) not in present:
                 raise RuntimeError(
@@ -55,6 +55,11 @@ class ModelCheck:
                 raise RuntimeError(
                     f"{weight.name} was {dtype} when HiFT was built and is {parameter.dtype} now (model.to(dtype), "
                     f"half(), bfloat16() or float()), which its master and state do not follow; {_WAY_OUT}"
+                )
+            if parameter.shape != shape:
+                raise RuntimeError(
+                    f"{weight.name} was of shape {tuple(shape)} when HiFT was built and is of {tuple(parameter.shape)} "
+                    f"now (resize_token_embeddings), which its master and state do not follow; {_WAY_OUT}"
                 )
             if parameter.device.type == "meta":
                 raise RuntimeError(f"{weight.name} is on meta, where nothing can be trained; load its values first")
