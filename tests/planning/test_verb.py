@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,8 @@ def test_with_json_standard_output_is_one_object_and_all_else_goes_to_standard_e
     command = [sys.executable, "-m", "slivertune", "plan", "--model", str(tiny), "--json", "--fit", "1GiB"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert isinstance(json.loads(done.stdout), dict)
-    assert done.stderr.startswith("plan 1: ") and "with the allowance" in done.stderr
+    # torchao, where it is installed, writes of kernels that it lacks as soon as PEFT imports it.
+    assert re.search(r"^plan 1: .*with the allowance", done.stderr, re.MULTILINE)
 
 
 def test_what_libraries_print_or_log_while_a_plan_is_made_does_not_reach_standard_output(
