@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
-from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift.groups import cut_groups
+from slivertune.layers import find_layers
 from slivertune.planning.fake import without_data
 from slivertune.planning.hift_run import HiFTRun, alike
 from slivertune.planning.make import make_plan
@@ -52,7 +52,7 @@ def test_of_groups_alike_the_lowest_has_the_largest_peak(settings: dict[str, Any
 
 def test_groups_are_alike_by_kind_shape_and_dtype() -> None:
     model = build_model(PlanRequest(), LLAMA)
-    groups = HiFT(model, torch.optim.SGD, config=HiFTConfig(), lr=0.1).groups
+    groups = cut_groups(find_layers(model), 1, frozenset(name for name, _ in model.named_parameters()))
     assert [[group.index for group in found] for found in alike(groups, model)] == [[0], [1, 2, 3, 4], [5]]
 
 

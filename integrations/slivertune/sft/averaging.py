@@ -46,6 +46,14 @@ class Averaging:
         self._waits_for_end = False
         self._has_own = False
 
+    def check_ranks(self) -> None:
+        """Check that no ranks train beside this one, each on its own deltas.
+
+        Raises:
+            RuntimeError: If they do.
+        """
+        self.exchange.check()
+
     @property
     def has_own(self) -> bool:
         """Whether there are gradients that are this rank's alone."""

@@ -30,6 +30,7 @@ class ModelGuard:
         weights: The trained tensors.
         holder: Holds their deltas.
         optimizer: The one that may step them.
+        check_ranks: Raises if other ranks train too and nothing was prepared for them; DDP's wrapper writes deltas.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class ModelGuard:
         weights: Sequence[SparseWeight],
         holder: DeltaHolder,
         optimizer: torch.optim.Optimizer,
+        check_ranks: Callable[[], None],
     ) -> None:
         self._model = model
+        self._check_ranks = check_ranks
         self._weights = weights
         self._holder = holder
         self._optimizer = weakref.ref(optimizer)
@@ -119,6 +122,7 @@ class ModelGuard:
         """
         for weight, version in zip(self._weights, self._versions, strict=True):
             if weight.phi._version != version:
+                self._check_ranks()
                 raise RuntimeError(
                     f"the deltas of {weight.name} were written by something else than SFT, which trains them; they are "
                     "parameters of the model only to be clipped and scaled: call detach() before anything else trains "

@@ -116,7 +116,7 @@ class SFT(torch.optim.Optimizer):
         self._num_idle_steps = 0
         self._grad_norm: torch.Tensor | None = None
         self._averaging = Averaging(self._weights, self._holder)
-        self._guard = ModelGuard(model, self._weights, self._holder, self)
+        self._guard = ModelGuard(model, self._weights, self._holder, self, self._averaging.check_ranks)
         self._attachment = self.attachment_class(
             model, self._weights, self._holder, self._averaging, config.phi_gradient, self._guard
         )
