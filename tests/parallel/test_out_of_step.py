@@ -286,12 +286,11 @@ def end_one_of_three(rank: int, num_ranks: int, how: str) -> str:
 
 @pytest.mark.parametrize(("how", "said"), [("dies", "rank 2 has ended"), ("stops", "rank 2 is stopped (SIGSTOP")])
 def test_of_three_ranks_the_one_that_is_gone_is_named(how: str, said: str) -> None:
-    began = time.monotonic()
-    first, second, _ = run_ranks(end_one_of_three, 3, how, may_die=(2,), timeout_s=45, collective_timeout_s=4)
+    # The limit of a collective is longer than three processes need to start on a busy machine; 90 s end all of it.
+    first, second, _ = run_ranks(end_one_of_three, 3, how, may_die=(2,), timeout_s=90, collective_timeout_s=15)
     for message, other in ((first, 1), (second, 0)):
         assert "failed averaging gradients: this rank is at update 3, group 1" in message
         assert f"; {said}" in message and f"rank {other} has ended" not in message
-    assert time.monotonic() - began < 60
 
 
 def test_headers_of_many_ranks_show_the_odd_ones() -> None:
