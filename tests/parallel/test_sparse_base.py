@@ -27,7 +27,7 @@ class Cut(ShardedBase):
     """A tensor of 13 x 17 whose elements are cut anywhere."""
 
     def __init__(self, whole: torch.Tensor, first: int, length: int) -> None:
-        target: Any = None
+        target = Target(name="weight", module=nn.Linear(17, 13, bias=False), attribute="weight", shape=(13, 17))
         super().__init__(target, torch.device("cpu"))
         self.part, self.first = whole[first : first + length].clone(), first
 
