@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.hift.outputs import tensors_of
 from slivertune.ledger import claim, claimed_at_birth
 from slivertune.parallel.agreement import Whereabouts
 
@@ -84,7 +85,7 @@ class GradientExchange:
     def _mark_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._is_running:  # a backward pass that raised
             self._abandon()
-        for output in _tensors(outputs):
+        for output in tensors_of(outputs):
             if output.requires_grad:
                 output.register_hook(lambda _: self.begin_backward())
 
@@ -264,14 +265,3 @@ def _hook_when_frozen(parameter: nn.Parameter, hook: Callable[[torch.Tensor], No
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     parameter.requires_grad_(required)
     return handle
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)

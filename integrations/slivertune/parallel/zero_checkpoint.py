@@ -90,9 +90,6 @@ class Checkpoints:
                 changed.
         """
         turns = self._turns
-        latest = Path(load_dir) / "latest"
-        if tag is None and latest.is_file():
-            tag = latest.read_text(encoding="utf-8").strip()
         rest = {
             "load_module_strict": load_module_strict,
             "load_lr_scheduler_states": load_lr_scheduler_states,
