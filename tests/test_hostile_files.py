@@ -34,6 +34,7 @@ from slivertune.parallel.beside import load_hift, save_hift
 from slivertune.parallel.initialize import resolve_config
 from slivertune.parallel.sparse_beside import load_sft, save_sft
 from slivertune.planning.configs import find_model
+from slivertune.saved_state import load_dictionary
 from slivertune.sft import load
 from slivertune.sft.delta_file import DELTA_FILE
 from slivertune.sft.merge import UNDO_FILE, merge, unmerge
@@ -343,6 +344,16 @@ def test_damaged_bytes_of_a_state_whose_manifest_agrees(
         state.try_content(path.name, data.draw(damaged_bytes(path.read_bytes())))
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"X", b"\x80", b"\x80\x02X\x01", b"PK\x03\x04", b"]", b"\x80\x02N.", b"\x80\x02]."]
+)
+@pytest.mark.parametrize("kind", ["hift", "sft"])
+def test_what_torch_stumbles_over_is_no_state(kind: str, content: bytes, states: dict[str, State]) -> None:
+    with pytest.raises(ValueError, match="holds no state that can be read"):
+        load_dictionary(io.BytesIO(content), name="it")
+    states[kind].try_content(states[kind].name, content)
+
+
 def replaced(value: Any, path: list[Any], new: Any) -> Any:
     """A copy of nested containers with one place changed."""
     if not path:
@@ -453,6 +464,13 @@ FIGURES = tiny_llama().config.to_dict()
 def test_model_configurations_that_somebody_made_up(key: str, value: Any, kind: Any, tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {**FIGURES, "model_type": kind, key: value})
     with harmless(tmp_path, ValueError):
+        find_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("names", [1, True, "LlamaForCausalLM", {"a": 1}, [1], [None], ["LlamaForCausalLM", 2]])
+def test_architectures_that_are_no_names_are_refused(names: Any, tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {**FIGURES, "architectures": names})
+    with pytest.raises(ValueError, match=r"architectures=.* must be a list of the names of classes"):
         find_model(str(tmp_path))
 
 

@@ -31,7 +31,7 @@ from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
 from slivertune.layers import find_layers
 from slivertune.ownership import check_free, give_back, take
-from slivertune.packed_state import is_initialising_step, pack_state, unpack_state
+from slivertune.saved_state import is_initialising_step, pack_state, unpack_state
 
 
 class HiFT(torch.optim.Optimizer):

@@ -10,7 +10,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
@@ -24,6 +23,7 @@ from slivertune.parallel.manifests import check_together, write_together
 from slivertune.parallel.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.sparse_beside import FOLDER as SFT_FOLDER
 from slivertune.parallel.sparse_beside import read_sft, save_sft
+from slivertune.saved_state import load_dictionary
 from slivertune.sft import SFT
 from slivertune.tokentune import TokenTuneHandle
 
@@ -112,8 +112,7 @@ def _plain_reading(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
     def load_schedule(folder: str | None) -> None:
         # What FSDP2 keeps of the optimizer is a card, in a form of its own.
         if folder is not None:
-            saved = torch.load(Path(folder) / _SCHEDULE_NAME, map_location="cpu", weights_only=True)
-            own.lr_scheduler.load_state_dict(saved)
+            own.lr_scheduler.load_state_dict(load_dictionary(Path(folder) / _SCHEDULE_NAME))
 
     own._load_from_checkpoint, own._load_optimizer_and_scheduler = load_weights, load_schedule
     try:

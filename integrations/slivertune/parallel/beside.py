@@ -22,18 +22,18 @@ from slivertune.aside import recover
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.hift.piece import Weight
-from slivertune.packed_state import check_loadable
 from slivertune.parallel.agreement import check_agreement, world_size
 from slivertune.parallel.folder import (
     carry_folder,
+    check_by_name,
     check_plain,
-    load_plain,
     refuse_damage,
     unwrapped,
     write_folder_together,
 )
 from slivertune.parallel.fsdp2_weight import ShardedWeight
 from slivertune.parallel.manifests import check_together
+from slivertune.saved_state import check_loadable, load_dictionary
 
 FOLDER = "hift"
 """Name of the folder inside a checkpoint."""
@@ -127,9 +127,10 @@ def read_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """
     hift = unwrapped(optimizer, HiFT)
     folder = Path(folder)
-    header = load_plain(folder / _HEADER)
+    header = load_dictionary(folder / _HEADER)
     with refuse_damage(folder):
         check_plain({key: value for key, value in header["hift"].items() if key != "held_lr"})
+        check_by_name(header["scalars"])
         state = _read_state(hift, folder, header.pop("scalars"), header.pop("num_ranks"))
         for weight in (weight for group in hift.groups for weight in hift.weights_of(group.index)):
             if isinstance(weight, ShardedWeight):

@@ -111,23 +111,16 @@ def check_plain(value: Any) -> None:
         check_plain(each)
 
 
-def load_plain(path: Path) -> dict[str, Any]:
-    """Read a dictionary of tensors and plain containers; nothing in the file is executed.
-
-    Args:
-        path: What torch.save wrote.
+def check_by_name(value: Any) -> None:
+    """Refuse what is no state by name of the weight, of values by key: a tensor there raises errors of many types.
 
     Raises:
-        StateMismatchError: If it is something else.
+        TypeError: If it is something else.
     """
-    with refuse_damage(path):
-        try:
-            value = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise TypeError(str(error)) from error
-        if not isinstance(value, dict):
-            raise TypeError(f"a {type(value).__name__} instead of a dictionary")
-    return value
+    each_value = [value, *value.values()] if isinstance(value, dict) else [value]
+    for each in each_value:
+        if not isinstance(each, dict):
+            raise TypeError(f"a {type(each).__name__} instead of a weight's values by name")
 
 
 def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:

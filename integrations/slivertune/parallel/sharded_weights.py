@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from slivertune.parallel.layout import Layout
+from slivertune.saved_state import load_dictionary
 
 _SHARDED = "pytorch_model_fsdp_0"
 _WHOLE = "pytorch_model_fsdp.bin"
@@ -72,7 +72,7 @@ def load_sharded_weights(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
     if (folder / _WHOLE).is_file():
-        whole: dict[str, Any] = torch.load(folder / _WHOLE, map_location="cpu", weights_only=True)
+        whole = load_dictionary(folder / _WHOLE)
         _check_names(folder, tensors, set(whole))
         model.load_state_dict(whole, strict=False)
         return

@@ -17,13 +17,14 @@ from slivertune.manifest import MANIFEST_NAME
 from slivertune.parallel.agreement import check_agreement, world_size
 from slivertune.parallel.folder import (
     carry_folder,
+    check_by_name,
     check_plain,
-    load_plain,
     refuse_damage,
     unwrapped,
     write_folder_together,
 )
 from slivertune.parallel.manifests import check_together
+from slivertune.saved_state import load_dictionary
 from slivertune.sft import SFT
 
 FOLDER = "sft"
@@ -99,9 +100,10 @@ def read_sft(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     path = Path(folder) / _FILE
     if not path.is_file():
         raise ValueError(f"{path} is not there; the checkpoint must be whole, and seen by every rank")
-    saved = load_plain(path)
+    saved = load_dictionary(path)
     with refuse_damage(path):
         check_plain(saved["sft"])
+        check_by_name(saved["state"])
         sft.load_state_dict(saved)
     check_agreement({"updates of the state that was loaded": sft.updates})
 

@@ -21,6 +21,7 @@ from slivertune.parallel.agreement import check_agreement
 from slivertune.parallel.zero_elsewhere import fill_frozen, reading_first
 from slivertune.parallel.zero_shares import Piece, SavedShares, file_name, pieces_of, saved_ranks
 from slivertune.parallel.zero_turns import Turns
+from slivertune.saved_state import load_dictionary
 
 VERSION = 2
 """Version of the saved form."""
@@ -273,13 +274,10 @@ class Checkpoints:
         path = folder / file_name(rank if num_saved == num_ranks else 0, num_saved)
         if not path.is_file():
             raise ValueError(f"{folder} has no {path.name}; the checkpoint is damaged, use another")
-        try:
-            saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(f"{path} can't be read ({error}); the checkpoint is damaged, use another") from error
-        if saved["version"] not in _READABLE:
+        saved = load_dictionary(path)
+        if saved.get("version") not in _READABLE:
             raise ValueError(
-                f"{path} has version {saved['version']!r}, this library reads {_READABLE}; "
+                f"{path} has version {saved.get('version')!r}, this library reads {_READABLE}; "
                 "continue with the version that wrote it"
             )
         check_identity(path, saved["identity"], self._identity())

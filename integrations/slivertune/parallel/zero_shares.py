@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from slivertune.saved_state import load_dictionary
+
 
 class Piece(NamedTuple):
     """A run of elements of one parameter in a rank's share."""
@@ -98,10 +100,7 @@ class SavedShares:
             path = folder / file_name(rank, num_ranks)
             if not path.is_file():
                 raise ValueError(f"{path} is not there; the checkpoint is damaged, use an older one")
-            try:
-                saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:
-                raise ValueError(f"{path} can't be read ({error}); the checkpoint is damaged, use another") from error
+            saved = load_dictionary(path, mmap=True)
             if "pieces" not in saved:
                 raise ValueError(
                     f"{path} was written by a version whose checkpoints only the same number of ranks reads; resume "

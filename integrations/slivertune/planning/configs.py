@@ -134,6 +134,7 @@ def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
         ) from error
     try:
         _check_counts(figures)
+        _check_architectures(figures)
         # Not `for_model(**figures)`: older files hold names that from_dict alone translates.
         config: PreTrainedConfig = type(kinds).from_dict(figures)
     # Every model type checks its figures in its own way.
@@ -141,6 +142,13 @@ def _make_config(figures: dict[str, Any], name: str) -> PreTrainedConfig:
         reason = " ".join(str(error).split())
         raise ValueError(f"{name}: the figures of this {kind!r} don't hold together: {reason}") from error
     return config
+
+
+def _check_architectures(figures: dict[str, Any]) -> None:
+    """Refuse what are no names of classes; the library takes anything."""
+    names = figures.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"architectures={names!r}, which must be a list of the names of classes; the file is damaged")
 
 
 def _check_counts(figures: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slivertune.ownership import check_free, give_back, take
-from slivertune.packed_state import is_initialising_step, pack_state, unpack_state
+from slivertune.saved_state import is_initialising_step, pack_state, unpack_state
 from slivertune.sft.attachment import Attachment
 from slivertune.sft.averaging import Averaging
 from slivertune.sft.base_access import BaseAccess

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from slivertune.saved_state.file import check_loadable, load_dictionary
 
 _KEY = "slivertune"
 _UNFLATTENABLE = "flatten_optimizer_state_dict can't carry this optimizer"
@@ -78,34 +79,18 @@ def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         ValueError: If the packed bytes are lost.
     """
-    groups = state_dict.get("param_groups") or [{}]
-    packed = groups[0].get(_KEY)
+    groups, states = state_dict.get("param_groups"), state_dict.get("state")
+    first = groups[0] if isinstance(groups, (list, tuple)) and groups else None
+    packed = first.get(_KEY) if isinstance(first, Mapping) else None
     if isinstance(packed, bytes):
-        whole: dict[str, Any] = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
-        return whole
-    if any(_KEY in values for values in state_dict.get("state", {}).values() if isinstance(values, Mapping)):
+        return load_dictionary(io.BytesIO(packed), name="the state packed for torch.distributed.checkpoint")
+    values_of_each = states.values() if isinstance(states, Mapping) else ()
+    if any(_KEY in values for values in values_of_each if isinstance(values, Mapping)):
         raise ValueError(
             "the saved state has lost what lay in its first param group; save and load it by get_state_dict and "
             "set_state_dict without flatten_optimizer_state_dict"
         )
     return None
-
-
-def check_loadable(file: Path | io.BytesIO) -> None:
-    """Refuse what `torch.load(weights_only=True)` would not read back, while there is still something to save.
-
-    Args:
-        file: What `torch.save` has written.
-
-    Raises:
-        ValueError: Naming the classes.
-    """
-    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    if unknown:
-        raise ValueError(
-            f"the base optimizer's state holds objects of {', '.join(unknown)}, which torch does not load unless they "
-            f"are allowed; call torch.serialization.add_safe_globals([...]) with them when the run starts"
-        )
 
 
 def _is_moving(rate: Any) -> bool:
