@@ -8,7 +8,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+_PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "accelerate"]
+"""Imported once, by a process from which the ranks are forked: seconds of a core for each of them."""
 
 
 class RankError(AssertionError):
@@ -50,6 +53,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="slivertune-ranks-") as folder:
         environment = {
+            **os.environ,
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
@@ -57,10 +61,12 @@ def run_ranks(
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **(env or {}),
         }
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         processes = [
             context.Process(
-                target=_work, args=(function, rank, num_ranks, folder, environment, collective_timeout_s, args)
+                target=_work,
+                args=(function, rank, num_ranks, folder, environment, collective_timeout_s, may_die, args),
             )
             for rank in range(num_ranks)
         ]
@@ -103,8 +109,10 @@ def _work(
     folder: str,
     environment: dict[str, str],
     collective_timeout_s: float,
+    may_die: tuple[int, ...],
     args: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     outcome: tuple[bool, Any]
@@ -121,16 +129,16 @@ def _work(
     temporary.write_bytes(pickle.dumps(outcome))
     temporary.rename(Path(folder) / f"{rank}.result")
     if outcome[0]:
-        _leave_together(folder, rank, num_ranks)
+        _leave_together(folder, [other for other in range(num_ranks) if other not in may_die])
     # Engines leave threads and groups behind whose teardown has aborted processes after their work was done.
     os._exit(0)
 
 
-def _leave_together(folder: str, rank: int, num_ranks: int) -> None:
+def _leave_together(folder: str, ranks: Sequence[int]) -> None:
     """Wait for the others' results, so that no rank's end breaks a connection that another still needs."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        if all((Path(folder) / f"{other}.result").exists() for other in range(num_ranks)):
+        if all((Path(folder) / f"{other}.result").exists() for other in ranks):
             return
         time.sleep(0.02)
 
