@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -153,13 +154,15 @@ def test_auto_continues_the_newest_default_folder_and_leaves_what_is_no_run() ->
 
 def test_auto_leaves_a_finished_run_alone_unless_it_has_gone_on() -> None:
     make_checkpoint(Path("mine"), 3)
-    write_json(Path("mine/results.json"), {"num_steps": 3})
+    results = {"num_steps": 3, "command": ["slivertune", "train"]}
+    write_json(Path("mine/results.json"), results)
     assert choose_run_folder("hift", "mine", "auto").is_finished
     assert not choose_run_folder("hift", "mine", "true").is_finished
     later = make_checkpoint(Path("mine"), 5)
     folder = choose_run_folder("hift", "mine", "auto")
     assert (folder.is_finished, folder.checkpoint) == (False, later)
-    for text in ("{", "[]", "{}"):
+    others = [{**results, key: value} for key in results for value in (None, "3", 3.5, [3], {"a": 1})]
+    for text in ("{", "[]", "{}", "[" * 100_000, *map(json.dumps, others)):
         Path("mine/results.json").write_text(text)
         with pytest.raises(ValueError, match=r"mine/results\.json can't be read"):
             choose_run_folder("hift", "mine", "auto")

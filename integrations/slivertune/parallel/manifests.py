@@ -250,7 +250,7 @@ def _latest(folder: Path) -> str | None:
     """
     path = folder / _LATEST
     if path.is_file():
-        tag = path.read_text(encoding="utf-8").strip()
+        tag = path.read_text(encoding="utf-8", errors="replace").strip()
         if tag and tag not in (".", "..") and Path(tag).name == tag:
             return tag
         raise DamagedCheckpointError(f"{path} names no folder ({tag!r}); name one: load_checkpoint(..., tag=...)")

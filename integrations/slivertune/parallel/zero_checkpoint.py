@@ -19,13 +19,9 @@ from slivertune.hift import HiFT
 from slivertune.hift.rotation import own_copy
 from slivertune.parallel.agreement import check_agreement
 from slivertune.parallel.zero_elsewhere import fill_frozen, reading_first
-from slivertune.parallel.zero_shares import Piece, SavedShares, file_name, pieces_of, saved_ranks
+from slivertune.parallel.zero_rank_file import VERSION, file_name, read_rank_file, saved_ranks
+from slivertune.parallel.zero_shares import Piece, SavedShares, pieces_of
 from slivertune.parallel.zero_turns import Turns
-from slivertune.saved_state import load_dictionary
-
-VERSION = 2
-"""Version of the saved form."""
-_READABLE = (1, 2)
 
 
 class Checkpoints:
@@ -102,7 +98,7 @@ class Checkpoints:
         if saved is not None:
             turns.restore(saved)
             for outer, values in zip(turns.optimizer.param_groups, saved["param_groups"], strict=True):
-                outer.update({key: own_copy(value) for key, value in values.items()})
+                outer.update({key: own_copy(value) for key, value in values.items() if key != "params"})
             num_saved = saved_ranks(Path(load_dir) / str(tag))
             if num_saved is not None and num_saved != dist.get_world_size():
                 return self._load_from_others(Path(load_dir), str(tag), num_saved, load_optimizer_states, rest)
@@ -271,17 +267,27 @@ class Checkpoints:
                 f"{folder} has no {file_name(rank, num_ranks)}: it was not saved by HiFT on DeepSpeed; name another"
             )
         # All ranks' files say the same of what is asked here.
-        path = folder / file_name(rank if num_saved == num_ranks else 0, num_saved)
-        if not path.is_file():
-            raise ValueError(f"{folder} has no {path.name}; the checkpoint is damaged, use another")
-        saved = load_dictionary(path)
-        if saved.get("version") not in _READABLE:
-            raise ValueError(
-                f"{path} has version {saved.get('version')!r}, this library reads {_READABLE}; "
-                "continue with the version that wrote it"
-            )
+        whose = rank if num_saved == num_ranks else 0
+        saved = read_rank_file(folder, whose, num_saved)
+        path = folder / file_name(whose, num_saved)
         check_identity(path, saved["identity"], self._identity())
+        if num_saved == num_ranks:
+            self._check_shares(path, saved)
         return saved
+
+    def _check_shares(self, path: Path, saved: Mapping[str, Any]) -> None:
+        turns = self._turns
+        for group in turns.children:
+            theirs = saved["groups"].get(str(group), saved["active"])["masters"]
+            is_same = [tuple(each.shape) for each in theirs] == [
+                tuple(each.shape) for each in turns.mover(group).masters
+            ]
+            pieces = [[Piece(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
+            if not is_same or pieces != self._pieces(group):
+                raise ValueError(
+                    f"{path} has other shares of group {group} than this rank; build model, optimizer and config with "
+                    "the settings of the saved run, or use another checkpoint"
+                )
 
     def _identity(self) -> dict[str, Any]:
         return {"stage of ZeRO": self._turns.stage, **identity(self._turns.optimizer)}
@@ -314,14 +320,15 @@ def check_identity(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any
         ValueError: Naming the first thing that differs.
     """
     for name, value in ours.items():
-        if theirs[name] != value:
+        saved = theirs.get(name)
+        if saved != value:
             raise ValueError(
-                f"{path} has another {name}: {_short(theirs[name])} there, {_short(value)} here; build the optimizer "
-                "and the config with the settings of the saved run"
+                f"{path} has another {name}: {_short(saved)} there, {_short(value)} here; build the optimizer and the "
+                "config with the settings of the saved run"
             )
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], list):
+    if isinstance(value, list) and value and all(isinstance(each, list) for each in value):
         return f"{len(value)} groups of {[len(each) for each in value][:6]} parameters"
     return repr(value)

@@ -11,7 +11,8 @@ from slivertune.hift import HiFT
 from slivertune.manifest import check_whole
 from slivertune.parallel.folder import unwrapped
 from slivertune.parallel.zero_checkpoint import check_identity, identity
-from slivertune.parallel.zero_shares import Piece, SavedShares, file_name, saved_ranks
+from slivertune.parallel.zero_rank_file import file_name, saved_ranks
+from slivertune.parallel.zero_shares import Piece, SavedShares
 
 
 def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:

@@ -7,13 +7,14 @@ a share is told by pieces of flattened parameters, and any other cut can be put 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from slivertune.saved_state import load_dictionary
+from slivertune.parallel.zero_rank_file import file_name, read_rank_file, saved_ranks
 
 
 class Piece(NamedTuple):
@@ -26,21 +27,6 @@ class Piece(NamedTuple):
     place: int
     """Where it begins in the share."""
     length: int
-
-
-def file_name(rank: int, num_ranks: int) -> str:
-    """Name of a rank's file in the folder of a checkpoint."""
-    return f"slivertune_hift_rank_{rank}_of_{num_ranks}.pt"
-
-
-def saved_ranks(folder: Path) -> int | None:
-    """How many ranks have saved a checkpoint of HiFT on DeepSpeed; None where it is none."""
-    counts = {
-        int(path.stem.rpartition("_")[2])
-        for path in folder.glob("slivertune_hift_rank_*_of_*.pt")
-        if path.stem.rpartition("_")[2].isdigit()
-    }
-    return max(counts, default=None)
 
 
 def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list[Piece]]:
@@ -91,22 +77,32 @@ class SavedShares:
         num_ranks: That saved.
 
     Raises:
-        ValueError: If a file can't be read, or is of a version that did not tell its pieces.
+        ValueError: If a file is missing or can't be read, or files are of different checkpoints.
     """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
-        self._files: list[dict[str, Any]] = []
-        for rank in range(num_ranks):
-            path = folder / file_name(rank, num_ranks)
-            if not path.is_file():
-                raise ValueError(f"{path} is not there; the checkpoint is damaged, use an older one")
-            saved = load_dictionary(path, mmap=True)
-            if "pieces" not in saved:
-                raise ValueError(
-                    f"{path} was written by a version whose checkpoints only the same number of ranks reads; resume "
-                    f"with {num_ranks} processes"
-                )
-            self._files.append(saved)
+        self._files = [read_rank_file(folder, rank, num_ranks, mmap=True) for rank in range(num_ranks)]
+        self._check_cover(folder)
+
+    def _check_cover(self, folder: Path) -> None:
+        """Every element of every parameter is in one file, once."""
+        shapes = self.first["shapes"]
+        if any(saved["shapes"] != shapes for saved in self._files):
+            raise ValueError(f"{folder} has files of different models; use another checkpoint")
+        for group, sizes in shapes.items():
+            runs: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
+            for name, first, _, length in (
+                each for saved in self._files for pieces in saved["pieces"][group] for each in pieces
+            ):
+                runs[name].append((first, first + length))
+            for name, shape in sizes.items():
+                reached = 0
+                for first, last in sorted(runs[name]):
+                    if first != reached:
+                        break
+                    reached = last
+                if reached != prod(shape):
+                    raise ValueError(f"{folder} does not hold all of {name}, once; use another checkpoint")
 
     @property
     def first(self) -> dict[str, Any]:
@@ -126,7 +122,7 @@ class SavedShares:
             the group was never stepped.
 
         Raises:
-            ValueError: If elements are in no file.
+            ValueError: If a piece is of no parameter in the files, or of another size, or files disagree.
         """
         state: dict[str, Any] = {}
         reached = dict.fromkeys(own, 0)
@@ -147,7 +143,10 @@ class SavedShares:
                         reached[piece] += end - begin
         for piece, count in reached.items():
             if count != piece.length:
-                raise ValueError(f"{piece.length - count} elements of {piece.name} are in no rank's file; use another")
+                raise ValueError(
+                    f"{piece.length - count} elements of {piece.name} are in no rank's file; build the model as the "
+                    "saved run did, or use another checkpoint"
+                )
         return state
 
 
@@ -166,7 +165,10 @@ def _copy_state(
     out: slice,
 ) -> None:
     for key, value in kept.items():
-        if isinstance(value, torch.Tensor) and value.shape == kept_shape:
+        has_elements = isinstance(value, torch.Tensor) and value.shape == kept_shape
+        if key in state and has_elements != (isinstance(state[key], torch.Tensor) and state[key].shape == shape):
+            raise ValueError(f"the ranks' files hold {key!r} of one group in different forms; use another checkpoint")
+        if has_elements:
             if key not in state:
                 state[key] = torch.zeros(shape, dtype=value.dtype)
             state[key][to] = value[out]

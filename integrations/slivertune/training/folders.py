@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slivertune.aside import is_partial
 from slivertune.manifest import find_damage
@@ -117,14 +118,40 @@ def _is_of_a_run(folder: Path) -> bool:
 
 def _has_finished(folder: Path, checkpoint: Path | None) -> bool:
     """Whether the run in a folder has written its results, and no later checkpoint."""
-    try:
-        num_steps = json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))["num_steps"]
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / RESULTS_NAME} can't be read ({error}); move it away to go on") from error
+    results = read_results(folder)
     # Resumed with more steps, it has checkpoints beyond its first results.
-    return checkpoint is None or checkpoint_step(checkpoint) <= num_steps
+    return results is not None and (checkpoint is None or checkpoint_step(checkpoint) <= results["num_steps"])
+
+
+def read_results(folder: Path) -> dict[str, Any] | None:
+    """Read the results of a finished run.
+
+    Args:
+        folder: The run's.
+
+    Returns:
+        What stands in its `results.json`, of which `num_steps` is a number of updates and `command` a list of words;
+        None where there are none.
+
+    Raises:
+        ValueError: If the file is damaged or of another making.
+    """
+    path = folder / RESULTS_NAME
+    try:
+        results: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} can't be read ({error}); move it away to go on") from error
+    if isinstance(results, dict):
+        num_steps, command = results.get("num_steps"), results.get("command")
+        is_command = isinstance(command, list) and all(isinstance(word, str) for word in command)
+        if type(num_steps) is int and is_command:
+            return results
+    raise ValueError(
+        f"{path} can't be read: a run of slivertune train has a number as its num_steps and a list of words as its "
+        "command; move it away to go on"
+    )
 
 
 def _continue_from(checkpoint: Path, asked: str | None) -> RunFolder:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from slivertune.training.arguments import TrainArguments
 from slivertune.training.checkpoints import newest_whole
 from slivertune.training.checks import enum_value
 from slivertune.training.display import describe_metrics
-from slivertune.training.folders import RESULTS_NAME, START_NAME
+from slivertune.training.folders import START_NAME, read_results
 from slivertune.training.plan_line import PlanLine
 from slivertune.training.ready import Run
 from slivertune.training.report import Results, Sample, print_results, write_results
@@ -95,8 +94,9 @@ def describe_finished(arguments: TrainArguments) -> str:
         One line.
     """
     folder = arguments.folder.path
-    results = json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))
-    command = shlex.join(results.get("command") or ["unknown"])
+    results = read_results(folder)
+    assert results is not None, "found when the settings were read"
+    command = shlex.join(results["command"])
     return (
         f"the run in {folder} is finished after {results['num_steps']} updates; nothing was trained. It was started "
         f"by: {command}. To train on, raise --max_steps or --num_train_epochs with --resume_from_checkpoint true; to "
