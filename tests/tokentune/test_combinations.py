@@ -311,7 +311,7 @@ def test_in_bf16_gradients_are_as_near_to_the_truth_as_the_references(
     near = distance(fp32_copy(rounded), truth[1])
     assert 1e-4 < near < 0.05
     assert distance(fp32_copy(gradients), truth[1]) < 1.5 * near
-    torch.testing.assert_close(loss.detach().float(), truth[0], rtol=0.01, atol=0.0)
+    assert_step_close(loss.detach(), reference.detach(), truth[0], cap=0.01, dtype=torch.bfloat16)
 
 
 # ---- the HF Trainer

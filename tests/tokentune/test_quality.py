@@ -9,6 +9,10 @@ import torch
 import slivertune as st
 from slivertune.tokentune import gradient_quality
 from tests.helpers.models import VOCAB, tiny_bert, tiny_llama
+from tests.helpers.tolerance import sum_limit
+
+LIMIT = sum_limit(48, torch.float32)
+"""Of the cosine of two gradients that differ by the order of sums over 48 rows of a batch."""
 
 
 def batches(num: int = 2) -> list[dict[str, torch.Tensor]]:
@@ -20,9 +24,9 @@ def test_all_tokens_have_the_dense_gradient() -> None:
     quality = gradient_quality(tiny_llama(), batches(), [1.0], ["random", "block"], progress=False)
     assert quality.num_draws == 8
     for row in quality.rows:
-        assert row.cosine == pytest.approx(1.0, abs=1e-6)
-        assert row.norm_ratio == pytest.approx(1.0, abs=1e-6)
-        assert row.cosine_deviation == pytest.approx(0.0, abs=1e-6)
+        assert row.cosine == pytest.approx(1.0, abs=LIMIT)
+        assert row.norm_ratio == pytest.approx(1.0, abs=LIMIT)
+        assert row.cosine_deviation == pytest.approx(0.0, abs=LIMIT)
 
 
 def test_the_cosine_is_that_of_the_flattened_gradients() -> None:
@@ -39,8 +43,9 @@ def test_the_cosine_is_that_of_the_flattened_gradients() -> None:
     with st.TokenTune(ratio=0.5, pattern="random", seed=3).attach(model):
         drawn = flat()
     (row,) = quality.rows
-    assert row.cosine == pytest.approx(torch.cosine_similarity(dense, drawn, dim=0).item(), abs=1e-5)
-    assert row.norm_ratio == pytest.approx((drawn.norm() / dense.norm()).item(), rel=1e-5)
+    limit = sum_limit(dense.numel(), torch.float32)
+    assert row.cosine == pytest.approx(torch.cosine_similarity(dense, drawn, dim=0).item(), abs=limit)
+    assert row.norm_ratio == pytest.approx((drawn.norm() / dense.norm()).item(), rel=limit)
     assert 0.1 < row.cosine < 0.99
 
 
@@ -68,7 +73,7 @@ def test_dropout_is_off_while_gradients_are_compared() -> None:
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     quality = gradient_quality(model, batches(), [1.0], ["random"], num_draws=1, progress=False)
-    assert quality.rows[0].cosine == pytest.approx(1.0, abs=1e-6)
+    assert quality.rows[0].cosine == pytest.approx(1.0, abs=LIMIT)
 
 
 def test_the_table_has_a_line_for_each_row_and_the_plot_is_a_picture(tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_draws_without_a_label_count_as_a_cosine_of_zero() -> None:
     quality = gradient_quality(tiny_llama(), [batch], [0.05], ["random"], num_draws=40, progress=False)
     num_hits = round(40 * quality.rows[0].cosine)
     assert 0 < num_hits < 10
-    assert quality.rows[0].cosine == pytest.approx(num_hits / 40, abs=1e-6)
+    assert quality.rows[0].cosine == pytest.approx(num_hits / 40, abs=LIMIT)
 
 
 def test_a_batch_without_a_dense_gradient_is_refused() -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from slivertune.tokentune.rows import Rows
+from slivertune.tokentune.rows import Rows, uncompiled
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _REGISTRY_NAME = "ALL_ATTENTION_FUNCTIONS"
@@ -172,6 +172,7 @@ def _has_eager(file: Any) -> bool:
     return hasattr(file, "eager_attention_forward")
 
 
+@uncompiled
 def _attend(
     rows: Rows,
     is_last: bool,

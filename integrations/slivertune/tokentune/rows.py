@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
 
 Layout = Literal["tokens", "flat", "heads"]
 """Where a tensor has its tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def uncompiled(function: _F) -> _F:
+    """Let `torch.compile` leave a function out, which it would compile anew for every batch.
+
+    Args:
+        function: What finds things by the identity of tensors.
+    """
+    left_out: _F = torch.compiler.disable(function, reason="it finds things by the identity of a batch's tensors")
+    return left_out
 
 
 class Rows:
@@ -59,6 +72,7 @@ class Rows:
             return "flat"
         return None
 
+    @uncompiled
     def split(self, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a tensor apart. It costs nothing for what `merge` has just put together.
 
@@ -93,6 +107,7 @@ class Rows:
         selected, others = [part.transpose(1, 2) for part in parts] if layout == "heads" else parts
         return selected, others
 
+    @uncompiled
     def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: Layout) -> torch.Tensor:
         """Put two parts together.
 

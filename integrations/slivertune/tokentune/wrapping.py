@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,37 +117,38 @@ class TokenWise:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in two runs if it is given all tokens of a batch in training."""
         rows = self.selection.current() if self.layer is None else self.layer.live_rows()
-        layouts = {} if rows is None else self._find_layouts(rows, (*args, *kwargs.values()))
-        if rows is None or not layouts:
+        # By their places: torch.compile would compile anew for every tensor that was looked up by its identity.
+        layouts = [] if rows is None else [self._find_layout(rows, each) for each in (*args, *kwargs.values())]
+        given = next((layout for layout in layouts if layout is not None), None)
+        if rows is None or given is None:
             return self.forward(*args, **kwargs)
-        parts = {key: rows.split(tensor, layout) for key, (tensor, layout) in layouts.items()}
-
-        def run(which: int, forward: Callable[..., Any]) -> Any:
-            chosen = [parts[id(each)][which] if id(each) in parts else each for each in args]
-            named = {key: parts[id(each)][which] if id(each) in parts else each for key, each in kwargs.items()}
-            return forward(*chosen, **named)
-
-        def run_selected() -> Any:
-            return run(0, self._recomputed if self.checkpointed and torch.is_grad_enabled() else self.forward)
-
-        def run_others() -> Any:
-            with torch.no_grad():
-                return run(1, self.forward)
-
+        values = zip((*args, *kwargs.values()), layouts, strict=True)
+        parts = [(each, each) if layout is None else rows.split(each, layout) for each, layout in values]
+        selected_parts, other_parts = [part[0] for part in parts], [part[1] for part in parts]
+        names = tuple(kwargs)
         others = None
         if self._skips_others(rows) or rows.is_all:
-            selected = run_selected()
-        elif any(torch.is_autocast_enabled(tensor.device.type) for tensor, _ in layouts.values()):
+            selected = self._run_selected(selected_parts, names)
+        elif any(torch.is_autocast_enabled(each.device.type) for each in other_parts if isinstance(each, torch.Tensor)):
             # What autocast casts and keeps has to be cast under autograd.
-            selected = run_selected()
-            others = run_others()
+            selected = self._run_selected(selected_parts, names)
+            others = self._run_others(other_parts, names)
         else:
             # A module inside that runs without a graph last is never released in ZeRO-3's backward (DeepSpeed 0.19.8),
             # which counts anew in each run what its backward has to wait for.
-            others = run_others()
-            selected = run_selected()
-        given = next(layout for _, layout in layouts.values())
+            others = self._run_others(other_parts, names)
+            selected = self._run_selected(selected_parts, names)
         return _merge_results(rows, selected, others, given)
+
+    # Methods, not functions inside of the call: torch.compile would compile those anew in every step.
+
+    def _run_selected(self, values: Sequence[Any], names: tuple[str, ...]) -> Any:
+        forward = self._recomputed if self.checkpointed and torch.is_grad_enabled() else self.forward
+        return _call(forward, values, names)
+
+    def _run_others(self, values: Sequence[Any], names: tuple[str, ...]) -> Any:
+        with torch.no_grad():
+            return _call(self.forward, values, names)
 
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
@@ -161,14 +162,10 @@ class TokenWise:
             rows.skips_others = False
         return rows.skips_others
 
-    def _find_layouts(self, rows: Rows, values: tuple[Any, ...]) -> dict[int, tuple[torch.Tensor, Layout]]:
-        found: dict[int, tuple[torch.Tensor, Layout]] = {}
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                layout = self._head_layout(rows, value) if value.dim() == 4 else rows.layout(value)
-                if layout is not None:
-                    found[id(value)] = (value, layout)
-        return found
+    def _find_layout(self, rows: Rows, value: Any) -> Layout | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return self._head_layout(rows, value) if value.dim() == 4 else rows.layout(value)
 
     def _head_layout(self, rows: Rows, tensor: torch.Tensor) -> Layout | None:
         """Norms of heads and projections of latents get (batch, n, heads, size) or (batch, heads, n, size).
@@ -182,6 +179,12 @@ class TokenWise:
             # tokens: the attention drops what the other rows' would get.
             return None
         return "tokens" if by_token else "heads"
+
+
+def _call(forward: Callable[..., Any], values: Sequence[Any], names: tuple[str, ...]) -> Any:
+    """Call with values of which the last belong to names."""
+    num_positional = len(values) - len(names)
+    return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
 
 
 def _itself(value: Any) -> Any:
