@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.helpers.models import VOCAB, Batch
+from tests.helpers.models import VOCAB, Batch, tiny_llama
+from tests.helpers.reference import naive_groups
 
 Gradients = dict[str, torch.Tensor]
 ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CAP = 1e-4
+"""What no limit on weights exceeds: a step of Adam moves them by 1e-2, and so does one too many or too few."""
 
 
 def batch_of(update: int, micro: int, rank: int, *, rows: int = 2, length: int = 12) -> Batch:
@@ -148,6 +151,17 @@ class OneProcess:
                 weights[name].copy_(self.masters[name])
                 weights[name].grad = None
         self.updates += 1
+
+
+def after_two_ranks(num_ranks: int, updates: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Weights of a tiny Llama after seven updates on two ranks' rows and more on those of so many ranks."""
+    model = tiny_llama(dtype)
+    reference = OneProcess(model, naive_groups(model, 1), ranks=2).run(7)
+    reference.ranks = num_ranks
+    # The scheduler's own count was saved: two ticks in each of seven updates; each rank ticks once more from here on.
+    reference.lr_of = lambda done: halving(14 + num_ranks * (done - 7) if done > 7 else 2 * done)
+    reference.run(updates)
+    return whole_weights(model)
 
 
 def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:

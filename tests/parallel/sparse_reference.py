@@ -116,7 +116,7 @@ class RanksNaive(NaiveSFT):
 
 
 def assert_state_is(state: dict[str, Any], naive: NaiveSFT) -> None:
-    """Positions and ages exactly; fp32 state to the rounding of some tens of updates of fp32 against fp64."""
+    """Positions and ages exactly; the state to what ten roundings of each fp32 update add up to, against fp64."""
     for name, expected in naive.state.items():
         own = state[name]
         active = np.flatnonzero(expected["mask"])
