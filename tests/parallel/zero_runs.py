@@ -50,11 +50,18 @@ class Case:
     config_schedule: bool = False
     """Whether the schedule is DeepSpeed's own, from the config."""
 
+    num_ranks: int = 2
+
+    @property
+    def has_one_order(self) -> bool:
+        """Whether each sum of gradients has one order, as that of two ranks has."""
+        return self.stage != 3 and self.accumulation == 1 and self.num_ranks <= 2
+
     @property
     def eps(self) -> float:
         # With 1e-8 the first steps of Adam turn the last bit of a sum in another order (stage 3's over ranks, any
         # over micro-batches) into a step of full size, wherever a gradient is nearly zero.
-        return 1e-4 if self.stage == 3 or self.accumulation > 1 else 1e-8
+        return 1e-8 if self.has_one_order else 1e-4
 
 
 def make_model(case: Case) -> nn.Module:
@@ -83,6 +90,8 @@ def warmup(ticks: int) -> float:
 
 
 LR = 1e-2
+CAP = 1e-4
+"""What no limit on masters exceeds: each update moves them by about the rate, and one too many or too few as much."""
 
 
 def options(case: Case) -> dict[str, Any]:
