@@ -301,6 +301,8 @@ class Trained:
     masters: dict[str, torch.Tensor]
     losses: list[float]
     smallest_norm: float
+    moments: dict[str, dict[str, torch.Tensor]]
+    """By kind and name."""
 
 
 def reference(case: Case, num_ranks: int, loss_scales: Sequence[float] | None = None) -> Trained:
@@ -347,8 +349,15 @@ def reference(case: Case, num_ranks: int, loss_scales: Sequence[float] | None = 
             for name in groups[active]:
                 masters[name].grad = None
                 parameters[name].copy_(masters[name])
+    state = {key: value for optimizer in optimizers for key, value in optimizer.state.items()}
     return Trained(
-        masters={name: master.detach() for name, master in masters.items()}, losses=losses, smallest_norm=min(norms)
+        masters={name: master.detach() for name, master in masters.items()},
+        losses=losses,
+        smallest_norm=min(norms),
+        moments={
+            kind: {name: state[master][kind] for name, master in masters.items() if master in state}
+            for kind in ("exp_avg", "exp_avg_sq")
+        },
     )
 
 
