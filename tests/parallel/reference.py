@@ -19,7 +19,7 @@ from tests.helpers.reference import naive_groups
 Gradients = dict[str, torch.Tensor]
 ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CAP = 1e-4
-"""What no limit on weights exceeds: a step of Adam moves them by 1e-2, and so does one too many or too few."""
+"""What no limit on weights exceeds: a doubled gradient of one update changes them by 5e-3, an update more by 1e-2."""
 
 
 def batch_of(update: int, micro: int, rank: int, *, rows: int = 2, length: int = 12) -> Batch:

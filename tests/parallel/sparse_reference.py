@@ -119,7 +119,7 @@ class RanksNaive(NaiveSFT):
 
 
 CAP = 1e-4
-"""What no limit exceeds, of the largest value: a rank's rows left out or counted twice change norms by a tenth."""
+"""What no limit exceeds: rows of one rank left out of one update change state and norms by a tenth and more."""
 
 
 def assert_state_is(state: dict[str, Any], naive: NaiveSFT) -> None:

@@ -193,9 +193,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 # The mean of two is exact but for the rounding that the reference makes too, so nothing may differ, except by clipping:
 # a norm over shards sums in another order. Where weights are rounded to bf16 for the forward pass, such a difference
-# may round one of them the other way. Unclipped or unrotated runs are off by more than 1e-2.
-CLIPPED = {"accumulation 2, clipping": (CAP, 1e-5), "bf16 mixed precision, clipping": (2e-3, 1e-2)}
-"""What no limit on weights exceeds, and none on norms."""
+# may round one of them the other way.
+CLIPPED = {"accumulation 2, clipping": (CAP, 1e-5), "bf16 mixed precision, clipping": (2e-3, 1e-3)}
+"""What no limit on weights exceeds, and none on norms. An unclipped run's weights are off by 8e-3 and 2e-2."""
 
 
 def all_cases(rank: int, num_ranks: int) -> dict[str, Any]:

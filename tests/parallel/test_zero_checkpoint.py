@@ -15,7 +15,7 @@ from slivertune.manifest import find_damage, write_manifest
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import distance, step_limit, with_exact
-from tests.parallel.zero_runs import CAP, Case, Run, largest_difference, make_model, reference
+from tests.parallel.zero_runs import CAP, LOSS_CAP, Case, Run, largest_difference, make_model, reference
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 STAGES = (1, 2, 3)
@@ -216,7 +216,7 @@ def assert_near(pairs: list[tuple[Ended, Ended]], case: Case) -> None:
     case = replace(case, steps=BEFORE + AFTER)
     expected, exact = with_exact(lambda: reference(case, 2))
     of_masters = step_limit(expected.masters, exact.masters, CAP)
-    of_losses = step_limit(expected.losses[-AFTER:], exact.losses[-AFTER:], cap=1e-5)
+    of_losses = step_limit(expected.losses[-AFTER:], exact.losses[-AFTER:], LOSS_CAP)
     for straight, resumed in pairs:
         assert distance(resumed.masters, straight.masters) <= of_masters
         assert distance(resumed.losses, straight.losses) <= of_losses
