@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -164,10 +165,10 @@ def resumed(folder: Path, case: dict[str, Any]) -> tuple[dict[str, torch.Tensor]
     return whole.weights[-1], again.weights[-1]
 
 
-def steps_of(weights: list[dict[str, torch.Tensor]], logs: list[dict[str, float]]) -> dict[str, torch.Tensor]:
+def steps_of(weights: list[dict[str, torch.Tensor]], logs: Sequence[dict[str, float]] = ()) -> dict[str, torch.Tensor]:
     """The weights after each update, and all losses and gradients' norms."""
     each = {f"{name}, update {step}": value for step, named in enumerate(weights) for name, value in named.items()}
-    return each | {name: torch.tensor([log[name] for log in logs]) for name in ("loss", "grad_norm")}
+    return each | {name: torch.tensor([log[name] for log in logs]) for name in ("loss", "grad_norm") if logs}
 
 
 @pytest.fixture(scope="module")

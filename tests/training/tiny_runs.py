@@ -27,6 +27,8 @@ TINY_RECIPE = BaseRecipe(
     batch_size=2,
     num_steps=3,
 )
+EVALUATED_TOKENS = 4 * 128
+"""That a loss of evaluation is the mean of, at most: a tenth of 40 rows is held out."""
 TINY_CYCLE = 4
 """Updates in which each of its layers has a turn: the embedding, two blocks, the head."""
 
