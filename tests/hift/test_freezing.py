@@ -15,6 +15,7 @@ from torch import nn
 from slivertune import HiFT, HiFTConfig
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
+from tests.helpers.tolerance import assert_step_close, assert_sums_close, with_exact
 
 
 def lora_llama(seed: int = 0) -> Any:
@@ -119,19 +120,29 @@ def test_another_adapter_that_is_switched_on_is_told_of_and_not_trained() -> Non
 
 @pytest.mark.filterwarnings("ignore:.* do not require gradients")
 def test_merging_adapters_and_back_between_steps_changes_nothing() -> None:
-    model, other = lora_llama(), lora_llama()
-    hift, plain = (HiFT(each, torch.optim.SGD, lr=0.1) for each in (model, other))
-    for update in range(2 * hift.num_groups):
+    def plain() -> dict[str, torch.Tensor]:
+        other = lora_llama()
+        optimizer = HiFT(other, torch.optim.SGD, lr=0.1)
+        train(other, optimizer, token_batches(1), 2 * optimizer.num_groups)
+        return weights(other)
+
+    expected, exact = with_exact(plain)
+    model = lora_llama()
+    hift = HiFT(model, torch.optim.SGD, lr=0.1)
+    for _ in range(2 * hift.num_groups):
         active = set(hift.groups[hift.active_group].parameter_names)
         model.merge_adapter()
         model.unmerge_adapter()
         model(**token_batches(1)[0]).loss.backward()
         assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == active
         hift.step()
-        train(other, plain, token_batches(1), 1, start=update)
-    for name, value in weights(model).items():
-        # Each merging and unmerging rounds the base weights by an ulp (of 0.25: 3e-8), six times.
-        torch.testing.assert_close(value, other.get_parameter(name), rtol=0, atol=1e-6)
+    found = weights(model)
+    adapters = [name for name in found if "lora_" in name]
+    for name in found.keys() - set(adapters):
+        # Each merging and each unmerging rounds the base weights once.
+        assert_sums_close(found[name], expected[name], 2 * 2 * hift.num_groups)
+    # Adapters that miss one of these updates are 1e-2 apart.
+    assert_step_close(*({name: each[name] for name in adapters} for each in (found, expected, exact)), cap=1e-5)
 
 
 def test_a_parameter_that_the_user_unfreezes_is_told_of_once_and_not_stepped() -> None:
