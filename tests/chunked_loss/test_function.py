@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slivertune import chunked_cross_entropy
 from slivertune.chunked_loss.products import even_slices
-from tests.helpers.tolerance import assert_step_close, assert_sums_close, unit_roundoff
+from tests.helpers.tolerance import assert_step_close, assert_sums_close, sum_limit, unit_roundoff
 
 ROWS, SIZE, CLASSES = 67, 24, 311
 CHUNKS = [1, 4096, 20_000, 2**26]
@@ -250,8 +250,8 @@ def test_in_fp16_a_loss_scale_saves_gradients_that_would_vanish() -> None:
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     for one, other in zip(gradients(mine), gradients(exact), strict=True):
-        # fp16 rounds to 5e-4; products of it were summed.
-        assert float((one.double() - other).norm() / other.norm()) < 3e-3
+        # Scores, what the loss gives back, and the gradient are rounded to fp16.
+        assert float((one.double() - other).norm() / other.norm()) < sum_limit(3, torch.float16)
 
 
 @pytest.mark.parametrize("num_items", [None, 5])
