@@ -164,7 +164,8 @@ def against_one_process(
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"updates": 2 * CYCLE + 1},
-    "accumulation 2, clipping": {"updates": 2 * CYCLE, "accumulation": 2, "max_norm": 0.05},
+    # At Adam's own eps a norm's last bit becomes a part of a step wherever a gradient is nearly zero.
+    "accumulation 2, clipping": {"updates": 2 * CYCLE, "accumulation": 2, "max_norm": 0.05, "eps": 1e-4},
     "bf16 weights, fp32 masters": {"updates": 2 * CYCLE + 1, "dtype": torch.bfloat16},
     "bf16 mixed precision": {"updates": 2 * CYCLE + 1, "mixed_precision": "bf16"},
     "bf16 mixed precision, accumulation 2": {"updates": 2 * CYCLE, "mixed_precision": "bf16", "accumulation": 2},
@@ -195,7 +196,7 @@ CASES: dict[str, dict[str, Any]] = {
 # a norm over shards sums in another order. Where weights are rounded to bf16 for the forward pass, such a difference
 # may round one of them the other way.
 CLIPPED = {"accumulation 2, clipping": (CAP, 1e-5), "bf16 mixed precision, clipping": (2e-3, 1e-3)}
-"""What no limit on weights exceeds, and none on norms. An unclipped run's weights are off by 8e-3 and 2e-2."""
+"""What no limit on weights exceeds, and none on norms. An unclipped run is off by 2e-2 and 1e-2."""
 
 
 def all_cases(rank: int, num_ranks: int) -> dict[str, Any]:
