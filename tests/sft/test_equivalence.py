@@ -54,8 +54,8 @@ def test_density_1_without_reselection_is_torch_adamw(form: str) -> None:
     names = list(optimizer.deltas())
     assert optimizer.num_weights == sum(before[name].numel() for name in names)
 
-    def reference() -> dict[str, torch.Tensor | None]:
-        other = twin(start).requires_grad_(False)
+    def reference(dtype: torch.dtype) -> dict[str, torch.Tensor | None]:
+        other = twin(start).to(dtype).requires_grad_(False)
         for name in names:
             other.get_parameter(name).requires_grad_(True)
         train(other, torch.optim.AdamW([other.get_parameter(n) for n in names], weight_decay=0.0, **ADAMW))
@@ -63,7 +63,8 @@ def test_density_1_without_reselection_is_torch_adamw(form: str) -> None:
 
     train(model, optimizer)
     optimizer.detach()
-    assert_step_close(chosen(model, names), *with_exact(reference), cap=CAP)
+    # AdamW adds each update to a weight, SFT to a delta: the updates themselves are rounded otherwise, too.
+    assert_step_close(chosen(model, names), reference(torch.float32), reference(torch.float64), cap=CAP)
     assert_all_moved(model, {name: before[name] for name in names})
 
 
