@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +15,7 @@ from slivertune.aside import explain_write_errors, folder_aside, recover
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.manifest import write_manifest
 from slivertune.parallel.agreement import guard, world_size
+from slivertune.saved_state import describe_damage
 
 _OF_OTHER_CONTENTS = (
     AttributeError,
@@ -26,7 +26,6 @@ _OF_OTHER_CONTENTS = (
     SafetensorError,
     TypeError,
     UnicodeError,
-    UnpicklingError,
 )
 _Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
 
@@ -93,10 +92,8 @@ def refuse_damage(folder: Path) -> Iterator[None]:
     try:
         yield
     except _OF_OTHER_CONTENTS as error:
-        raise StateMismatchError(
-            f"{folder} holds no state that can be read ({type(error).__name__}: {str(error)[:200]}); it is damaged or "
-            "was not written by slivertune, use another checkpoint"
-        ) from error
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+        raise StateMismatchError(describe_damage(folder, problem)) from error
 
 
 def check_plain(value: Any) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from slivertune.hift import HiFT
-from slivertune.manifest import check_whole
 from slivertune.parallel.folder import unwrapped
 from slivertune.parallel.zero_checkpoint import check_identity, identity
-from slivertune.parallel.zero_rank_file import file_name, saved_ranks
-from slivertune.parallel.zero_shares import Piece, SavedShares
+from slivertune.parallel.zero_shares import Piece, SavedShares, open_shares
 
 
 def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -28,11 +26,7 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
         ValueError: If the folder is not whole, or is of another run.
     """
     hift, folder = unwrapped(optimizer, HiFT), Path(folder)
-    check_whole(folder)
-    num_ranks = saved_ranks(folder)
-    if num_ranks is None:
-        raise ValueError(f"{folder} has no {file_name(0, 1)} or the like: it was not saved by HiFT on DeepSpeed")
-    shares = SavedShares(folder, num_ranks)
+    shares = open_shares(folder)
     saved = shares.first
     check_identity(folder, saved["identity"], identity(hift))
     changed = [index for index, groups in saved["own"].items() if any(groups)]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slivertune.parallel.folder import check_plain
-from slivertune.saved_state import load_dictionary
+from slivertune.saved_state import describe_damage, load_dictionary
 
 VERSION = 2
 """Version of the saved form."""
@@ -62,10 +62,7 @@ def read_rank_file(folder: Path, rank: int, num_ranks: int, *, mmap: bool = Fals
         _check_groups(saved)
     except (KeyError, TypeError) as error:
         problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(
-            f"{path} holds no state that can be read: {problem}; it is damaged or was not written by slivertune, use "
-            "another checkpoint"
-        ) from error
+        raise ValueError(describe_damage(path, problem)) from error
     return saved
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from slivertune.manifest import check_whole
 from slivertune.parallel.zero_rank_file import file_name, read_rank_file, saved_ranks
 
 
@@ -176,6 +177,22 @@ def _copy_state(
             state[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
+def open_shares(folder: Path) -> SavedShares:
+    """All ranks' files of a checkpoint that nobody has looked at yet.
+
+    Args:
+        folder: The checkpoint's.
+
+    Raises:
+        ValueError: If the folder is not whole, or was not saved by HiFT on DeepSpeed.
+    """
+    check_whole(folder)
+    num_ranks = saved_ranks(folder)
+    if num_ranks is None:
+        raise ValueError(f"{folder} has no {file_name(0, 1)} or the like: it was not saved by HiFT on DeepSpeed")
+    return SavedShares(folder, num_ranks)
+
+
 def fp32_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     """The exact fp32 weights of all groups of HiFT, out of a checkpoint of ZeRO-1, 2 or 3, in one process.
 
@@ -194,14 +211,7 @@ def fp32_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     Example:
         >>> model.load_state_dict(fp32_weights("out/checkpoint-500/global_step500"), strict=False)
     """
-    from slivertune.manifest import check_whole
-
-    folder = Path(folder)
-    check_whole(folder)
-    num_ranks = saved_ranks(folder)
-    if num_ranks is None:
-        raise ValueError(f"{folder} has no {file_name(0, 1)} or the like: it was not saved by HiFT on DeepSpeed")
-    shares = SavedShares(folder, num_ranks)
+    shares = open_shares(Path(folder))
     found = {}
     for group, shapes in shares.first["shapes"].items():
         for name, shape in shapes.items():

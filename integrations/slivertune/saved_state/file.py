@@ -9,6 +9,22 @@ from typing import Any
 import torch
 
 
+def describe_damage(place: object, problem: str) -> str:
+    """Say that a saved state can't be read, and what to do.
+
+    Args:
+        place: The file or folder.
+        problem: What is wrong with it.
+
+    Returns:
+        The text of an error.
+    """
+    return (
+        f"{place} holds no state that can be read ({problem}); it is damaged or was not written by slivertune, use "
+        "another checkpoint"
+    )
+
+
 def load_dictionary(file: Path | io.BytesIO, *, name: str | None = None, mmap: bool = False) -> dict[str, Any]:
     """Read a dictionary of tensors and plain containers onto the host.
 
@@ -28,10 +44,8 @@ def load_dictionary(file: Path | io.BytesIO, *, name: str | None = None, mmap: b
         raise
     # The readers of pickles and of zip archives raise whatever the bytes make them stumble over.
     except Exception as error:
-        raise ValueError(
-            f"{file if name is None else name} holds no state that can be read ({type(error).__name__}: "
-            f"{str(error)[:200]}); it is damaged or was not written by slivertune, use another checkpoint"
-        ) from error
+        place = file if name is None else name
+        raise ValueError(describe_damage(place, f"{type(error).__name__}: {str(error)[:200]}")) from error
     return value
 
 

@@ -117,13 +117,16 @@ class TokenWise:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in two runs if it is given all tokens of a batch in training."""
         rows = self.selection.current() if self.layer is None else self.layer.live_rows()
-        # By their places: torch.compile would compile anew for every tensor that was looked up by its identity.
-        layouts = [] if rows is None else [self._find_layout(rows, each) for each in (*args, *kwargs.values())]
-        given = next((layout for layout in layouts if layout is not None), None)
-        if rows is None or given is None:
+        if rows is None:
             return self.forward(*args, **kwargs)
-        values = zip((*args, *kwargs.values()), layouts, strict=True)
-        parts = [(each, each) if layout is None else rows.split(each, layout) for each, layout in values]
+        # By their places: torch.compile would compile anew for every tensor that was looked up by its identity.
+        values = (*args, *kwargs.values())
+        layouts = [self._find_layout(rows, each) for each in values]
+        given = next((layout for layout in layouts if layout is not None), None)
+        if given is None:
+            return self.forward(*args, **kwargs)
+        pairs = zip(values, layouts, strict=True)
+        parts = [(each, each) if layout is None else rows.split(each, layout) for each, layout in pairs]
         selected_parts, other_parts = [part[0] for part in parts], [part[1] for part in parts]
         names = tuple(kwargs)
         others = None
