@@ -19,14 +19,14 @@ class ModelCheck:
 
     Args:
         model: The model.
-        weights: What HiFT trains, each the model's own whole parameter.
+        weights: What HiFT trains; the model holds the parameters that they call `trained`.
     """
 
     def __init__(self, model: nn.Module, weights: Iterable[Weight]) -> None:
         self._model = model
         self._weights = tuple(weights)
-        self._forms = tuple((weight.parameter.dtype, weight.parameter.shape) for weight in self._weights)
-        self._trained = frozenset(id(weight.parameter) for weight in self._weights)
+        self._forms = tuple((weight.trained.dtype, _shape(weight.trained)) for weight in self._weights)
+        self._trained = frozenset(id(weight.trained) for weight in self._weights)
         # By identity, weakly: what the user replaces must not stay in memory for this.
         self._known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self._of_the_user = {
@@ -44,7 +44,7 @@ class ModelCheck:
         """
         present, others = self._look()
         for weight, (dtype, shape) in zip(self._weights, self._forms, strict=True):
-            parameter = weight.parameter
+            parameter = weight.trained
             if id(parameter) not in present:
                 raise RuntimeError(
                     f"{weight.name}, which HiFT trains, is no longer in the model: it was replaced after HiFT was "
@@ -56,9 +56,9 @@ class ModelCheck:
                     f"{weight.name} was {dtype} when HiFT was built and is {parameter.dtype} now (model.to(dtype), "
                     f"half(), bfloat16() or float()), which its master and state do not follow; {_WAY_OUT}"
                 )
-            if parameter.shape != shape:
+            if _shape(parameter) != shape:
                 raise RuntimeError(
-                    f"{weight.name} was of shape {tuple(shape)} when HiFT was built and is of {tuple(parameter.shape)} "
+                    f"{weight.name} was of shape {shape} when HiFT was built and is of {_shape(parameter)} "
                     f"now (resize_token_embeddings), which its master and state do not follow; {_WAY_OUT}"
                 )
             if parameter.device.type == "meta":
@@ -71,7 +71,7 @@ class ModelCheck:
         present = dict(self._model.named_parameters())
         for weight in self._weights:
             successor = present.get(weight.name)
-            if successor is not None and successor is not weight.parameter and successor.is_floating_point():
+            if successor is not None and successor is not weight.trained and successor.is_floating_point():
                 successor.requires_grad_(True)
 
     def _look(self) -> tuple[set[int], list[nn.Parameter]]:
@@ -120,3 +120,8 @@ class ModelCheck:
         wanted = set(map(id, parameters))
         names = [name for name, parameter in self._model.named_parameters() if id(parameter) in wanted]
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The whole parameter's, which ZeRO-3 keeps apart while it has shared it out."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -8,6 +8,7 @@ import torch
 from typing_extensions import override
 
 from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.hift.piece import Piece, Slice, Weight
 from slivertune.hift.probe import StepMeter
@@ -20,7 +21,6 @@ from slivertune.hift.residency import (
     common_hyperparameters,
 )
 from slivertune.hift.rotation import LearningRate
-from slivertune.hift.stale import WeightMarks, refresh_master
 from slivertune.ledger import claim
 
 
@@ -53,7 +53,6 @@ class ResidentGroup(Residency):
         """By the name of its first weight."""
         self._arriving: dict[str, WeightState] = {}
         self._arriving_own: OwnHyperparameters = {}
-        self._marks = WeightMarks()
 
     @override
     def prefetch(self) -> None:
@@ -77,9 +76,8 @@ class ResidentGroup(Residency):
 
     def _step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         piece = self._pieces.get(weights[0].name) or self._make_piece(weights, param_groups)
-        stale = self._marks.stale(weights)
         for one in piece.slices:
-            if one.on_master and one.weight.name in stale:
+            if one.on_master:
                 refresh_master(one.leaf.data, one.part_of_weight())
             one.attach_gradient()
         piece.step(param_groups, held_lr)
@@ -90,19 +88,17 @@ class ResidentGroup(Residency):
             for value in flatten_state(piece.state_of(one)).values():
                 if isinstance(value, torch.Tensor):
                     claim(value, "state")
-        self._marks.note(weights)
 
     @override
     def export(self) -> dict[str, WeightState]:
         exported = {name: dict(state) for name, state in self._arriving.items()}
-        stale = self._marks.stale(self._weights)
         for weight in self._weights:
-            if weight.name in stale and MASTER in exported.get(weight.name, {}):
+            if MASTER in exported.get(weight.name, {}):
                 arrived = exported[weight.name][MASTER].clone()
                 exported[weight.name][MASTER] = refresh_master(arrived, weight.parameter.detach().to(arrived.device))
         for piece in self._pieces.values():
             for one in piece.slices:
-                if one.on_master and one.weight.name in stale:
+                if one.on_master:
                     refresh_master(one.leaf.data, one.part_of_weight())
                 master = {} if one.is_weight else {MASTER: one.leaf.data}
                 exported[one.weight.name] = {**master, **piece.state_of(one)}
@@ -121,7 +117,6 @@ class ResidentGroup(Residency):
     @override
     def discard(self) -> None:
         self._pieces = {}
-        self._marks.forget()
         self._arriving, self._arriving_own = {}, {}
 
     def _make_piece(self, weights: Sequence[Weight], param_groups: ParamGroups) -> Piece:

@@ -23,6 +23,7 @@ from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind
 from slivertune.hift.cutting import WeightSize, cut_pieces
 from slivertune.hift.lanes import Lanes, Mark
+from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.piece import Piece, Slice, Weight
 from slivertune.hift.pool import Carver, Pool, aligned
@@ -37,7 +38,6 @@ from slivertune.hift.residency import (
 )
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.split import join_master
-from slivertune.hift.stale import WeightMarks, refresh_master
 from slivertune.hift.waiting import LOW, TIES, WaitingState
 from slivertune.ledger import claim, claimed_at_birth
 
@@ -89,9 +89,6 @@ class StreamedGroup(Residency):
         self._waiting: WaitingState | None = None
         self._waiting_for: torch.device | None = None
         self._arriving_own: OwnHyperparameters = {}
-        self._marks = WeightMarks()
-        self._stale: frozenset[str] = frozenset()
-        """Weights that others have written since the last step."""
         self._awaiting_own: set[int] = set()
         """Pieces, by identity, whose instance has not got `_arriving_own` yet."""
         self._lanes: Lanes | None = None
@@ -119,7 +116,6 @@ class StreamedGroup(Residency):
             self._run(range(len(pieces)), param_groups, held_lr)
         finally:
             self._end()
-        self._marks.note(self._weights)
 
     @override
     def begin_weights(self) -> None:
@@ -145,7 +141,6 @@ class StreamedGroup(Residency):
     @override
     def end_weights(self) -> None:
         self._end()
-        self._marks.note(self._weights)
         # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
         expected = {name: place for place, name in enumerate(self._turn)}
         self._pieces.sort(key=lambda piece: expected.get(piece.slices[0].weight.name, len(expected)))
@@ -158,7 +153,6 @@ class StreamedGroup(Residency):
         if self._waiting is None:
             self._waiting, self._waiting_for = self._reserved(), self._device()
             self._is_first_turn = True
-        self._stale = frozenset() if self._is_first_turn else self._marks.stale(self._weights)
         return pieces
 
     def _run(self, indices: Sequence[int], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
@@ -181,7 +175,7 @@ class StreamedGroup(Residency):
         if self._waiting is None:
             return {}
         self._lanes_of_device().synchronize()
-        return self._waiting.export(self._weights, self._marks.stale(self._weights))
+        return self._waiting.export(self._weights)
 
     @override
     def own_hyperparameters(self) -> OwnHyperparameters:
@@ -203,7 +197,6 @@ class StreamedGroup(Residency):
         self._empty_slots()
         self._pieces = []
         self._turn = []
-        self._marks.forget()
         self._waiting = None
         self._arriving_own = {}
 
@@ -325,7 +318,7 @@ class StreamedGroup(Residency):
             on_device = self._meter.scalars_on_device(one.weight, self._stepped_dtype(one.weight))
             scalars = self._waiting.scalars_of(one, on_device)
             data = _leaf_data(one, tensors, scalars)
-            if one.on_master and one.weight.name in self._stale:
+            if one.on_master and not self._is_first_turn:
                 refresh_master(data, one.part_of_weight())
             one.place_leaf(data)
             one.attach_gradient()

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from slivertune.hift.base import CUT_MULTIPLE
+from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
 from slivertune.hift.piece import Slice, Weight
 from slivertune.hift.pool import Pool, aligned
 from slivertune.hift.residency import MASTER, WeightState
 from slivertune.hift.split import join_master, split_master
-from slivertune.hift.stale import refresh_master
 
 LOW = "master_low"
 """Key of the lower 16 bits that complete a bf16 weight to its master."""
@@ -97,13 +97,8 @@ class WaitingState:
         empty_objects(state)
         return moves
 
-    def export(self, weights: Sequence[Weight], stale: frozenset[str]) -> dict[str, WeightState]:
-        """The state by weight: living tensors, masters whole.
-
-        Args:
-            weights: The group's.
-            stale: Names of those that may have been written since their master was.
-        """
+    def export(self, weights: Sequence[Weight]) -> dict[str, WeightState]:
+        """The state of a group's weights: living tensors, masters whole and following what others have written."""
         exported: dict[str, WeightState] = {}
         for weight in weights:
             kept = {key for (name, _), keys in self._received.items() if name == weight.name for key in keys}
@@ -116,7 +111,7 @@ class WaitingState:
             if LOW in tensors:
                 ties = [self._scalars[weight.name, start][TIES] + max(start, 0) for start in slices]
                 tensors[MASTER] = join_master(weight.parameter.detach().cpu(), tensors.pop(LOW), torch.cat(ties))
-            if MASTER in tensors and weight.name in stale:
+            if MASTER in tensors:
                 refresh_master(tensors[MASTER], weight.parameter.detach().to(tensors[MASTER].device))
             if tensors or scalars:
                 exported[weight.name] = unflatten_state({**tensors, **scalars}, copy_objects=True)

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from slivertune.hift import HiFT
+from slivertune.hift.model_check import ModelCheck
 from slivertune.parallel.agreement import Whereabouts, check_agreement, guard
 from slivertune.parallel.beside import keep_beside
 from slivertune.parallel.concord import Concord, check_hift_agreement, sum_of_bits
@@ -65,8 +66,11 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
     concord = share_hift(sharded, hift)
 
+    check = _model_check(sharded, hift)
+
     def meet() -> None:
         if not hift.is_detached:
+            check()
             concord.meet(Stage.FORWARD)
 
     name_who_is_missing(accelerator, sharded, meet)
@@ -88,6 +92,22 @@ def share_hift(model: nn.Module, hift: HiFT) -> Concord:
     warm_up(model)
     hift.rebind(model, shards_of(model, hift))
     return Concord(hift, Whereabouts("hift"), with_weights=False, after_step=lambda: reshard(model))
+
+
+def _model_check(model: nn.Module, hift: HiFT) -> Callable[[], None]:
+    """What raises if the model no longer has what HiFT steps; to be called before a forward."""
+    weights = [weight for group in range(hift.num_groups) for weight in hift.weights_of(group)]
+    check = ModelCheck(model, weights)
+
+    def check_model() -> None:
+        try:
+            check()
+        except RuntimeError:
+            # A forward without a backward, as of an evaluation, has left gathered weights in the place of shards.
+            reshard(model)
+            check()
+
+    return check_model
 
 
 def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], None]) -> None:

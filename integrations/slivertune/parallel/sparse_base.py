@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from slivertune.parallel.agreement import guard
-from slivertune.sft.base_access import BaseAccess
+from slivertune.sft.base_access import BaseAccess, bits_differ
 from slivertune.sft.targets import Target
 
 
@@ -45,6 +45,16 @@ class ShardedBase(BaseAccess):
         with guard(f"reading entries of {self._target.name}"):
             dist.all_reduce(values.view(torch.uint8))
         return values
+
+    def differing(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Which entries of this rank's have other bits than these values. A local operation."""
+        shard, first = self.own()
+        offsets = indices.long() - first
+        is_own = (offsets >= 0) & (offsets < shard.numel())
+        if not shard.numel():
+            return is_own
+        present = shard.take(offsets.clamp(0, shard.numel() - 1).to(shard.device)).to(values.device)
+        return is_own & bits_differ(present, values)
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Set entries, each on the rank that has it."""

@@ -49,6 +49,8 @@ class Checkpoints:
         """As DeepSpeed's; a collective."""
         turns = self._turns
         turns.follow_counters()
+        for group in turns.children:
+            turns.mover(group).follow_weights()
         tag = f"global_step{turns.engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from slivertune.hift.masters import refresh_master
 from slivertune.hift.pool import Pool, aligned, host_pool
 from slivertune.ledger import claim, claimed_at_birth
 
@@ -73,6 +75,14 @@ class StateMover:
         self._link_fragments()
         self.claim_device()
 
+    def follow_weights(self) -> None:
+        """Let masters follow weights that somebody else has written, wherever both lie; see `refresh_master`."""
+        for master, weights in zip(self.masters, self._shares(), strict=True):
+            if weights is None:
+                continue  # on NVMe, where nobody else writes
+            if master.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
+                refresh_master(master.data, weights.detach().to(master.device))
+
     def drop_gradients(self) -> None:
         """Give up the memory of stage 3's flat gradient; its many views stay what they are."""
         flat = self._flat_gradient()
@@ -114,6 +124,15 @@ class StateMover:
             for name, value in self._optimizer.optimizer.state.get(master, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield (index, name), value
+
+    def _shares(self) -> list[torch.Tensor | None]:
+        """This rank's flat parts of the weights, one a master; None for those that stage 3 keeps on NVMe."""
+        if self._stage == 3:
+            return list(self._optimizer.fp16_partitioned_groups_flat)
+        groups = zip(
+            self._optimizer.parallel_partitioned_bit16_groups, self._optimizer.real_dp_process_group, strict=True
+        )
+        return [parts[dist.get_rank(ranks)] for parts, ranks in groups]
 
     def _weights(self) -> list[torch.Tensor]:
         flat = self._optimizer.fp16_partitioned_groups_flat if self._stage == 3 else self._optimizer.bit16_groups_flat

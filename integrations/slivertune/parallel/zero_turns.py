@@ -15,7 +15,8 @@ from torch import nn
 from slivertune.hift import HiFT
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.freezing import Thaw
-from slivertune.hift.piece import differs
+from slivertune.hift.model_check import ModelCheck
+from slivertune.hift.piece import Weight, differs
 from slivertune.hift.rotation import LearningRate, own_copy
 from slivertune.hift.skipping import SkipNotices
 from slivertune.parallel.agreement import Whereabouts
@@ -96,6 +97,7 @@ class Turns:
                 for parameter in self._weights[group]:
                     parameter._z3_optimizer = child  # type: ignore[attr-defined]
         self._wake(self.active)
+        self._check = ModelCheck(model, self._all_weights())
         self._engine_step = engine.step
         engine.step = self._step
         engine.backward = self._guarded(engine.backward, "in the backward of")
@@ -248,8 +250,32 @@ class Turns:
         self.engine.optimizer = self.children[group]
         self.engine.basic_optimizer = self.children[group].optimizer
 
+    def _all_weights(self) -> list[Weight]:
+        return [weight for group in range(self.optimizer.num_groups) for weight in self.optimizer.weights_of(group)]
+
+    def _check_model(self) -> None:
+        """Check that the model still has what the engine steps, and freeze again what others have thawed."""
+        self._check()
+        if self.stage < 3:
+            self._check_memory()
+        self._thaw.settle()
+
+    def _check_memory(self) -> None:
+        """Check that the weights still lie in DeepSpeed's flat memory, which is what it steps."""
+        flats = [flat for child in self.children.values() for flat in child.bit16_groups_flat]
+        addresses = {flat.untyped_storage().data_ptr() for flat in flats}
+        for weight in self._all_weights():
+            if weight.parameter.untyped_storage().data_ptr() not in addresses:
+                raise RuntimeError(
+                    f"{weight.name} lies in other memory than DeepSpeed has laid it in (model.to, or an assignment to "
+                    "its .data), and would never be trained; do that before slivertune.prepare or initialize, or copy "
+                    "the values: with torch.no_grad(): parameter.copy_(values)"
+                )
+
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.follow_counters()
+        if torch.is_grad_enabled():
+            self._check_model()
         if self.optimizer.rotation.steps != self._noted:
             self._noted = self.optimizer.rotation.steps
             self._whereabouts.enter(self.optimizer.updates, f"group {self.active}")
@@ -289,6 +315,7 @@ class Turns:
         return Header(stage, self.optimizer.updates, self.active, skipped)
 
     def _note_backward(self) -> None:
+        self._thaw.settle()
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._is_reached_now = task, False
@@ -322,6 +349,7 @@ class Turns:
             if is_missed:
                 self._skip()
                 return None
+            self._movers[self.active].follow_weights()
         with self._whereabouts.guard(f"stepping group {self.active}", computes=True):
             result = self._engine_step(*args, **kwargs)
         if self.engine.was_step_applied():

@@ -8,6 +8,12 @@ from slivertune.sft.delta import read_flat, write_flat
 from slivertune.sft.targets import Target
 
 
+def bits_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Element by element, for two tensors of one floating-point dtype of 16 or 32 bits."""
+    bits = torch.int32 if left.dtype == torch.float32 else torch.int16
+    return left.view(bits) != right.view(bits)
+
+
 class BaseAccess:
     """Reads and writes entries of a tensor that lies whole in its module.
 
@@ -35,6 +41,18 @@ class BaseAccess:
             indices: int32, sorted flat positions; the same on every rank.
         """
         return read_flat(self._target.parameter, indices)
+
+    def differing(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Which entries have other bits than these values, of those that this rank holds. A local operation.
+
+        Args:
+            indices: int32, sorted flat positions, shape (n,).
+            values: In the tensor's dtype, shape (n,).
+
+        Returns:
+            bool, shape (n,).
+        """
+        return bits_differ(read_flat(self._target.parameter, indices), values)
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Set entries."""

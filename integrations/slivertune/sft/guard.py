@@ -128,15 +128,18 @@ class ModelGuard:
                     "parameters of the model only to be clipped and scaled: call detach() before anything else trains "
                     "the model, and set its weights in place of the deltas"
                 )
-        if not self._is_whole:
-            return
         missing, added = dict(self._trained), []
+        modules = set()
         for module in self._model.modules():
+            modules.add(id(module))
             for parameter in module._parameters.values():
                 if id(parameter) in self._known:
                     missing.pop(id(parameter), None)
                 elif parameter is not None and parameter.requires_grad and not isinstance(module, DeltaHolder):
                     added.append(parameter)
+        if not self._is_whole:
+            # FSDP2 puts other tensors in its place for a while, in the same module.
+            missing = {i: each.name for i, each in enumerate(self._weights) if id(each.target.module) not in modules}
         for name in missing.values():
             raise RuntimeError(
                 f"{name} was replaced after SFT was built, so that the model would not compute with what is trained; "

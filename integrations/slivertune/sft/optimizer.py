@@ -287,6 +287,7 @@ class SFT(torch.optim.Optimizer):
         if not self._attachment.is_on:
             raise RuntimeError("step() was called after detach(), which ends SFT's training; build SFT anew to go on")
         self._guard.check()
+        self._check_shards()
         self._averaging.exchange.check()
         self._card.check(self._updates)
         if closure is None and is_initialising_step(self.param_groups):
@@ -319,6 +320,18 @@ class SFT(torch.optim.Optimizer):
         self._open_phases()
         return loss
 
+    def _check_shards(self) -> None:
+        found = {weight.name: weight.is_changed_in_shards() for weight in self._weights}
+        changed = {name: each for name, each in found.items() if each is not None}
+        # The device is waited for once.
+        if changed and bool(torch.stack(list(changed.values())).any()):
+            name = next(name for name, each in changed.items() if each)
+            raise RuntimeError(
+                f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
+                "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
+                "slivertune.prepare or initialize, or load a checkpoint of this run, which brings the deltas along"
+            )
+
     def _note_idle_step(self) -> None:
         self._num_idle_steps += 1
         if self._num_idle_steps == IDLE_STEPS:
@@ -347,6 +360,7 @@ class SFT(torch.optim.Optimizer):
 
         Raises:
             ValueError: If 4-bit weights were to be merged.
+            RuntimeError: If deltas were to be merged into shards that somebody else has written.
         """
         if not self._attachment.is_on:
             return
@@ -356,6 +370,8 @@ class SFT(torch.optim.Optimizer):
                 f"{quantised[0]} is a 4-bit weight: most deltas would vanish and inactive weights change if it were "
                 "quantised again; save deltas() and detach(merge=False), then merge them into the 16-bit model"
             )
+        if merge:
+            self._check_shards()
         for weight in self._weights:
             if not merge:
                 weight.adopt()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slivertune.ledger import claim
-from slivertune.sft.base_access import BaseAccess
+from slivertune.sft.base_access import BaseAccess, bits_differ
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta import SparseDelta
 from slivertune.sft.growth import Estimate, GrowthEstimator
@@ -110,15 +110,30 @@ class SparseWeight:
 
     def num_foreign(self) -> int:
         """Active entries of a merged weight that are not what was written last: somebody else has set them."""
-        return int(self._foreign()[0].sum()) if self.merged and self._base is not None else 0
+        if not self.merged or self._base is None:
+            return 0
+        self._follow_tensor()
+        return int(self.access.differing(self.indices, self._sums()).sum())
 
     def _foreign(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For each active entry whether somebody else has set it, and its present value."""
+        self._follow_tensor()
+        present = self.access.read(self.indices)
+        return bits_differ(present, self._sums()), present
+
+    def _follow_tensor(self) -> None:
         self.check_tensor()
         self.follow(self.access.device)
-        present, written = self.access.read(self.indices), self._sums()
-        bits = torch.int32 if present.dtype == torch.float32 else torch.int16
-        return present.view(bits) != written.view(bits), present
+
+    def is_changed_in_shards(self) -> torch.Tensor | None:
+        """Whether somebody else has set active entries of this rank's share since the weight was shared out.
+
+        Returns:
+            bool, without dimensions; nothing waits for the device. None for a weight that every rank holds.
+        """
+        if self.access.is_whole or self._base is None:
+            return None
+        return self.access.differing(self.indices, self._base).any()
 
     def adopt(self) -> None:
         """Take active entries that somebody else has set for pretrained ones, from where training goes on.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig
-from slivertune.hift.stale import refresh_master
+from slivertune.hift.masters import refresh_master
 from tests.helpers.models import (
     LAYERS,
     Batch,
@@ -73,7 +73,19 @@ def by_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
         parameter.data = values[name].clone()
 
 
-WRITERS = {"load_state_dict": load, "copy_": copy_in, "arithmetic": by_arithmetic, "data": by_data}
+def into_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    """As averaging libraries put their weights in; neither a tensor's version nor its storage tells."""
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(values[name])
+
+
+WRITERS = {
+    "load_state_dict": load,
+    "copy_": copy_in,
+    "arithmetic": by_arithmetic,
+    "data": by_data,
+    "into data": into_data,
+}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -103,8 +115,20 @@ class StaleMasters(NaiveHiFT):
         super().step()
 
 
+def scale_in_part(parameter: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.view(-1)[::3].mul_(0.9)
+
+
+def scale_data_in_part(parameter: torch.Tensor) -> None:
+    parameter.data.view(-1)[::3].mul_(0.9)
+
+
+@pytest.mark.parametrize("change", [scale_in_part, scale_data_in_part])
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "split"])
-def test_training_goes_on_from_weights_that_were_changed_in_part(place: str, tmp_path: Path) -> None:
+def test_training_goes_on_from_weights_that_were_changed_in_part(
+    place: str, change: Callable[[torch.Tensor], None], tmp_path: Path
+) -> None:
     model = tiny_llama(torch.bfloat16)
     other = copy.deepcopy(model)
     before = weights(model)
@@ -113,9 +137,8 @@ def test_training_goes_on_from_weights_that_were_changed_in_part(place: str, tmp
     for start in range(0, 4 * LAYERS, LAYERS):
         for trained, optimizer in ((model, hift), (other, reference)):
             cycle(trained, optimizer, start)
-            with torch.no_grad():
-                for parameter in trained.parameters():
-                    parameter.view(-1)[::3].mul_(0.9)
+            for parameter in trained.parameters():
+                change(parameter)
         assert_same_bits(model, other)
     assert_all_moved(model, before)
 
@@ -150,19 +173,22 @@ def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_pa
     assert_same_bits(again, undisturbed)
 
 
+@pytest.mark.parametrize("write", [load, into_data])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_state_that_is_saved_after_weights_were_loaded_brings_the_new_ones(place: str, tmp_path: Path) -> None:
+def test_a_state_that_is_saved_after_weights_were_loaded_brings_the_new_ones(
+    place: str, write: Callable[[nn.Module, dict[str, torch.Tensor]], None], tmp_path: Path
+) -> None:
     model, new = tiny_llama(torch.bfloat16), weights(tiny_llama(torch.bfloat16, seed=7))
     hift = build(place, tmp_path, model)
     cycle(model, hift)
-    model.load_state_dict(new)
+    write(model, new)
     saved = copy.deepcopy(hift.state_dict())
     again = tiny_llama(torch.bfloat16, seed=9)
     resumed = build(place, tmp_path, again)
     resumed.load_state_dict(saved)
     assert differing(weights(again), new) == []
     new_again = weights(tiny_llama(torch.bfloat16, seed=8))
-    again.load_state_dict(new_again)
+    write(again, new_again)
     resumed_twice = copy.deepcopy(resumed.state_dict())
     final = tiny_llama(torch.bfloat16, seed=9)
     build(place, tmp_path, final).load_state_dict(resumed_twice)
