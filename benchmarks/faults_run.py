@@ -156,15 +156,19 @@ class Run:
 
     def weights(self) -> str:
         """A digest of the weights that this rank holds, and of SFT's deltas."""
-        digest = hashlib.sha256()
-        parameter: Any
-        for name, parameter in self.accelerator.unwrap_model(self.model).named_parameters():
-            held = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.detach()
-            held = held.to_local() if hasattr(held, "to_local") else held
-            digest.update(name.encode() + bytes_of(held))
-        for name, delta in self.built.deltas().items() if isinstance(self.built, st.SFT) else ():
-            digest.update(name.encode() + bytes_of(delta.indices) + bytes_of(delta.values))
-        return digest.hexdigest()
+        return bytes_digest(self.accelerator.unwrap_model(self.model), self.built)
+
+
+def bytes_digest(model: Any, optimizer: Any) -> str:
+    """A digest of the weights that this rank holds, and of SFT's deltas."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        held = parameter.ds_tensor if hasattr(parameter, "ds_id") else parameter.detach()
+        held = held.to_local() if hasattr(held, "to_local") else held
+        digest.update(name.encode() + bytes_of(held))
+    for name, delta in optimizer.deltas().items() if isinstance(optimizer, st.SFT) else ():
+        digest.update(name.encode() + bytes_of(delta.indices) + bytes_of(delta.values))
+    return digest.hexdigest()
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -185,14 +189,15 @@ def newest(checkpoints: Path) -> Path | None:
 
 
 def join(rank: int, num_ranks: int, folder: Path) -> None:
-    """Become a rank of a group over a file."""
+    """Become a rank of a group over a file; alone, a process as any other."""
     torch.set_num_threads(1)
+    if num_ranks == 1:
+        return
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": str(num_ranks)}
     os.environ.update(address, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    if num_ranks > 1:
-        store = dist.FileStore(str(folder / "store"), num_ranks)
-        limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
+    store = dist.FileStore(str(folder / "store"), num_ranks)
+    limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
 def train(rank: int, num_ranks: int, folder: Path, checkpoints: Path, cell: tuple[str, str], kill: Kill | None) -> None:

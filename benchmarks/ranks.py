@@ -52,7 +52,7 @@ SWITCH_LIMIT_SECONDS = 0.005
 CPU = torch.device("cpu")
 
 
-def make_accelerator(layout: str) -> Any:
+def make_accelerator(layout: str, accumulation: int = 1) -> Any:
     """An Accelerator of a layout on CPUs; every process calls it after the last one's is gone."""
     from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState
@@ -67,7 +67,7 @@ def make_accelerator(layout: str) -> Any:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
+            "gradient_accumulation_steps": accumulation,
             "gradient_clipping": 0.0,
             "steps_per_print": 10**9,
             "zero_optimization": {"stage": int(layout[-1]), "stage3_param_persistence_threshold": 0},
@@ -75,7 +75,7 @@ def make_accelerator(layout: str) -> Any:
         }
         backend = InitProcessGroupKwargs(backend="gloo")
         return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[backend])
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
     if layout == "fsdp2":
         # Accelerate chooses FSDP for accelerators alone.
         state: Any = accelerator.state

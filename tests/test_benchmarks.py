@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -246,3 +247,28 @@ def test_sst2_writes_every_run_and_the_comparison(tmp_path: Path) -> None:
     assert sorted(one["method"] for one in result["runs"]) == ["dense", "hift"]
     assert_names_the_machine(result["runs"][0]["environment"])
     assert 0 <= result["summary"]["hift"]["dev_accuracy"] <= 1
+
+
+def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -> None:
+    clone, output = tmp_path / "clone", tmp_path / "same_bits.json"
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com", *arguments]
+        return subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True).stdout.strip()
+
+    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(CHECKOUT), str(clone)], check=True)
+    # The scripts as they are here, committed or not.
+    shutil.copytree(BENCHMARKS, clone / "benchmarks", dirs_exist_ok=True)
+    config = clone / "integrations" / "slivertune" / "hift" / "config.py"
+    config.write_text(config.read_text(encoding="utf-8").replace('Order = "bottom2up"', 'Order = "top2down"'), "utf-8")
+    git("commit", "--quiet", "--all", "--message", "another default order")
+    command = [sys.executable, str(clone / "benchmarks" / "same_bits.py"), "HEAD~1", "HEAD", "--output", str(output)]
+    command += ["--layouts", "single", "--methods", "hift", "hift_random", "sft"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "2 of 3 cells have the same bits" in done.stdout and "different: single hift\n" in done.stdout
+    result = read(output)
+    assert_names_the_machine(result["environment"])
+    assert result["different"] == ["single hift"] and result["refused"] == []
+    assert [result["old"], result["new"]] == [git("rev-parse", "HEAD~1"), git("rev-parse", "HEAD")]
+    assert git("worktree", "list").count("\n") == 0
