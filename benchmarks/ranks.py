@@ -36,8 +36,8 @@ from result_files import RESULTS, read_json, write_json
 from traffic import Traffic
 
 import slivertune as st
-from slivertune.parallel.agreement import Whereabouts
-from slivertune.parallel.headers import Header, Stage
+from slivertune.parallel.consistency.headers import Header, Stage
+from slivertune.parallel.consistency.heartbeat import Whereabouts
 
 FULL = LlamaSizes(hidden=256, intermediate=688, blocks=4, heads=4, vocabulary=2048, batch_size=2, length=32)
 QUICK = LlamaSizes(hidden=32, intermediate=64, blocks=2, heads=2, vocabulary=97, batch_size=2, length=8)

@@ -30,9 +30,9 @@ from slivertune import SFT, HiFT, SFTConfig, TokenTune
 from slivertune.aside import write_json
 from slivertune.interop.checkpoints import load_tokens
 from slivertune.manifest import MANIFEST_NAME, check_whole, read_entries, write_manifest
-from slivertune.parallel.beside import load_hift, save_hift
+from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
+from slivertune.parallel.checkpoint.sft_sidecar import load_sft, save_sft
 from slivertune.parallel.initialize import resolve_config
-from slivertune.parallel.sparse_beside import load_sft, save_sft
 from slivertune.planning.configs import find_model
 from slivertune.saved_state import load_dictionary
 from slivertune.sft import load

@@ -175,7 +175,7 @@ def test_a_launch_preset_asks_for_what_its_twin_asks_for(stem: str) -> None:
 @pytest.mark.parametrize("name", DEEPSPEED_CONFIGS)
 def test_a_deepspeed_config_is_one_that_deepspeed_and_hift_take(name: str) -> None:
     zero_config = pytest.importorskip("deepspeed.runtime.zero.config")
-    from slivertune.parallel.zero_checks import check_engine_config
+    from slivertune.parallel.zero.unsupported import check_engine_config
 
     settings = settings_of(name)
     # DeepSpeed passes over keys that it does not know.

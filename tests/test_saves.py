@@ -18,8 +18,8 @@ from transformers import Trainer, TrainingArguments
 
 from slivertune import SFT, HiFT, SFTConfig
 from slivertune.aside import recover
-from slivertune.parallel.beside import load_hift, save_hift
-from slivertune.parallel.sparse_beside import load_sft, save_sft
+from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
+from slivertune.parallel.checkpoint.sft_sidecar import load_sft, save_sft
 from slivertune.planning.answer import Answer
 from slivertune.planning.plot import draw
 from slivertune.sft import load

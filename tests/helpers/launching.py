@@ -20,7 +20,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 import slivertune
-from slivertune.parallel.shm_comm import build_folder, check_build
+from slivertune.parallel.zero.shm_comm import build_folder, check_build
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAX_PROCESSES = 2

@@ -14,7 +14,7 @@ from torch import nn
 from slivertune import HiFT, HiFTConfig
 from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.ledger import Ledger
-from slivertune.parallel.beside import load_hift, save_hift
+from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import slivertune as st
-from slivertune.parallel.agreement import digest
+from slivertune.parallel.consistency.heartbeat import digest
 from slivertune.parallel.layout import layout_of
 from tests.helpers.launching import Report, report
 

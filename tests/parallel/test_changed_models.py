@@ -13,7 +13,7 @@ import slivertune as st
 from slivertune.parallel.layout import Layout
 from tests.helpers.models import LAYERS, differing, tiny_llama, token_batches
 from tests.helpers.ranks import run_ranks
-from tests.parallel.sparse_runs import Case, Run, accelerator_of, plain_state
+from tests.parallel.sft.runs import Case, Run, accelerator_of, plain_state
 from tests.parallel.test_loaded_weights import whole
 
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")

@@ -22,7 +22,7 @@ from slivertune.parallel.initialize import initialize, resolve_config
 from tests.conftest import CHECKOUT
 from tests.helpers.models import tiny_llama
 from tests.helpers.ranks import run_ranks
-from tests.parallel.zero_runs import Case, engine_config, factor, make_batch, make_model, make_optimizer, quiet
+from tests.parallel.zero.runs import Case, engine_config, factor, make_batch, make_model, make_optimizer, quiet
 
 AUTO: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
@@ -203,7 +203,7 @@ def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-                *("-m", "tests.parallel.without_compiling", *script, "--stage=2", f"--folder={tmp_path}/run"),
+                *("-m", "tests.parallel.zero.without_compiling", *script, "--stage=2", f"--folder={tmp_path}/run"),
             ],
             cwd=CHECKOUT,
             env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import slivertune as st
 from slivertune.parallel.layout import Layout
-from slivertune.parallel.zero_shares import fp32_weights
+from slivertune.parallel.zero.shares import fp32_weights
 from tests.helpers.models import LAYERS, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
-from tests.parallel.sparse_runs import Case, Run, accelerator_of
+from tests.parallel.sft.runs import Case, Run, accelerator_of
 
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 IN_SHARDS: tuple[Layout, ...] = ("fsdp2", "zero3")

@@ -11,7 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 import slivertune
 from slivertune import SFT, HiFT, SFTConfig
-from slivertune.parallel.beside import FOLDER
+from slivertune.parallel.checkpoint.hift_sidecar import FOLDER
 from slivertune.parallel.layout import layout_of
 from tests.helpers.models import assert_same_bits, tiny_llama
 

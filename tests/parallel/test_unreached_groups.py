@@ -13,7 +13,7 @@ from torch import nn
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
-from slivertune.parallel.ddp import share_hift
+from slivertune.parallel.ddp.hift import share_hift
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact

@@ -15,8 +15,8 @@ from torch import nn
 
 import slivertune as st
 from slivertune.parallel.layout import Layout
-from tests.parallel.zero_runs import Case
-from tests.parallel.zero_runs import Run as ZeroRun
+from tests.parallel.zero.runs import Case
+from tests.parallel.zero.runs import Run as ZeroRun
 from tests.tokentune.families import FAMILIES, Batch, make_batch, make_model
 
 NUM_GROUPS = 5

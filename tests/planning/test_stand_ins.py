@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from slivertune.parallel import exchange
+from slivertune.parallel.ddp import gradient_sync as exchange
 from slivertune.planning import stand_ins
 
 

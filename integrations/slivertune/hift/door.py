@@ -62,7 +62,7 @@ class Door:
             raise RuntimeError(
                 f"the loaded checkpoint was made after {self._awaited} updates, but HiFT's own state, which lies in a "
                 f"folder beside it, is of {updates}; load the whole checkpoint with accelerator.load_state or the "
-                "Trainer's resume_from_checkpoint, or the folder with slivertune.parallel.beside.load_hift"
+                "Trainer's resume_from_checkpoint, or the folder with slivertune.parallel.checkpoint.load_hift"
             )
         self._awaited = None
 

@@ -16,13 +16,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from slivertune import aside
 from slivertune.hift import HiFT
 from slivertune.manifest import MANIFEST_NAME
-from slivertune.parallel.beside import FOLDER as HIFT_FOLDER
-from slivertune.parallel.beside import read_hift, save_hift
+from slivertune.parallel.checkpoint.hift_sidecar import FOLDER as HIFT_FOLDER
+from slivertune.parallel.checkpoint.hift_sidecar import read_hift, save_hift
+from slivertune.parallel.checkpoint.manifests import check_together, write_together
+from slivertune.parallel.checkpoint.sft_sidecar import FOLDER as SFT_FOLDER
+from slivertune.parallel.checkpoint.sft_sidecar import read_sft, save_sft
+from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.layout import layout_of
-from slivertune.parallel.manifests import check_together, write_together
-from slivertune.parallel.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
-from slivertune.parallel.sparse_beside import FOLDER as SFT_FOLDER
-from slivertune.parallel.sparse_beside import read_sft, save_sft
 from slivertune.saved_state import load_dictionary
 from slivertune.sft import SFT
 from slivertune.tokentune import TokenTuneHandle

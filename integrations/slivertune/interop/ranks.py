@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from slivertune.parallel.explained import compare_now, explain
+from slivertune.parallel.consistency.explain import compare_now, explain
 
 
 class CompareRanks(TrainerCallback):

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.agreement import guard
-from slivertune.parallel.timeouts import keeping_timeout
+from slivertune.parallel.consistency.heartbeat import guard
+from slivertune.parallel.consistency.timeouts import keeping_timeout
 from slivertune.sft import SFT
 
 _FILLED_ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -114,7 +114,7 @@ def initialize(
     arguments["lr_scheduler"] = lr_scheduler
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if isinstance(optimizer, SFT):
-        from slivertune.parallel.sparse import initialize_sft
+        from slivertune.parallel.sft.prepare import initialize_sft
 
         result: tuple[Any, Any, Any, Any] = initialize_sft(optimizer=optimizer, config=settings, **arguments)
         return result
@@ -186,9 +186,9 @@ def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:
 def _initialize_hift(optimizer: HiFT, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, HiFT, Any, Any]:
     import deepspeed
 
-    from slivertune.parallel.zero import check_before, rotate
-    from slivertune.parallel.zero_checks import fill_clipping
-    from slivertune.parallel.zero_turns import optimizer_of_group
+    from slivertune.parallel.zero.hift import check_before, rotate
+    from slivertune.parallel.zero.schedule import optimizer_of_group
+    from slivertune.parallel.zero.unsupported import fill_clipping
 
     check_before(optimizer, config)
     fill_clipping(config)

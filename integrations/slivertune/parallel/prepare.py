@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.beside import keep_beside as keep_hift_beside
+from slivertune.parallel.checkpoint.hift_sidecar import keep_beside as keep_hift_beside
+from slivertune.parallel.checkpoint.manifests import seal_states
+from slivertune.parallel.checkpoint.sft_sidecar import keep_beside as keep_sft_beside
 from slivertune.parallel.layout import layout_of
-from slivertune.parallel.manifests import seal_states
-from slivertune.parallel.sparse_beside import keep_beside as keep_sft_beside
 from slivertune.sft import SFT
 
 
@@ -58,13 +58,13 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         )
     seal_states(accelerator)
     if isinstance(optimizer, SFT):
-        from slivertune.parallel.sparse import prepare_sft
+        from slivertune.parallel.sft.prepare import prepare_sft
 
         return prepare_sft(accelerator, layout, objects)
     if layout == "ddp":
-        from slivertune.parallel.ddp import prepare_hift
+        from slivertune.parallel.ddp.hift import prepare_hift
     elif layout == "fsdp2":
-        from slivertune.parallel.fsdp2 import prepare_hift
+        from slivertune.parallel.fsdp2.hift import prepare_hift
     else:
-        from slivertune.parallel.zero import prepare_hift
+        from slivertune.parallel.zero.hift import prepare_hift
     return prepare_hift(accelerator, objects)

@@ -40,7 +40,7 @@ class Card:
             raise RuntimeError(
                 f"the loaded checkpoint was made after {self._awaited} updates, but SFT's own state, which lies in a "
                 f"folder beside it, is of {updates}; load the whole checkpoint with accelerator.load_state or the "
-                "Trainer's resume_from_checkpoint, or the folder with slivertune.parallel.sparse_beside.load_sft"
+                "Trainer's resume_from_checkpoint, or the folder with slivertune.parallel.checkpoint.load_sft"
             )
         self._awaited = None
 

@@ -14,8 +14,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slivertune.interop.checkpoints import KeepManifest
 from slivertune.manifest import find_damage, remove_manifest
-from slivertune.parallel.agreement import guard, world_size
-from slivertune.parallel.manifests import write_together
+from slivertune.parallel.checkpoint.manifests import write_together
+from slivertune.parallel.consistency.heartbeat import guard, world_size
 from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, marker_entries, remove_old
 
 logger = logging.getLogger(__name__)

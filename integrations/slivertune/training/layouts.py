@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Trainer
 
 from slivertune.parallel.layout import Layout, layout_of
-from slivertune.parallel.zero_checks import fill_buckets
+from slivertune.parallel.zero.unsupported import fill_buckets
 
 
 def settle_layout(trainer: Trainer) -> Layout:

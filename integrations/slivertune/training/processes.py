@@ -10,7 +10,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
-from slivertune.parallel.shm_comm import check_build
+from slivertune.parallel.zero.shm_comm import check_build
 from slivertune.planning.four_bit_rules import clash_with_zero3
 
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from slivertune.interop import attach
 from slivertune.interop.checkpoints import holds_state
+from slivertune.parallel.checkpoint.sft_sidecar import FOLDER as SFT_FOLDER
 from slivertune.parallel.layout import layout_of
-from slivertune.parallel.sparse_beside import FOLDER as SFT_FOLDER
 from slivertune.sft import SFT
 from slivertune.sft.targets import is_4bit
 from slivertune.training.four_bit import SilenceAboutCodes, admitted_by_trainer

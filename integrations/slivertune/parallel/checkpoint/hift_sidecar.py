@@ -1,0 +1,203 @@
+"""HiFT's state in a folder of its own, beside what accelerate or the Trainer write: `save_hift`, `load_hift`.
+
+Programs that save an optimizer gather its state on one rank, or load all of it onto the GPU, where it has no room. The
+folder holds one safetensors file a group and rank that has something to write (DDP: rank 0; FSDP2: every rank its rows)
+and a header. It is read back by any number of ranks, under DDP, FSDP2 or on one process alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from slivertune.aside import recover
+from slivertune.hift import HiFT
+from slivertune.hift.checkpoint import StateMismatchError
+from slivertune.hift.piece import Weight
+from slivertune.parallel.checkpoint.folder import (
+    carry_folder,
+    check_by_name,
+    check_plain,
+    refuse_damage,
+    unwrapped,
+    write_folder_together,
+)
+from slivertune.parallel.checkpoint.manifests import check_together
+from slivertune.parallel.consistency.heartbeat import check_agreement, world_size
+from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight
+from slivertune.saved_state import check_loadable, load_dictionary
+
+FOLDER = "hift"
+"""Name of the folder inside a checkpoint."""
+
+_HEADER = "header.pt"
+_FIRST_ROWS = "first_rows"
+
+
+def keep_beside(accelerator: Any, hift: HiFT) -> None:
+    """Let `accelerator.save_state` and `load_state` carry the folder.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        hift: Prepared for several ranks. On one process, which keeps all in the optimizer's own file, a folder that
+            several ranks have written is read.
+    """
+    carry_folder(
+        accelerator,
+        FOLDER,
+        save=lambda folder: save_hift(hift, folder),
+        load=lambda folder: read_hift(hift, folder),
+        is_kept=lambda: hift.keeps_beside,
+    )
+
+
+def save_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Write HiFT's state. A collective: every rank calls it with the same folder, which all ranks see.
+
+    Args:
+        optimizer: HiFT, or accelerate's wrapper of it.
+        folder: Where the state is to lie; an older folder is replaced once the new one is whole.
+
+    Raises:
+        OSError: On every rank, if one could not write.
+    """
+    hift = unwrapped(optimizer, HiFT)
+    rank = dist.get_rank() if world_size() > 1 else 0
+    weights = [weight for group in hift.groups for weight in hift.weights_of(group.index)]
+    is_sharded = any(isinstance(weight, ShardedWeight) for weight in weights)
+
+    def write(aside: Path) -> None:
+        if rank and not is_sharded:
+            return
+        whole = hift.whole_state()
+        state: Mapping[str, Mapping[str, Any]] = whole.pop("state")
+        for group in hift.groups:
+            tensors, first_rows = {}, {}
+            for weight in hift.weights_of(group.index):
+                for key, value in state.get(weight.name, {}).items():
+                    if _has_rows(value) or key == "master":
+                        name = f"{weight.name}/{key}"
+                        tensors[name] = value.detach().cpu().contiguous()
+                        first_rows[name] = weight.first_row if isinstance(weight, ShardedWeight) else 0
+            file = aside / f"group-{group.index:05d}.rank-{rank:05d}.safetensors"
+            save_file(tensors, file, {_FIRST_ROWS: json.dumps(first_rows)})
+        if rank == 0:
+            scalars = {
+                name: {key: value for key, value in values.items() if not _has_rows(value) and key != "master"}
+                for name, values in state.items()
+            }
+            torch.save({**whole, "scalars": scalars, "num_ranks": world_size() if is_sharded else 1}, aside / _HEADER)
+            check_loadable(aside / _HEADER)
+
+    write_folder_together(Path(folder), write)
+
+
+def load_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Continue from what `save_hift` wrote, by any number of ranks. Every rank calls it.
+
+    Args:
+        optimizer: HiFT, or accelerate's wrapper of it; built as in the run that saved, its model loaded or not.
+        folder: As given to `save_hift`.
+
+    Raises:
+        ValueError: If the folder is not whole, or the state is of another model, grouping or optimizer.
+    """
+    recover(Path(folder))
+    check_together(folder)
+    read_hift(optimizer, folder)
+
+
+def read_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """As `load_hift`, from a folder in a checkpoint that was found to be whole.
+
+    Args:
+        optimizer: As there.
+        folder: As there.
+
+    Raises:
+        ValueError: If the state is of another model, grouping or optimizer, or of other ranks' making.
+    """
+    hift = unwrapped(optimizer, HiFT)
+    folder = Path(folder)
+    header = load_dictionary(folder / _HEADER)
+    with refuse_damage(folder):
+        check_plain({key: value for key, value in header["hift"].items() if key != "held_lr"})
+        check_by_name(header["scalars"])
+        state = _read_state(hift, folder, header.pop("scalars"), header.pop("num_ranks"))
+        for weight in (weight for group in hift.groups for weight in hift.weights_of(group.index)):
+            if isinstance(weight, ShardedWeight):
+                weight.follow()
+        hift.load_whole_state({**header, "state": state})
+    check_agreement({"updates of the state that was loaded": hift.updates})
+
+
+def _read_state(hift: HiFT, folder: Path, scalars: Mapping[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:
+    """This rank's part of all tensors, and what has no rows, by weight and key."""
+    num_files = len(list(folder.glob("group-*.rank-*.safetensors")))
+    if type(num_ranks) is not int or not 1 <= num_ranks <= max(1, num_files):
+        raise StateMismatchError(
+            f"{folder / _HEADER} tells of {str(num_ranks)[:40]} ranks, and {num_files} files are there"
+        )
+    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
+    for group in hift.groups:
+        files = [folder / f"group-{group.index:05d}.rank-{rank:05d}.safetensors" for rank in range(num_ranks)]
+        weights = {weight.name: weight for weight in hift.weights_of(group.index)}
+        for name, values in _read_group(files, weights).items():
+            state.setdefault(name, {}).update(values)
+    return state
+
+
+def _read_group(files: Sequence[Path], weights: Mapping[str, Weight]) -> dict[str, dict[str, torch.Tensor]]:
+    """This rank's rows of a group's tensors, by weight and key."""
+    found: dict[str, dict[int, Any]] = {}
+    with ExitStack() as opened:
+        for path in files:
+            if not path.is_file():
+                raise StateMismatchError(f"{path} is not there; the folder must be whole, and seen by every rank")
+            file = opened.enter_context(safe_open(path, "pt"))
+            for name, first_row in json.loads(file.metadata()[_FIRST_ROWS]).items():
+                is_scalar = not file.get_slice(name).get_shape()
+                found.setdefault(name, {})[first_row] = file.get_tensor(name) if is_scalar else file.get_slice(name)
+        state: dict[str, dict[str, torch.Tensor]] = {}
+        for name, parts in found.items():
+            weight_name, _, key = name.rpartition("/")
+            if weight_name not in weights:
+                raise StateMismatchError(f"the saved state has {weight_name}, which this model does not train there")
+            state.setdefault(weight_name, {})[key] = _rows(name, parts, weights[weight_name])
+        return state
+
+
+def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
+    """Put together the rows of a tensor that belong to a weight on this rank."""
+    if isinstance(parts[0], torch.Tensor):
+        return parts[0]
+    if isinstance(weight, ShardedWeight):
+        start, stop = weight.first_row, weight.first_row + weight.parameter.shape[0]
+    else:
+        start, stop = 0, max(first + part.get_shape()[0] for first, part in parts.items())
+    pieces, reached = [parts[0][:0]], start
+    for first, part in sorted(parts.items()):
+        last = first + part.get_shape()[0]
+        if first <= reached < min(stop, last):
+            pieces.append(part[reached - first : min(stop, last) - first])
+            reached = min(stop, last)
+    if reached < stop:
+        raise StateMismatchError(f"the saved state of {name} ends at row {reached}, this weight goes on to row {stop}")
+    rows = torch.cat(pieces)
+    if rows.shape == weight.parameter.shape and not weight.parameter.is_contiguous():
+        # As it lay before: the order in memory decides the last bits of vector loops.
+        rows = torch.empty_like(weight.parameter, dtype=rows.dtype, device="cpu").copy_(rows)
+    return rows
+
+
+def _has_rows(value: Any) -> bool:
+    # A tensor subclass (torchao's) goes into the header: its numbers are no rows.
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() > 0

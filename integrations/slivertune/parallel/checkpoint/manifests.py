@@ -1,0 +1,309 @@
+"""Checkpoints that ranks write together: rank 0 removes the manifest first, writes it last, and checks it for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from slivertune.aside import new_file, recover
+from slivertune.hift import HiFT
+from slivertune.manifest import (
+    MANIFEST_NAME,
+    DamagedCheckpointError,
+    check_whole,
+    remove_manifest,
+    write_manifest,
+)
+from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
+from slivertune.parallel.consistency.heartbeat import guard, world_size
+from slivertune.parallel.layout import layout_of
+from slivertune.sft import SFT
+
+_LATEST = "latest"
+"""The file in which DeepSpeed names its newest checkpoint."""
+
+
+def check_together(folder: str | Path) -> None:
+    """Refuse a folder that is not whole, on every rank. A collective; rank 0 reads the files.
+
+    Args:
+        folder: A checkpoint, seen by every rank.
+
+    Raises:
+        DamagedCheckpointError: On every rank, naming the file and the way out.
+    """
+
+    def check() -> None:
+        recover(Path(folder))
+        check_whole(folder)
+
+    _do_on_first(check, DamagedCheckpointError)
+
+
+def write_together(folder: str | Path, entries: Mapping[str, Any] | None = None) -> None:
+    """Write the manifest of a folder in which nothing but a checkpoint lies. A collective: all ranks have written.
+
+    Args:
+        folder: Seen by rank 0.
+        entries: What else the manifest is to say.
+
+    Raises:
+        OSError: On every rank, if rank 0 could not.
+    """
+    if world_size() > 1:
+        with guard("completing a checkpoint"):
+            dist.barrier()
+    _do_on_first(lambda: write_manifest(folder, entries), OSError)
+
+
+@contextmanager
+def sealed(folder: str | Path) -> Iterator[None]:
+    """Write a checkpoint inside: its folder has no manifest until the block has ended well on every rank.
+
+    What the block has written is listed, and nothing that lay there before. A collective.
+
+    Args:
+        folder: Where the block writes.
+
+    Raises:
+        OSError: On every rank, if one failed, or rank 0 could not write the manifest.
+    """
+    folder = Path(folder)
+    before: dict[Path, tuple[int, int, int]] = {}
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_manifest(folder)
+        before.update(_stamps(folder))
+
+    _do_on_first(begin, OSError)
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    except CheckpointException as error:  # of torch's distributed checkpoints; no Exception
+        failure = OSError(f"{folder} could not be written ({error})")
+        failure.__cause__ = error
+    _fail_together(folder, failure)
+
+    def end() -> None:
+        now = _stamps(folder)
+        write_manifest(folder, files=[path for path, stamp in now.items() if before.get(path) != stamp])
+
+    _do_on_first(end, OSError)
+
+
+def seal_states(accelerator: Any) -> None:
+    """Let `accelerator.save_state` end with a manifest, and `load_state` read nothing that does not agree with one.
+
+    Args:
+        accelerator: `accelerate.Accelerator`; the two methods are overridden, on this instance.
+    """
+    if hasattr(accelerator, "_slivertune_sealed"):
+        return
+    own_save, own_load = accelerator.save_state, accelerator.load_state
+
+    @wraps(own_save)
+    def save_state(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        naming = accelerator.project_configuration
+        if naming.automatic_checkpoint_naming:
+            folder = Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{accelerator.save_iteration}"
+            if folder.exists():
+                return own_save(output_dir, *args, **kwargs)  # which says that it may not be there
+            saved = own_save(output_dir, *args, **kwargs)
+            write_together(folder)
+            return saved
+        if output_dir is None:
+            return own_save(output_dir, *args, **kwargs)  # which says what is missing
+        with sealed(output_dir):
+            return own_save(output_dir, *args, **kwargs)
+
+    @wraps(own_load)
+    def load_state(input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        folder = _state_folder(accelerator, input_dir)
+        if folder is None:
+            return own_load(input_dir, *args, **kwargs)  # which says what is missing
+        check_together(folder)
+        check_form(folder, layout_of(accelerator))
+        try:
+            with _plain_reading(accelerator, folder):
+                return own_load(str(folder), *args, **kwargs)
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(
+                f"{folder} was saved whole, but without what this run looks for ({error}); prepare the same objects "
+                "(schedulers, a GradScaler, samplers) as the run that saved, in a new process: some is loaded by now"
+            ) from error
+
+    accelerator.save_state, accelerator.load_state = save_state, load_state
+    accelerator._slivertune_sealed = True
+
+
+@contextmanager
+def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
+    """Inside, `load_state` takes what ranks under FSDP2 have saved also where no rank holds a shard.
+
+    Args:
+        accelerator: Its hooks read HiFT's and SFT's state.
+        folder: The checkpoint.
+    """
+    if layout_of(accelerator) not in ("single", "ddp") or not holds_sharded_weights(folder):
+        yield
+        return
+
+    for each in accelerator._optimizers:
+        _check_state_beside(getattr(each, "optimizer", each), folder)
+
+    def read_weights(models: list[Any], input_dir: str) -> None:
+        load_sharded_weights(accelerator.unwrap_model(models[0]), input_dir)
+        models.clear()
+
+    hook = accelerator.register_load_state_pre_hook(read_weights)
+    accelerator._load_model_state_pre_hook.move_to_end(hook.id, last=False)  # weights first, and then what trains them
+    # What FSDP2 keeps of the optimizer is a card, in a form of its own.
+    optimizers, accelerator._optimizers = accelerator._optimizers, []
+    try:
+        yield
+    finally:
+        accelerator._optimizers = optimizers
+        hook.remove()
+
+
+def _check_state_beside(optimizer: Any, folder: Path) -> None:
+    """See that what accelerate does not read of a sharded checkpoint is read from a folder of ours."""
+    name = "hift" if isinstance(optimizer, HiFT) else "sft" if isinstance(optimizer, SFT) else None
+    if name is None:
+        raise ValueError(
+            f"{folder} has sharded weights, and beside these the state of HiFT and SFT alone can be read where weights "
+            f"are whole, not that of {type(optimizer).__name__}; resume under FSDP2"
+        )
+    if not (folder / name).is_dir():
+        raise ValueError(
+            f"{folder} has sharded weights and no folder {name!r} with the optimizer's state: it was saved by another "
+            "method or without slivertune; resume as it was saved, or begin anew from its weights"
+        )
+
+
+def seal_engine(engine: Any) -> None:
+    """Let `engine.save_checkpoint` end with a manifest, and `load_checkpoint` open nothing that doesn't agree with one.
+
+    Args:
+        engine: DeepSpeed's; the two methods are overridden, on this instance.
+    """
+    own_save, own_load = engine.save_checkpoint, engine.load_checkpoint
+
+    @wraps(own_save)
+    def save_checkpoint(
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        with sealed(Path(save_dir) / tag):
+            saved = own_save(
+                str(save_dir),
+                tag,
+                client_state=dict(client_state or {}),
+                save_latest=False,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+        if save_latest:
+            # After the manifest: it is to name a whole checkpoint at any time.
+            _do_on_first(lambda: _point(Path(save_dir), tag), OSError)
+        return saved
+
+    @wraps(own_load)
+    def load_checkpoint(load_dir: str | Path, tag: str | None = None, *args: Any, **options: Any) -> Any:
+        if tag is None:
+            tag = _latest(Path(load_dir))
+        if tag is None:
+            return own_load(str(load_dir), None, *args, **options)
+        check_together(Path(load_dir) / str(tag))
+        return own_load(str(load_dir), str(tag), *args, **options)
+
+    engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
+
+
+def _state_folder(accelerator: Any, asked: str | None) -> Path | None:
+    if asked is not None:
+        return Path(asked).expanduser()
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return None
+    folders = [each for each in (Path(accelerator.project_dir) / "checkpoints").glob("*_*") if each.is_dir()]
+    numbered = [each for each in folders if each.name.rpartition("_")[2].isdigit()]
+    return max(numbered, key=lambda each: int(each.name.rpartition("_")[2]), default=None)
+
+
+def _latest(folder: Path) -> str | None:
+    """DeepSpeed's newest checkpoint; None where nothing was saved, of which DeepSpeed says so.
+
+    Raises:
+        DamagedCheckpointError: If there are checkpoints, and no word of which is the newest.
+    """
+    path = folder / _LATEST
+    if path.is_file():
+        tag = path.read_text(encoding="utf-8", errors="replace").strip()
+        if tag and tag not in (".", "..") and Path(tag).name == tag:
+            return tag
+        raise DamagedCheckpointError(f"{path} names no folder ({tag!r}); name one: load_checkpoint(..., tag=...)")
+    tags = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+    if not tags:
+        return None
+    whole = [tag for tag in tags if (folder / tag / MANIFEST_NAME).is_file()]
+    raise DamagedCheckpointError(
+        f"{folder} has no file {_LATEST!r}, so its writing was cut short or it is no folder of checkpoints; name a "
+        f"whole one: load_checkpoint(..., tag=...); with a manifest there are {whole or 'none'}"
+    )
+
+
+def _point(folder: Path, tag: str) -> None:
+    with new_file(folder / _LATEST) as path:
+        path.write_text(tag, encoding="utf-8")
+
+
+def _stamps(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """What tells a file that was written anew from one that was not."""
+    found = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            facts = path.stat()
+            found[path] = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
+    return found
+
+
+def _do_on_first(do: Callable[[], None], kind: type[Exception]) -> None:
+    """Let rank 0 do something; all fail where it does. A collective."""
+    failure = [""]
+    if world_size() == 1 or dist.get_rank() == 0:
+        try:
+            do()
+        except kind as error:
+            if world_size() == 1:
+                raise
+            failure = [str(error)]
+    if world_size() > 1:
+        with guard("completing a checkpoint"):
+            dist.broadcast_object_list(failure, src=0)
+    if failure[0]:
+        raise kind(failure[0])
+
+
+def _fail_together(folder: Path, failure: Exception | None) -> None:
+    """Raise what this rank has met; or say what another has. A collective."""
+    told = [""] * world_size()
+    if world_size() > 1:
+        with guard("completing a checkpoint"):
+            dist.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    others = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each]
+    if others:
+        raise OSError(f"{folder} could not be written ({'; '.join(others)}); it must lie where every rank can write")

@@ -1,0 +1,112 @@
+"""Weights that FSDP2's ranks have saved, read by one process, or by ranks that hold whole weights (DDP)."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slivertune.parallel.layout import Layout
+from slivertune.saved_state import load_dictionary
+
+_SHARDED = "pytorch_model_fsdp_0"
+_WHOLE = "pytorch_model_fsdp.bin"
+# The name under which accelerate puts the model's tensors into torch's distributed checkpoint.
+_PREFIX = "model."
+
+
+def holds_sharded_weights(folder: str | Path) -> bool:
+    """Whether the weights of a checkpoint are in the form that FSDP alone reads.
+
+    Args:
+        folder: Of `accelerator.save_state`, or a Trainer's checkpoint.
+    """
+    folder = Path(folder)
+    is_plain = (folder / "model.safetensors").is_file() or (folder / "pytorch_model.bin").is_file()
+    return not is_plain and ((folder / _SHARDED).is_dir() or (folder / _WHOLE).is_file())
+
+
+def check_form(folder: str | Path, layout: Layout) -> None:
+    """Refuse a checkpoint in a form that a layout does not read, or would read the weights of without their state.
+
+    Args:
+        folder: Of `accelerator.save_state`, or a Trainer's checkpoint.
+        layout: The one at hand.
+
+    Raises:
+        ValueError: Naming the way out.
+    """
+    folder = Path(folder)
+    # The names that accelerate and the Trainer give DeepSpeed.
+    is_deepspeeds = (folder / "pytorch_model").is_dir() or any(each.is_dir() for each in folder.glob("global_step*"))
+    if layout.startswith("zero"):
+        if not is_deepspeeds:
+            raise ValueError(
+                f"{folder} was not saved under DeepSpeed, which reads its own form alone; resume under the layout that "
+                "saved it, or begin anew from its weights"
+            )
+    elif is_deepspeeds:
+        raise ValueError(
+            f"{folder} was saved under DeepSpeed: resume at the same stage, with any number of ranks; or, with HiFT on "
+            "one process, load the folder of the ranks' files in it by slivertune.parallel.zero.load_zero"
+        )
+    elif layout == "fsdp2" and next(folder.glob("pytorch_model_fsdp*"), None) is None:
+        raise ValueError(
+            f"{folder} has no weights in FSDP's form, and FSDP2 reads no other; resume in one process or under DDP, or "
+            "begin anew from its weights"
+        )
+
+
+def load_sharded_weights(model: nn.Module, folder: str | Path) -> None:
+    """Load the weights that ranks under FSDP2 have saved into a model that holds whole ones.
+
+    Args:
+        model: On any device, not sharded.
+        folder: A checkpoint for which `holds_sharded_weights`; torch reads its index by `pickle`.
+
+    Raises:
+        ValueError: If the checkpoint is of another model.
+    """
+    folder = Path(folder)
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    if (folder / _WHOLE).is_file():
+        whole = load_dictionary(folder / _WHOLE)
+        _check_names(folder, tensors, set(whole))
+        model.load_state_dict(whole, strict=False)
+        return
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = FileSystemReader(folder / _SHARDED)
+    saved = reader.read_metadata().state_dict_metadata
+    found = {name.removeprefix(_PREFIX) for name in saved if name.startswith(_PREFIX)}
+    _check_names(folder, tensors, found)
+    for name in found:
+        size = getattr(saved[f"{_PREFIX}{name}"], "size", None)
+        if size is not None and tuple(size) != tuple(tensors[name].shape):
+            raise ValueError(
+                f"{folder} has {name} of shape {tuple(size)}, this model of {tuple(tensors[name].shape)}; build the "
+                "model as the saved run did"
+            )
+    loaded = {name: tensors[name].detach() for name in found}
+    with warnings.catch_warnings():
+        # It says so itself where there is one process; each rank reads all of it where there are several.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load({"model": loaded}, storage_reader=reader, no_dist=True)
+    for name in found:
+        with torch.no_grad():
+            tensors[name].copy_(loaded[name])
+
+
+def _check_names(folder: Path, tensors: dict[str, torch.Tensor], found: set[str]) -> None:
+    """Tied weights may be saved under one of their names."""
+    reached = {tensors[name].data_ptr() for name in found if name in tensors}
+    missing = sorted(name for name, each in tensors.items() if name not in found and each.data_ptr() not in reached)
+    unknown = sorted(found - tensors.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"{folder} is of another model: it lacks {missing[:3] or 'nothing'}, and this model has no "
+            f"{unknown[:3] or 'others'}; build the model as the saved run did"
+        )

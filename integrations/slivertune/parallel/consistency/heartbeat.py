@@ -1,0 +1,304 @@
+"""Whether all ranks do the same: compared before training, once a cycle, and looked up when a collective fails."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from slivertune.parallel.consistency.headers import UNKNOWN, Header, Stage, find_difference, short_hash
+from slivertune.parallel.consistency.liveness import own_identity, what_became_of
+from slivertune.parallel.consistency.timeouts import timeout_of
+
+_SAME_STEPS = (
+    "Every rank has to make the same number of backward passes and to call step() alike: look for a `continue`, an "
+    "`if` or an exception that only some ranks meet"
+)
+_SAME_LAYERS = (
+    "The loss of every rank has to depend on the same layers under this layout, and nothing may drop gradients before "
+    "step(): draw LayerDrop from one seed, mix the kinds of input, or train under DDP"
+)
+
+_EXPLAINED = "_slivertune_explained"
+
+_Value = TypeVar("_Value")
+
+_LOOKUP_TIMEOUT = timedelta(seconds=5)
+"""How long to wait for the word of a rank when a collective has failed."""
+
+_SETTLING_SECONDS = 0.2
+"""A process that dies closes its connections a moment before it counts as dead."""
+
+
+def world_size() -> int:
+    """Processes that train together; 1 where nothing was initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def check_agreement(facts: Mapping[str, object]) -> None:
+    """Compare what every rank must share. A collective: all ranks call it together.
+
+    Args:
+        facts: Plain values by name, compared by `==`.
+
+    Raises:
+        ValueError: On every rank, naming the first fact that differs and its value on each rank.
+        RuntimeError: If a rank has died, or did not come within the process group's timeout.
+    """
+    gathered = gather_objects(dict(facts), "comparing settings")
+    names = list(dict.fromkeys(name for each in gathered for name in each))
+    for name in names:
+        values = [each.get(name) for each in gathered]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"the ranks disagree on {name}: {_by_rank(values)}; start every process with the same script, "
+                "arguments and seed"
+            )
+
+
+def gather_objects(value: _Value, doing: str) -> list[_Value]:
+    """What every rank has. A collective.
+
+    Args:
+        value: This rank's; picklable.
+        doing: What it is for, should it fail.
+
+    Returns:
+        By rank; the value alone on one process.
+
+    Raises:
+        RuntimeError: If it fails, with where each rank was last seen.
+    """
+    if world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * world_size()
+    with guard(doing):
+        dist.all_gather_object(gathered, value)
+    return gathered
+
+
+@contextmanager
+def guard(doing: str, *, computes: bool = False) -> Iterator[None]:
+    """As `Whereabouts.guard`, with the notes of whatever was prepared last.
+
+    Args:
+        doing: What the collective is for.
+        computes: Whether other work is done beside it, whose errors are to stay as they are.
+    """
+    with (Whereabouts.latest() or Whereabouts("ranks")).guard(doing, computes=computes):
+        yield
+
+
+class Whereabouts:
+    """Keeps track of where this rank is in the run, so that a collective that fails can say who is missing.
+
+    Notes go to the process group's store, one small message an update; nothing is written on one process.
+
+    Args:
+        name: What the notes are about; each instance of a run needs its own.
+    """
+
+    _latest: ClassVar[tuple[Any, Whereabouts] | None] = None
+
+    def __init__(self, name: str) -> None:
+        self._prefix = f"slivertune/{name}"
+        self._store: Any = None
+        self._group: Any = None
+        self._own = "at the start"
+        self._first = ""
+        if world_size() > 1:
+            # There is no public way to the store that every process group has; torchrun's own agent uses this one.
+            self._store = dist.distributed_c10d._get_default_store()
+            self._store.set(f"{self._prefix}/process/{dist.get_rank()}", own_identity())
+            Whereabouts._latest = (self._store, self)
+
+    @classmethod
+    def latest(cls) -> Whereabouts | None:
+        """What was made last in the process group that is there; None if nothing was."""
+        if cls._latest is None or world_size() == 1:
+            return None
+        store, latest = cls._latest
+        return latest if store is dist.distributed_c10d._get_default_store() else None
+
+    def enter(self, update: int, what: str) -> None:
+        """Note that this rank works on an update.
+
+        Args:
+            update: Updates applied so far.
+            what: The group, or the phase.
+        """
+        self._own = f"at update {update}, {what}"
+        if self._store is not None:
+            with self.guard("noting where this rank is"):
+                self._store.set(self._key(dist.get_rank()), self._own)
+
+    @contextmanager
+    def guard(self, doing: str, *, computes: bool = False) -> Iterator[None]:
+        """Do a collective; if it fails, say which ranks are somewhere else.
+
+        Args:
+            doing: What the collective is for, as in "averaging the gradients of group 2".
+            computes: Whether other work is done beside it, whose errors are to stay as they are.
+
+        Raises:
+            RuntimeError: If it failed or timed out, with the whereabouts of all ranks.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self._store is None or hasattr(error, _EXPLAINED) or (computes and not _is_of_a_collective(error)):
+                raise
+            raise _explained(f"rank {dist.get_rank()} failed {doing}: {self._explain()} ({error})") from error
+
+    def meet(self, header: Header, settings: Mapping[str, object] | None = None) -> None:
+        """Check that all ranks are at the same place, before they share anything. A collective of fixed size.
+
+        Args:
+            header: Where this rank is.
+            settings: What the coming update applies, by name; plain values, compared by their hash.
+
+        Raises:
+            RuntimeError: On every rank, saying where each is or which setting differs; or if a rank has died, or did
+                not come within the process group's timeout.
+        """
+        if self._store is None:
+            return
+        own = torch.tensor(header._replace(settings=short_hash(settings or {})), dtype=torch.int64)
+        rows = own.new_empty(world_size(), own.numel())
+        self._group = self._group or self._group_of_hosts()
+        with self.guard(Stage(header.stage).text):
+            dist.all_gather(list(rows), own, group=self._group)
+        if not self._first and dist.get_rank() != 0:  # by now every rank has said who it is
+            self._first = self._look_up(f"{self._prefix}/process/0") or ""
+        if bool((rows == own).all()):
+            return
+        headers = [Header(*row) for row in rows.tolist()]
+        difference = find_difference(headers)
+        if difference is not None:
+            apart = len({header._replace(gradients=UNKNOWN, settings=0) for header in headers}) > 1
+            raise _explained(
+                f"the ranks are not at the same place: {difference}; nothing was shared or updated. "
+                f"{_SAME_STEPS if apart else _SAME_LAYERS}, then resume from the last checkpoint"
+            )
+        self._tell_differences(
+            gather_objects(dict(settings or {}), "comparing settings"),
+            "set it on every rank alike; the update was not made",
+        )
+
+    def compare(self, fingerprint: Mapping[str, object], header: Header | None = None) -> None:
+        """Check that no rank has drifted. A collective: all ranks call it together, with the same names.
+
+        Args:
+            fingerprint: Plain values by name; cheap to make, such as a `digest` of positions.
+            header: Where this rank is, checked first.
+
+        Raises:
+            RuntimeError: On every rank, naming what differs and its value on each rank.
+        """
+        if self._store is None:
+            return
+        if header is not None:
+            self.meet(header)
+        self._tell_differences(
+            gather_objects(dict(fingerprint), "comparing the ranks"),
+            "what they trained since the last checkpoint is not to be trusted: resume from it",
+        )
+
+    def _group_of_hosts(self) -> Any:
+        """A process group of gloo: the host waits in it, not the device, and it fails with an error.
+
+        Of its own, so that no rank takes what another sends here for a part of an engine's collective.
+        """
+        timeout = timeout_of(dist.distributed_c10d._get_default_group())
+        with self.guard("making a process group"):
+            return dist.new_group(backend="gloo", timeout=timeout)
+
+    def _tell_differences(self, gathered: Sequence[Mapping[str, object]], way_out: str) -> None:
+        for name in dict.fromkeys(name for each in gathered for name in each):
+            values = [each.get(name) for each in gathered]
+            if any(value != values[0] for value in values):
+                raise _explained(f"the ranks have drifted apart, {self._own}: {name} is {_by_rank(values)}; {way_out}")
+
+    def _explain(self) -> str:
+        time.sleep(_SETTLING_SECONDS)
+        fates, places = [], []
+        for rank in (each for each in range(world_size()) if each != dist.get_rank()):
+            identity = self._first if rank == 0 and self._first else self._look_up(f"{self._prefix}/process/{rank}")
+            fate = what_became_of(identity) if identity else None
+            if fate is not None:
+                fates.append(f"rank {rank} {fate}; ")
+            place = self._look_up(self._key(rank)) or "gone, or never here"
+            places.append(f"rank {rank} was last seen {place}")
+        if not fates:
+            places.append("a rank that stays behind has died or has other settings")
+        return f"this rank is {self._own}; {''.join(fates)}{'; '.join(places)}"
+
+    def _look_up(self, key: str) -> str | None:
+        if self._first and _is_of_rank_0(self._store) and what_became_of(self._first):
+            return None  # a store whose process is stopped never answers
+        try:
+            self._store.wait([key], _LOOKUP_TIMEOUT)
+            return str(self._store.get(key).decode())
+        except RuntimeError:
+            # The store's own rank is gone, or that rank never came so far.
+            return None
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """A short hash of some tensors' names and bits.
+
+    Args:
+        tensors: By name; copied to the host, so keep them few or small.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    summary = hashlib.blake2b(digest_size=8)
+    for name, tensor in sorted(tensors.items()):
+        summary.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        summary.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return summary.hexdigest()
+
+
+def comparable(value: Any) -> object:
+    """A setting in a form that ranks can send and compare: tensors by their content, other objects by their text."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [comparable(each) for each in value]
+    return value if isinstance(value, (type(None), bool, int, float, str)) else repr(value)
+
+
+def _explained(message: str) -> RuntimeError:
+    """An error that guards further out leave as it is."""
+    error = RuntimeError(message)
+    setattr(error, _EXPLAINED, True)
+    return error
+
+
+def _is_of_rank_0(store: Any) -> bool:
+    """Whether a store ends with rank 0: not torchrun's, which lives in its agent, and not a file."""
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    is_server = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    return is_server and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    # Gloo has no class of errors of its own; its messages begin with the file that they come from.
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _by_rank(values: list[object]) -> str:
+    shown = [f"{value!r} on rank {rank}" for rank, value in enumerate(values)]
+    return ", ".join(shown if len(shown) <= 8 else [*shown[:8], f"... ({len(shown)} ranks)"])

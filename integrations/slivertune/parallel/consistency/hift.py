@@ -1,0 +1,171 @@
+"""Keeps ranks that train with HiFT together: the same settings at first, the same weights and turns every cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from slivertune.hift import HiFT
+from slivertune.parallel.consistency.headers import Header, Stage
+from slivertune.parallel.consistency.heartbeat import Whereabouts, check_agreement, comparable
+
+_MAY_DIFFER = frozenset({"state_dir"})
+
+
+def check_hift_agreement(hift: HiFT) -> None:
+    """Compare what HiFT was built with. A collective.
+
+    Args:
+        hift: Before its parameters are sharded.
+
+    Raises:
+        ValueError: On every rank, naming the first setting, group or weight that differs.
+    """
+    facts: dict[str, object] = {"updates": hift.updates, "base optimizer": hift.base.name}
+    for field in fields(hift.config):
+        if field.name not in _MAY_DIFFER:
+            facts[f"config.{field.name}"] = comparable(getattr(hift.config, field.name))
+    for index, param_group in enumerate(hift.param_groups):
+        for key, value in param_group.items():
+            if key != "params":
+                facts[f"{key} of param group {index}"] = comparable(value)
+    facts["order of the groups"] = hift.rotation.order
+    for group in hift.groups:
+        facts[f"group {group.index}"] = group.parameter_names
+        for weight in hift.weights_of(group.index):
+            facts[weight.name] = (tuple(weight.trained.shape), str(weight.trained.dtype), weight.param_group)
+    check_agreement(facts)
+
+
+class Concord:
+    """Notes where this rank is, and compares the ranks; `remove` ends it.
+
+    Before every step: where they are and what they apply. At the end of every cycle, and whenever `compare` is called:
+    what came out of it.
+
+    Args:
+        hift: The optimizer that steps on every rank.
+        whereabouts: Where to note.
+        with_weights: Whether every rank holds the same whole weights, whose bits are compared too.
+        after_step: Called after each step.
+    """
+
+    def __init__(
+        self,
+        hift: HiFT,
+        whereabouts: Whereabouts,
+        *,
+        with_weights: bool,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._hift = hift
+        self._whereabouts = whereabouts
+        self._with_weights = with_weights
+        self._after_step = after_step
+        self._steps = hift.rotation.steps
+        self._group = hift.active_group
+        self._bits: torch.Tensor | None = None
+        self._handles: list[RemovableHandle] = [
+            hift.register_step_pre_hook(self._before),
+            hift.register_step_post_hook(self._after),
+        ]
+        self._note()
+
+    def remove(self) -> None:
+        """Take the hooks off the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def meet(self, stage: Stage) -> None:
+        """Check that every rank is about to do the same at the same update and group. A collective.
+
+        Args:
+            stage: What this rank is about to do.
+
+        Raises:
+            RuntimeError: On every rank, saying where each is.
+        """
+        self._whereabouts.meet(self._header(stage))
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Compare everything that all ranks must have alike, wherever the cycle stands. A collective.
+
+        Raises:
+            RuntimeError: On every rank, naming what differs, each weight by its name.
+        """
+        fingerprint = self._fingerprint()
+        if self._with_weights:
+            for weight in (each for group in self._hift.groups for each in self._hift.weights_of(group.index)):
+                fingerprint[f"the sum of the bits of {weight.name}"] = int(sum_of_bits(weight.trained))
+        self._whereabouts.compare(fingerprint, self._header(Stage.SAVING))
+
+    def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._steps, self._group = self._hift.rotation.steps, self._hift.active_group
+        header = self._header(Stage.STEPPING)
+        if all(closure is None for closure in (*args[1:], kwargs.get("closure"))):
+            weights = self._hift.weights_of(self._group)
+            header = header._replace(gradients=int(any(weight.trained.grad is not None for weight in weights)))
+        self._whereabouts.meet(header, applied_settings(self._hift))
+
+    @torch.no_grad()
+    def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._after_step()
+        if self._hift.rotation.steps == self._steps:
+            return
+        self._note()
+        if self._with_weights and self._hift.rotation.steps % self._hift.config.steps_per_group == 0:
+            for weight in self._hift.weights_of(self._group):
+                bits = sum_of_bits(weight.trained)
+                self._bits = bits if self._bits is None else self._bits.to(bits.device) * 31 + bits
+        if self._hift.rotation.starts_cycle:
+            fingerprint = self._fingerprint()
+            if self._bits is not None:
+                fingerprint["the sum of the weights' bits"] = int(self._bits)
+            self._bits = None
+            self._whereabouts.compare(fingerprint, self._header(Stage.COMPARING))
+
+    def _fingerprint(self) -> dict[str, object]:
+        return {
+            "updates": self._hift.updates,
+            "the group whose turn it is": self._hift.active_group,
+            "held_lr": comparable(self._hift.held_lr),
+        }
+
+    def _header(self, stage: Stage) -> Header:
+        skipped = sum(self._hift.skipped_turns.values())
+        return Header(stage, self._hift.updates, self._hift.active_group, skipped)
+
+    def _note(self) -> None:
+        self._whereabouts.enter(self._hift.updates, f"group {self._hift.active_group}")
+
+
+def applied_settings(hift: HiFT) -> dict[str, object]:
+    """What the coming update will apply: its learning rates, held or the schedule's, and all other hyperparameters.
+
+    Args:
+        hift: The optimizer.
+    """
+    settings: dict[str, object] = {}
+    rates = hift.rotation.to_apply([param_group.get("lr") for param_group in hift.param_groups])
+    for index, (param_group, rate) in enumerate(zip(hift.param_groups, rates, strict=True)):
+        settings[f"the learning rate of param group {index}"] = comparable(rate)
+        for key, value in param_group.items():
+            if key not in ("params", "lr"):
+                settings[f"{key} of param group {index}"] = comparable(value)
+    return settings
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor's elements as integers, int64 on its device: cheap, and another if one bit is.
+
+    Args:
+        tensor: Any dtype of 1, 2, 4 or 8 bytes.
+    """
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.detach().view(integers).sum(dtype=torch.int64)

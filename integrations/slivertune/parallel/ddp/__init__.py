@@ -1,0 +1,1 @@
+"""Ranks that each hold the whole model (DDP)."""

@@ -1,0 +1,215 @@
+"""HiFT on ranks that share the weights out (FSDP2, `fully_shard`).
+
+Accelerate shares the model out while everything trains; then the rotation freezes and thaws the sharded parameters, and
+each rank steps its own rows as plain local tensors, masters and state included. What FSDP2 fixes at the first forward
+pass (the dtypes of mixed precision) it fixes in a warm-up at `prepare`, while everything trains; and what it leaves
+gathered after a forward pass without a backward is put back after every step, because gathered weights would keep the
+values and the frozen state of the step before.
+
+A rank's memory: b P / N bytes of weights (b bytes a parameter, P parameters, N ranks), the active group's gradients
+over N, two pieces of state, and what FSDP2 gathers to compute: the layers at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from slivertune.hift import HiFT
+from slivertune.hift.model_check import ModelCheck
+from slivertune.parallel.checkpoint.hift_sidecar import keep_beside
+from slivertune.parallel.consistency.explain import compare_when_saving, explain, explain_saving
+from slivertune.parallel.consistency.headers import Stage
+from slivertune.parallel.consistency.heartbeat import Whereabouts, check_agreement, guard
+from slivertune.parallel.consistency.hift import Concord, check_hift_agreement, sum_of_bits
+from slivertune.parallel.consistency.timeouts import keeping_timeout
+from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight, shard_of
+from slivertune.parallel.fsdp2.units import check_units
+from slivertune.parallel.objects import refuse_step_in_backward, the_model_and_hift
+
+_WARM_UP = "_slivertune_warm_up"
+# Names that wrappers of checkpointing and of the compiler put into a parameter's own.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Prepare a model, the HiFT that was built over it, loaders and schedulers.
+
+    Args:
+        accelerator: `accelerate.Accelerator` under FSDP2.
+        objects: As for `accelerator.prepare`.
+
+    Returns:
+        The prepared objects in the same order; the optimizer is accelerate's wrapper of HiFT.
+
+    Raises:
+        ValueError: If the base optimizer looks beyond single elements, the ranks were given other settings or weights,
+            a unit holds the input embedding, or a trained parameter is not cut by rows.
+    """
+    model, hift = the_model_and_hift(objects)
+    refuse_step_in_backward(hift.config, "FSDP2")
+    refuse_what_looks_beyond_a_shard(hift)
+    check_units(accelerator, model)
+    check_hift_agreement(hift)
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else rank 0 alone holds weights, and sends them
+        _check_same_weights(model)
+    hift.stand_beside("FSDP2")
+    # Accelerate shards what the optimizer's param groups hold and puts the shards in their place; nothing else may
+    # keep the whole weights alive.
+    hift.let_go()
+    with guard("sharing the weights out", computes=True), keeping_timeout():
+        prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
+    sharded = next(each for each in prepared if isinstance(each, nn.Module))
+    concord = share_hift(sharded, hift)
+
+    check = _model_check(sharded, hift)
+
+    def meet() -> None:
+        if not hift.is_detached:
+            check()
+            concord.meet(Stage.FORWARD)
+
+    name_who_is_missing(accelerator, sharded, meet)
+    compare_when_saving(accelerator, concord.compare)
+    keep_beside(accelerator, hift)
+    return prepared
+
+
+def share_hift(model: nn.Module, hift: HiFT) -> Concord:
+    """Let HiFT step this rank's rows of a model that `fully_shard` was applied to while everything trained.
+
+    Args:
+        model: The sharded model; `hift.param_groups` hold its parameters.
+        hift: Has let go of the parameters that it was built over.
+
+    Returns:
+        What compares the ranks.
+    """
+    warm_up(model)
+    hift.rebind(model, shards_of(model, hift))
+    return Concord(hift, Whereabouts("hift"), with_weights=False, after_step=lambda: reshard(model))
+
+
+def _model_check(model: nn.Module, hift: HiFT) -> Callable[[], None]:
+    """What raises if the model no longer has what HiFT steps; to be called before a forward."""
+    weights = [weight for group in range(hift.num_groups) for weight in hift.weights_of(group)]
+    check = ModelCheck(model, weights)
+
+    def check_model() -> None:
+        try:
+            check()
+        except RuntimeError:
+            # A forward without a backward, as of an evaluation, has left gathered weights in the place of shards.
+            reshard(model)
+            check()
+
+    return check_model
+
+
+def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], None]) -> None:
+    """Let the error of a rank that has died, stays behind or is elsewhere say which.
+
+    FSDP2's collectives are its own, in the midst of the passes: the ranks meet before each training forward pass, for
+    a few numbers, and a collective that fails in a pass is explained.
+
+    Args:
+        accelerator: Its `backward` is overridden, on this instance, and its ways of saving.
+        model: The sharded model. Its `forward` is overridden, on this instance.
+        meet: Raises where the ranks are not at the same place. A collective.
+    """
+
+    def meet_in_training(module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled():
+            meet()
+
+    model.register_forward_pre_hook(meet_in_training, prepend=True)
+    explain(model, "forward", "in a forward pass")
+    explain(accelerator, "backward", "in a backward pass")
+    explain_saving(accelerator)
+
+
+def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
+    """This rank's rows of everything that HiFT trains, by name.
+
+    Raises:
+        ValueError: If a parameter is gone, or not cut by rows.
+    """
+    param_group_of = {
+        id(parameter): index for index, group in enumerate(hift.param_groups) for parameter in group["params"]
+    }
+    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    shards = {}
+    for name in (name for group in hift.groups for name in group.parameter_names):
+        source = parameters.get(name)
+        if source is None or id(source) not in param_group_of:
+            raise ValueError(
+                f"{name} is not among the parameters that FSDP2 shared out; prepare the model that HiFT was built "
+                "over, and leave out what renames or replaces its parameters"
+            )
+        shards[name] = shard_of(name, source, param_group_of[id(source)])
+    return shards
+
+
+def refuse_what_looks_beyond_a_shard(hift: HiFT) -> None:
+    """Refuse base optimizers that would compute something else on a part of a weight than on the whole.
+
+    Raises:
+        ValueError: Naming what to use.
+    """
+    name = hift.base.optimizer_class.__name__
+    if hift.base.optimizer_class.__module__.startswith("bitsandbytes."):
+        raise ValueError(
+            f"{name} keeps its state by blocks of a whole weight, which the ranks' shards would cut elsewhere; under "
+            "FSDP2 use torch.optim.AdamW: HiFT keeps its state off the device"
+        )
+    if hift.base.slicing.unit != "elements":
+        raise ValueError(
+            f"{name} looks at more than single elements, or is not known not to, and a rank holds only some rows; "
+            "under FSDP2 use torch.optim.AdamW or another element-wise optimizer, say elementwise=True of one that is, "
+            "or train under DDP"
+        )
+
+
+@torch.no_grad()
+def warm_up(model: nn.Module) -> None:
+    """Let FSDP2 make up its mind about dtypes while everything trains: what is frozen then could never train.
+
+    It does so in the first forward pass of the root; this is one without any computation.
+
+    Args:
+        model: The root that `fully_shard` was applied to.
+    """
+    setattr(model, _WARM_UP, _do_nothing)
+    register_fsdp_forward_method(model, _WARM_UP)
+    try:
+        getattr(model, _WARM_UP)()
+    finally:
+        delattr(model, _WARM_UP)
+    reshard(model)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop every gathered weight, so that the next forward pass gathers what the shards hold now."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _check_same_weights(model: nn.Module) -> None:
+    bits = {f"the bits of {name}": int(sum_of_bits(parameter)) for name, parameter in model.named_parameters()}
+    check_agreement(bits)

@@ -1,0 +1,100 @@
+"""SFT under FSDP2: the frozen weights are sharded, and the layers add the deltas to what is gathered for each use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from slivertune.parallel.checkpoint.sft_sidecar import keep_beside
+from slivertune.parallel.consistency.explain import compare_when_saving
+from slivertune.parallel.consistency.headers import Stage
+from slivertune.parallel.consistency.heartbeat import guard
+from slivertune.parallel.consistency.timeouts import keeping_timeout
+from slivertune.parallel.fsdp2.hift import name_who_is_missing, reshard
+from slivertune.parallel.fsdp2.sharded_weight import first_row_of
+from slivertune.parallel.fsdp2.units import check_units
+from slivertune.parallel.objects import replace_each
+from slivertune.parallel.sft.communicator import RankExchange
+from slivertune.parallel.sft.sharded_base import ShardedBase
+from slivertune.parallel.sft.unsupported import check_layers
+from slivertune.sft import SFT
+from slivertune.sft.targets import Target
+
+
+def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Prepare under FSDP2: accelerate shards the frozen model, the deltas stay out of that.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        model: The model.
+        sft: Built over it, in either form; it is in the layer form afterwards.
+        objects: All that is to be prepared, these two included.
+
+    Returns:
+        The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
+
+    Raises:
+        ValueError: If something is trained that is not the weight of a plain linear layer, or a unit holds the input
+            embedding.
+    """
+    check_layers(sft, "FSDP2")
+    check_units(accelerator, model)
+    exchange = RankExchange(lambda: bool(accelerator.sync_gradients))
+
+    def access(target: Target) -> ShardedBase:
+        return _Rows(target, accelerator.device, prepared)
+
+    with sft.moving(exchange, in_layers=True, access=access):
+        prepared = _sharded(accelerator, model)
+    exchange.keep_together(sft)
+    name_who_is_missing(accelerator, prepared, lambda: exchange.meet(Stage.FORWARD))
+    compare_when_saving(accelerator, lambda: exchange.compare_all(sft))
+    sft.show_card()
+    optimizer = accelerator.prepare_optimizer(sft)
+    optimizer._is_accelerate_prepared = True
+    keep_beside(accelerator, sft)
+    return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})
+
+
+def _sharded(accelerator: Any, model: nn.Module) -> Any:
+    """Let accelerate shard a model without an optimizer, which it refuses to; so it gets one that is thrown away."""
+    with guard("sharing the weights out", computes=True), keeping_timeout():
+        prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    accelerator._optimizers.remove(placeholder)
+    return prepared
+
+
+class _Rows(ShardedBase):
+    """A parameter of which FSDP2 gives some rows to each rank."""
+
+    def __init__(self, target: Target, device: torch.device, model: nn.Module) -> None:
+        super().__init__(target, device)
+        self._model = model
+
+    def own(self) -> tuple[torch.Tensor, int]:
+        """This rank's rows, flattened, and where they begin."""
+        parameter = self._sharded()
+        local = parameter.detach().to_local()
+        return local.view(-1), first_row_of(parameter) * (parameter.numel() // parameter.shape[0])
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, on every rank. A collective."""
+        with guard(f"gathering {self._target.name}", computes=True):
+            whole: torch.Tensor = self._sharded().detach().full_tensor()
+        return whole
+
+    def _sharded(self) -> Any:
+        if not isinstance(self._target.parameter, DTensor):
+            # After a forward without a backward some modules still have what was gathered.
+            reshard(self._model)
+        parameter = self._target.parameter
+        placements: Any = getattr(parameter, "placements", ())
+        if len(placements) != 1 or not placements[0].is_shard(0):
+            raise ValueError(
+                f"{self._target.name} is placed as {placements or 'no DTensor'}; SFT reads weights that are cut by "
+                "rows over one dimension of ranks: leave replicas (HSDP), other placements and ignored_modules away"
+            )
+        return parameter

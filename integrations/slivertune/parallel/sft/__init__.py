@@ -1,0 +1,1 @@
+"""SFT on several ranks: what its layouts have in common."""

@@ -1,0 +1,135 @@
+"""SFT's exchange over torch.distributed: small all-reduces and all-gathers, nothing of a dense gradient's size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slivertune.ledger import claim
+from slivertune.parallel.consistency.headers import Header, Stage
+from slivertune.parallel.consistency.heartbeat import Whereabouts, comparable, digest
+from slivertune.sft import SFT
+from slivertune.sft.exchange import NOWHERE, Exchange, Place
+
+_NO_POSITION = -1
+
+
+class RankExchange(Exchange):
+    """Exchanges over the default process group.
+
+    Bytes that a rank contributes: 4 for each trained weight in an update, 8 in an estimation phase; in the first update
+    of a phase, for each micro-batch, 8 and 4 for each rank (the positions, then the values at all ranks' positions).
+
+    Args:
+        is_last: Whether the running backward is the last one before the update; the same on every rank.
+    """
+
+    is_alone = False
+
+    def __init__(self, is_last: Callable[[], bool]) -> None:
+        self._is_last = is_last
+        self._whereabouts = Whereabouts("sft")
+        self._whereabouts.enter(0, "before its first update")
+        self._updates = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that writes what all have."""
+        return dist.get_rank() == 0
+
+    def check(self) -> None:
+        """Nothing to check: there is an exchange."""
+
+    def is_last(self) -> bool:
+        """Whether the running backward is the last one before the update."""
+        return self._is_last()
+
+    def meet(self, stage: Stage = Stage.AVERAGING, settings: Mapping[str, object] | None = None) -> None:
+        """Check that all ranks are about to do the same, at the same update and with the same settings."""
+        self._whereabouts.meet(Header(stage, self._updates), settings)
+
+    def keep_together(self, sft: SFT) -> None:
+        """Compare, before every step from now on, where the ranks are and what they apply.
+
+        Args:
+            sft: Exchanges by this.
+        """
+
+        def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+            self._updates = sft.updates  # a checkpoint may have been loaded
+            self.meet(Stage.STEPPING, {key: comparable(each) for key, each in options_of(sft).items()})
+
+        sft.register_step_pre_hook(before)
+
+    def compare_all(self, sft: SFT) -> None:
+        """Compare positions and deltas, wherever the phases stand. A collective.
+
+        Args:
+            sft: Exchanges by this.
+
+        Raises:
+            RuntimeError: On every rank, if they have drifted apart.
+        """
+        deltas = {name: delta.values for name, delta in sft.deltas().items()}
+        self._whereabouts.compare(
+            {
+                "updates": sft.updates,
+                "the positions of the trained weights": digest(sft.positions()),
+                "the deltas": digest(deltas),
+            },
+            Header(Stage.SAVING, sft.updates),
+        )
+
+    def earliest(self, place: Place, device: torch.device) -> Place:
+        """Where the rank is whose turn comes first."""
+        own = torch.tensor(place, dtype=torch.int64, device=device)
+        with self._whereabouts.guard(f"choosing candidates in {_named(place)}"):
+            rows = own.new_empty(dist.get_world_size(), own.numel())
+            dist.all_gather(list(rows), own)
+            places = rows.tolist()
+        return min((Place(*each) for each in places), key=Place.turn)
+
+    def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
+        """All ranks' positions, each once, sorted."""
+        padded = positions.new_full((most,), _NO_POSITION)
+        padded[: positions.numel()] = positions
+        with self._whereabouts.guard("gathering the positions of candidates"):
+            rows = padded.new_empty(dist.get_world_size(), most)
+            dist.all_gather(list(rows), padded)
+        found: torch.Tensor = rows.unique()
+        return found.masked_select(found != _NO_POSITION)
+
+    def mean_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Set tensors to their mean over the ranks, by one all-reduce."""
+        flat = torch.cat([tensor.view(-1) for tensor in tensors])
+        claim(flat, "gradients")
+        # Divided before the sum, which then has the range of one gradient.
+        flat.div_(dist.get_world_size())
+        with self._whereabouts.guard("averaging the gradients of the deltas"):
+            dist.all_reduce(flat)
+        for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(mean.view(tensor.shape))
+
+    def enter(self, updates: int) -> None:
+        """Note that this rank works on the update after so many."""
+        self._updates = updates
+        self._whereabouts.enter(updates, "training")
+
+    def compare(self, updates: int, fingerprint: Mapping[str, torch.Tensor]) -> None:
+        """Check that all ranks hold the same."""
+        self._whereabouts.compare(
+            {"updates": updates, "the positions of the trained weights": digest(fingerprint)},
+            Header(Stage.COMPARING, updates),
+        )
+
+
+def options_of(sft: SFT) -> dict[str, Any]:
+    """The hyperparameters of the coming update, by name."""
+    return {key: value for key, value in sft.param_groups[0].items() if key != "params"}
+
+
+def _named(place: Place) -> str:
+    return "no tensor, at the end of a backward" if place == NOWHERE else f"tensor {place.weight}"

@@ -1,0 +1,336 @@
+"""Checkpoints of a DeepSpeed engine that HiFT rotates: DeepSpeed's files, and beside them one a rank with the rest.
+
+DeepSpeed writes the model, its counters and schedule, and the optimizer of the active group. A file of ours for each
+rank holds the rotation, its share of the masters and state of every group, and which elements of which parameters that
+is, so that any other number of ranks can put its own shares together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slivertune.aside import new_file
+from slivertune.hift import HiFT
+from slivertune.hift.rotation import own_copy
+from slivertune.parallel.consistency.heartbeat import check_agreement
+from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
+from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
+from slivertune.parallel.zero.schedule import Turns
+from slivertune.parallel.zero.shares import Piece, SavedShares, pieces_of
+
+
+class Checkpoints:
+    """Saves and loads all groups through the engine's own methods, which it overrides on this engine alone.
+
+    Args:
+        turns: The rotation on the engine.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        engine = turns.engine
+        self._engine_save, self._engine_load = engine.save_checkpoint, engine.load_checkpoint
+        self._engine_destroy = engine.destroy
+        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
+
+    def _save(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """As DeepSpeed's; a collective."""
+        turns = self._turns
+        turns.follow_counters()
+        for group in turns.children:
+            turns.mover(group).follow_weights()
+        tag = f"global_step{turns.engine.global_steps}" if tag is None else str(tag)
+        folder = Path(save_dir) / tag
+        folder.mkdir(parents=True, exist_ok=True)
+        if dist.get_rank() == 0:
+            for path in folder.glob("slivertune_hift_rank_*_of_*.pt"):
+                # Of an older checkpoint that other ranks have saved under this name.
+                if not path.stem.endswith(f"_of_{dist.get_world_size()}"):
+                    path.unlink()
+        # Before DeepSpeed's, whose last act is to point "latest" at the folder.
+        with new_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as aside:
+            torch.save(self._export(), aside)
+        # Groups that wait are frozen, but must not be left out.
+        with turns.all_thawed(exclude_frozen_parameters):
+            return self._engine_save(
+                str(save_dir),
+                tag,
+                client_state=dict(client_state or {}),
+                save_latest=save_latest,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+
+    def _load(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """As DeepSpeed's; a collective.
+
+        Raises:
+            ValueError: If the checkpoint is not one of HiFT, or of other groups; on all ranks, before anything is
+                changed.
+        """
+        turns = self._turns
+        rest = {
+            "load_module_strict": load_module_strict,
+            "load_lr_scheduler_states": load_lr_scheduler_states,
+            "custom_load_fn": custom_load_fn,
+        }
+        if tag is None:
+            return self._engine_load(str(load_dir), tag, **rest)
+        saved = None if load_module_only else self._read(Path(load_dir) / str(tag))
+        if saved is not None:
+            turns.restore(saved)
+            for outer, values in zip(turns.optimizer.param_groups, saved["param_groups"], strict=True):
+                outer.update({key: own_copy(value) for key, value in values.items() if key != "params"})
+            num_saved = saved_ranks(Path(load_dir) / str(tag))
+            if num_saved is not None and num_saved != dist.get_world_size():
+                return self._load_from_others(Path(load_dir), str(tag), num_saved, load_optimizer_states, rest)
+        loaded = self._engine_load(
+            str(load_dir),
+            str(tag),
+            load_optimizer_states=load_optimizer_states,
+            load_module_only=load_module_only,
+            **rest,
+        )
+        if saved is None or not load_optimizer_states:
+            for child in turns.children.values():
+                child.refresh_fp32_params()
+            return loaded
+        for group in turns.children:
+            if str(group) in saved["groups"]:
+                self._import(group, saved["groups"][str(group)])
+            turns.adopt(group, saved["own"][str(group)])
+        return loaded
+
+    def _load_from_others(
+        self, load_dir: Path, tag: str, num_saved: int, load_states: bool, rest: Mapping[str, Any]
+    ) -> Any:
+        """Load what another number of ranks has saved: every share anew, out of all their files."""
+        turns, folder = self._turns, load_dir / tag
+        shares = SavedShares(folder, num_saved)
+        zero: Any = turns.engine.optimizer
+        if turns.stage == 3:
+            zero.checkpoint_event_prologue()
+        with reading_first(turns.engine, folder):
+            loaded = turns.engine._load_checkpoint(str(load_dir), tag, load_optimizer_states=True, **rest)
+        turns.follow_counters()
+        for name, value in shares.first["scaler"].items():
+            setattr(turns.children[turns.active].loss_scaler, name, value)
+        for group in turns.children:
+            self._fill(group, shares, load_states)
+            own = shares.first["own"][str(group)]
+            turns.adopt(group, own if load_states else [{} for _ in own])
+        if turns.stage == 3:
+            trained = {id(each.parameter) for group in turns.children for each in turns.optimizer.weights_of(group)}
+            fill_frozen(turns.engine, folder, num_saved, trained)
+            zero.checkpoint_event_epilogue()
+        return loaded
+
+    def _fill(self, group: int, shares: SavedShares, load_states: bool) -> None:
+        turns = self._turns
+        mover, child = turns.mover(group), turns.children[group]
+        mover.to_device()
+        with turns.all_masters_listed(group) as optimizer:
+            state: dict[int, Any] = {}
+            for index, (master, own) in enumerate(zip(mover.masters, self._pieces(group), strict=True)):
+                whole = master.detach().cpu().clone()
+                kept = shares.fill(group, own, whole)
+                master.data.copy_(whole)
+                if kept:
+                    state[index] = kept
+            if load_states:
+                exported = shares.first["groups"].get(str(group), shares.first["active"])
+                inner = optimizer.state_dict()["param_groups"]
+                for mine, theirs in zip(inner, exported["optimizer"]["param_groups"], strict=True):
+                    mine.update({key: own_copy(value) for key, value in theirs.items() if key != "params"})
+                optimizer.load_state_dict({"state": state, "param_groups": inner})
+        if turns.stage == 3:
+            for index in range(len(mover.masters)):
+                child._reassign_or_swap_out_partitioned_parameters(index)
+
+    def _pieces(self, group: int) -> list[list[Piece]]:
+        names = {id(each): name for name, each in self._turns.engine.module.named_parameters()}
+        return pieces_of(self._turns.children[group], self._turns.stage, names)
+
+    def _destroy(self) -> None:
+        """As DeepSpeed's."""
+        self._turns.destroy()
+        self._engine_destroy()
+
+    def _export(self) -> dict[str, Any]:
+        turns = self._turns
+        rotation = turns.optimizer.rotation
+        waiting = [group for group in turns.children if group != turns.active]
+        for group in waiting:
+            turns.mover(group).settle()
+        return {
+            "version": VERSION,
+            "identity": self._identity(),
+            "updates": rotation.updates,
+            "held_lr": [own_copy(value) for value in rotation.held_lr],
+            "skipped_turns": dict(rotation.skipped),
+            "skipped_in_cycle": dict(rotation.skipped_in_cycle),
+            "param_groups": [
+                {key: own_copy(value) for key, value in group.items() if key != "params"}
+                for group in turns.optimizer.param_groups
+            ],
+            "groups": {str(group): self._export_group(group) for group in waiting},
+            # DeepSpeed's files have it too, in a form that only as many ranks read.
+            "active": self._export_group(turns.active),
+            "pieces": {
+                str(group): [list(map(tuple, each)) for each in self._pieces(group)] for group in turns.children
+            },
+            "shapes": self._shapes(),
+            "scaler": {
+                name: value
+                for name, value in vars(turns.children[turns.active].loss_scaler).items()
+                if isinstance(value, (bool, int, float))
+            },
+            "own": {str(group): turns.own_hyperparameters(group) for group in turns.children},
+        }
+
+    def _shapes(self) -> dict[str, dict[str, list[int]]]:
+        """The parameters' shapes by group and name."""
+        turns = self._turns
+        names = {id(each): name for name, each in turns.engine.module.named_parameters()}
+        return {
+            str(group): {
+                names[id(each.parameter)]: list(getattr(each.parameter, "ds_shape", each.parameter.shape))
+                for each in turns.optimizer.weights_of(group)
+            }
+            for group in turns.children
+        }
+
+    def _export_group(self, group: int) -> dict[str, Any]:
+        turns = self._turns
+        with turns.all_masters_listed(group) as optimizer:
+            return {
+                "optimizer": optimizer.state_dict(),
+                "masters": [master.detach() for master in turns.mover(group).masters],
+            }
+
+    def _import(self, group: int, saved: Mapping[str, Any]) -> None:
+        turns = self._turns
+        child = turns.children[group]
+        # Torch puts loaded state where the weights are, and some of it (a fused step count) has to be on the device.
+        turns.mover(group).to_device()
+        with turns.all_masters_listed(group) as optimizer:
+            optimizer.load_state_dict(saved["optimizer"])
+        for index, (master, value) in enumerate(zip(turns.mover(group).masters, saved["masters"], strict=True)):
+            master.data.copy_(value)
+            if turns.stage == 3:
+                # DeepSpeed restores these weights as frozen ones, unless those were left out of the checkpoint.
+                child._reassign_or_swap_out_partitioned_parameters(index)
+
+    def _read(self, folder: Path) -> dict[str, Any]:
+        """This rank's file; all ranks fail together if one can't read its own."""
+        problem, saved = "", {}
+        try:
+            saved = self._checked(folder)
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            own: ValueError | None = ValueError(problem)
+        else:
+            own = None
+        try:
+            check_agreement({"the checkpoint": problem or "readable"})
+        except ValueError:
+            if own is None:
+                raise
+        if own is not None:
+            raise own
+        return saved
+
+    def _checked(self, folder: Path) -> dict[str, Any]:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        num_saved = saved_ranks(folder)
+        if num_saved is None:
+            raise ValueError(
+                f"{folder} has no {file_name(rank, num_ranks)}: it was not saved by HiFT on DeepSpeed; name another"
+            )
+        # All ranks' files say the same of what is asked here.
+        whose = rank if num_saved == num_ranks else 0
+        saved = read_rank_file(folder, whose, num_saved)
+        path = folder / file_name(whose, num_saved)
+        check_identity(path, saved["identity"], self._identity())
+        if num_saved == num_ranks:
+            self._check_shares(path, saved)
+        return saved
+
+    def _check_shares(self, path: Path, saved: Mapping[str, Any]) -> None:
+        turns = self._turns
+        for group in turns.children:
+            theirs = saved["groups"].get(str(group), saved["active"])["masters"]
+            is_same = [tuple(each.shape) for each in theirs] == [
+                tuple(each.shape) for each in turns.mover(group).masters
+            ]
+            pieces = [[Piece(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
+            if not is_same or pieces != self._pieces(group):
+                raise ValueError(
+                    f"{path} has other shares of group {group} than this rank; build model, optimizer and config with "
+                    "the settings of the saved run, or use another checkpoint"
+                )
+
+    def _identity(self) -> dict[str, Any]:
+        return {"stage of ZeRO": self._turns.stage, **identity(self._turns.optimizer)}
+
+
+def identity(optimizer: HiFT) -> dict[str, Any]:
+    """What a saved state has in common with the optimizer that it fits.
+
+    Args:
+        optimizer: HiFT.
+    """
+    return {
+        "base optimizer": optimizer.base.name,
+        "grouping (layers_per_group, layers)": [list(group.parameter_names) for group in optimizer.groups],
+        "order of turns (order, seed)": list(optimizer.rotation.order),
+        "steps_per_group": optimizer.rotation.steps_per_group,
+        "number of param groups": len(optimizer.param_groups),
+    }
+
+
+def check_identity(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse a state of another run.
+
+    Args:
+        path: Where it lies.
+        theirs: Its `identity`.
+        ours: That of the optimizer at hand.
+
+    Raises:
+        ValueError: Naming the first thing that differs.
+    """
+    for name, value in ours.items():
+        saved = theirs.get(name)
+        if saved != value:
+            raise ValueError(
+                f"{path} has another {name}: {_short(saved)} there, {_short(value)} here; build the optimizer and the "
+                "config with the settings of the saved run"
+            )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(each, list) for each in value):
+        return f"{len(value)} groups of {[len(each) for each in value][:6]} parameters"
+    return repr(value)

@@ -1,0 +1,120 @@
+"""HiFT on ZeRO-1, 2 and 3 under accelerate: each rank keeps and steps its share of the active group.
+
+On a rank the device holds the weights (under ZeRO-3 its share of them), its share of the active group's fp32 masters
+and state, that group's gradients and one reduce bucket; its shares of all other groups wait in host memory.
+
+DeepSpeed accumulates bf16 gradients in bf16 unless the config says `data_types.grad_accum_dtype: fp32` (stages 2, 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import DeepSpeedOptimizerWrapper
+from torch import nn
+
+from slivertune.hift import HiFT
+from slivertune.parallel.checkpoint.manifests import seal_engine
+from slivertune.parallel.consistency.explain import explain_engine, explain_saving
+from slivertune.parallel.consistency.heartbeat import check_agreement, guard
+from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
+from slivertune.parallel.zero.checkpoint import Checkpoints
+from slivertune.parallel.zero.engine import drive_by_config, take_place
+from slivertune.parallel.zero.schedule import Turns, optimizer_of_group
+from slivertune.parallel.zero.unsupported import (
+    check_engine_config,
+    check_engine_optimizer,
+    check_method,
+    facts_to_agree_on,
+    fill_buckets,
+    fill_clipping,
+)
+
+
+class EngineSteppedOptimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
+    """What a training loop holds for HiFT on an engine: `accelerator.backward` steps, `step` does nothing.
+
+    Args:
+        optimizer: HiFT; its param groups are the schedule's.
+        engine: DeepSpeed's engine.
+    """
+
+    def __init__(self, optimizer: HiFT, engine: Any) -> None:
+        super().__init__(optimizer)
+        self._engine = engine
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step overflowed, in fp16."""
+        return bool(self._engine.optimizer.overflow)
+
+
+def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Prepare a model and HiFT for DeepSpeed; see `slivertune.prepare`.
+
+    Args:
+        accelerator: An Accelerator with a DeepSpeed plugin of stage 1, 2 or 3.
+        objects: With one model and one HiFT.
+
+    Returns:
+        The prepared objects, in their order; the model is DeepSpeed's engine.
+
+    Raises:
+        ValueError: If the ranks disagree, or HiFT and the config don't go together.
+    """
+    optimizer = next(each for each in objects if isinstance(each, HiFT))
+    config = accelerator.state.deepspeed_plugin.deepspeed_config
+    check_before(optimizer, config)
+    fill_clipping(config)
+    fill_buckets(config, next(each for each in objects if isinstance(each, nn.Module)))
+    first = optimizer_of_group(optimizer, optimizer.active_group)
+    with guard("making the engine", computes=True), keeping_timeout():
+        prepared = list(accelerator.prepare(*(first if each is optimizer else each for each in objects)))
+    index = next(i for i, each in enumerate(objects) if isinstance(each, nn.Module))
+    engine = prepared[index]
+    rotate(engine, optimizer)
+    new = EngineSteppedOptimizer(optimizer, engine)
+    explain_saving(accelerator)
+    take_place(accelerator, prepared, prepared[objects.index(optimizer)], new, engine)
+    return tuple(prepared)
+
+
+def check_before(optimizer: HiFT, config: dict[str, Any]) -> None:
+    """Refuse what can't be rotated, on every rank alike. A collective.
+
+    Args:
+        optimizer: HiFT.
+        config: DeepSpeed's, not yet used.
+
+    Raises:
+        ValueError: Naming the setting and what to use.
+    """
+    check_method(optimizer.config, optimizer.base.optimizer_class, optimizer.base.slicing.unit)
+    check_engine_config(config)
+    check_agreement(facts_to_agree_on(optimizer, config))
+
+
+def rotate(engine: Any, optimizer: HiFT) -> Turns:
+    """Put HiFT's rotation on an engine that was built over the first group.
+
+    Args:
+        engine: DeepSpeed's engine; some of its methods are overridden, on this instance.
+        optimizer: HiFT; the engine steps in its place from now on.
+
+    Returns:
+        The rotation; the engine keeps it, as `engine.hift_turns`.
+
+    Raises:
+        ValueError: If the engine chose an optimizer that can't be rotated.
+    """
+    check_engine_optimizer(type(engine.optimizer).__name__)
+    optimizer.hand_over(f"DeepSpeed's ZeRO-{engine.zero_optimization_stage()} engine")
+    with keeping_timeout():
+        turns = Turns(engine, optimizer, engine.module)
+    Checkpoints(turns)
+    seal_engine(engine)
+    explain_engine(engine)
+    follow_default_timeout([engine.seq_data_parallel_group, engine.data_parallel_group])
+    engine.hift_turns = turns
+    drive_by_config(engine, optimizer)
+    return turns

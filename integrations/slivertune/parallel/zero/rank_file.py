@@ -1,0 +1,179 @@
+"""A rank's file in a checkpoint of HiFT on DeepSpeed: its name, and what it must hold before anything is taken from it.
+
+A manifest tells damage; a file whose manifest agrees may still be of another making, and what is read from it becomes
+sizes, slices and attributes. So all of its form is checked first, and errors name the part that is another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slivertune.parallel.checkpoint.folder import check_plain
+from slivertune.saved_state import describe_damage, load_dictionary
+
+VERSION = 2
+"""Version of the saved form."""
+
+
+def file_name(rank: int, num_ranks: int) -> str:
+    """Name of a rank's file in the folder of a checkpoint."""
+    return f"slivertune_hift_rank_{rank}_of_{num_ranks}.pt"
+
+
+def saved_ranks(folder: Path) -> int | None:
+    """How many ranks have saved a checkpoint of HiFT on DeepSpeed; None where it is none."""
+    counts = {
+        int(path.stem.rpartition("_")[2])
+        for path in folder.glob("slivertune_hift_rank_*_of_*.pt")
+        if path.stem.rpartition("_")[2].isdecimal()
+    }
+    return max(counts, default=None)
+
+
+def read_rank_file(folder: Path, rank: int, num_ranks: int, *, mmap: bool = False) -> dict[str, Any]:
+    """Read a rank's file.
+
+    Args:
+        folder: The checkpoint's.
+        rank: The rank that wrote it.
+        num_ranks: That saved.
+        mmap: Whether tensors are read when they are needed.
+
+    Raises:
+        ValueError: If it is missing, of another version, or holds something else.
+    """
+    path = folder / file_name(rank, num_ranks)
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; the checkpoint is damaged, use another")
+    saved = load_dictionary(path, mmap=mmap)
+    version = saved.get("version")
+    if type(version) is not int or version != VERSION:
+        raise ValueError(
+            f"{path} has version {version!r}, this library reads {VERSION}; continue with the version that wrote it"
+        )
+    try:
+        for key, check in _PARTS.items():
+            check(saved[key], key)
+        _check_groups(saved)
+    except (KeyError, TypeError) as error:
+        problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(describe_damage(path, problem)) from error
+    return saved
+
+
+_Check = Callable[[Any, str], None]
+
+
+def _need(holds: bool, what: str, is_what: str) -> None:
+    if not holds:
+        raise TypeError(f"{what} is no {is_what}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**62
+
+
+def _count(value: Any, what: str) -> None:
+    _need(_is_count(value), what, "count")
+
+
+def _number(value: Any, what: str) -> None:
+    _need(type(value) in (bool, int, float), what, "number")
+
+
+def _rate(value: Any, what: str) -> None:
+    is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else value is None or type(value) in (int, float)
+    _need(is_one, what, "learning rate")
+
+
+def _mapping(value: Any, what: str) -> None:
+    _need(isinstance(value, Mapping) and all(type(key) is str for key in value), what, "mapping by name")
+
+
+def _plain(value: Any, what: str) -> None:
+    _mapping(value, what)
+    check_plain(value)
+
+
+def _list_of(check: _Check) -> _Check:
+    def check_all(value: Any, what: str) -> None:
+        _need(isinstance(value, (list, tuple)), what, "list")
+        for index, each in enumerate(value):
+            check(each, f"{what}[{index}]")
+
+    return check_all
+
+
+def _by_name(check: _Check) -> _Check:
+    def check_all(value: Any, what: str) -> None:
+        _mapping(value, what)
+        for key, each in value.items():
+            check(each, f"{what}[{key!r}]")
+
+    return check_all
+
+
+def _counts_by_index(value: Any, what: str) -> None:
+    _need(all(_is_count(count) for _, count in _indexed(value, what)), what, "mapping of counts")
+
+
+def _piece(value: Any, what: str) -> None:
+    is_one = isinstance(value, (list, tuple)) and len(value) == 4 and type(value[0]) is str
+    _need(is_one and all(map(_is_count, value[1:])), what, "piece of a parameter")
+
+
+def _master(value: Any, what: str) -> None:
+    _need(isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == torch.float32, what, "fp32 master")
+
+
+def _group(value: Any, what: str) -> None:
+    _mapping(value, what)
+    _list_of(_master)(value["masters"], f"{what}['masters']")
+    optimizer, place = value["optimizer"], f"{what}['optimizer']"
+    _mapping(optimizer, place)
+    _list_of(_mapping)(optimizer["param_groups"], f"{place}['param_groups']")
+    for index, values in _indexed(optimizer["state"], f"{place}['state']"):
+        _mapping(values, f"{place}['state'][{index}]")
+
+
+def _indexed(value: Any, what: str) -> Any:
+    _need(isinstance(value, Mapping) and all(map(_is_count, value)), what, "mapping by index")
+    return value.items()
+
+
+_PARTS: dict[str, _Check] = {
+    "identity": _plain,
+    "updates": _count,
+    "held_lr": _list_of(_rate),
+    "skipped_turns": _counts_by_index,
+    "skipped_in_cycle": _counts_by_index,
+    "param_groups": _list_of(_mapping),
+    "groups": _by_name(_group),
+    "active": _group,
+    "pieces": _by_name(_list_of(_list_of(_piece))),
+    "shapes": _by_name(_by_name(_list_of(_count))),
+    "scaler": _by_name(_number),
+    "own": _by_name(_list_of(_mapping)),
+}
+
+
+def _check_groups(saved: Mapping[str, Any]) -> None:
+    """Each part tells of the same groups, and pieces lie within parameters and masters."""
+    names = [str(index) for index in range(len(saved["pieces"]))]
+    for key in ("pieces", "shapes", "own"):
+        _need(sorted(saved[key]) == sorted(names), key, f"mapping of {len(names)} groups")
+    are_all_but_one = set(saved["groups"]) < set(names) and len(saved["groups"]) == len(names) - 1
+    _need(are_all_but_one, "groups", "mapping of all groups but the active one")
+    for name in names:
+        exported, what = saved["groups"].get(name, saved["active"]), f"pieces[{name!r}]"
+        masters, sizes = exported["masters"], saved["shapes"][name]
+        _need(len(saved["pieces"][name]) == len(masters), what, "list for each master")
+        for pieces, master in zip(saved["pieces"][name], masters, strict=True):
+            for parameter, first, place, length in pieces:
+                is_within = parameter in sizes and first + length <= prod(sizes[parameter])
+                _need(is_within and place + length <= master.numel(), what, f"list of pieces within {parameter!r}")

@@ -1,0 +1,396 @@
+"""HiFT's rotation on a DeepSpeed engine: one native ZeRO optimizer for each group, of which the engine holds one."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.hift import HiFT
+from slivertune.hift.backward_watch import BackwardWatch
+from slivertune.hift.freezing import Thaw
+from slivertune.hift.model_check import ModelCheck
+from slivertune.hift.piece import Weight, differs
+from slivertune.hift.rotation import LearningRate, own_copy
+from slivertune.hift.skipping import SkipNotices
+from slivertune.parallel.consistency.headers import Header, Stage
+from slivertune.parallel.consistency.heartbeat import Whereabouts
+from slivertune.parallel.consistency.hift import applied_settings
+from slivertune.parallel.zero.state_mover import StateMover
+
+_numbers = itertools.count()
+"""Of the engines in this process, the same on every rank."""
+
+PARAM_GROUP = "slivertune_param_group"
+"""Key in the param groups of a group's optimizer: the index of HiFT's param group that holds its hyperparameters."""
+
+
+def optimizer_of_group(optimizer: HiFT, group: int) -> torch.optim.Optimizer:
+    """An instance of the base optimizer over one group's weights, with the hyperparameters of HiFT's param groups.
+
+    Args:
+        optimizer: HiFT.
+        group: Index of the group.
+    """
+    weights = optimizer.weights_of(group)
+    return optimizer.base.build(
+        [
+            {
+                **{key: own_copy(value) for key, value in optimizer.param_groups[index].items() if key != "params"},
+                PARAM_GROUP: index,
+                "params": [weight.parameter for weight in weights if weight.param_group == index],
+            }
+            for index in sorted({weight.param_group for weight in weights})
+        ]
+    )
+
+
+class Turns:
+    """Gives the engine the ZeRO optimizer of the group whose turn it is.
+
+    The turn follows from the engine's own counters of applied steps, which DeepSpeed saves, and changes right before a
+    forward: the engine still reads its optimizer after stepping it.
+
+    Args:
+        engine: DeepSpeed's engine, built with `optimizer_of_group` of the group whose turn is first, the others frozen.
+        optimizer: HiFT; read for its groups, rotation and param groups, and advanced.
+        model: The engine's module.
+    """
+
+    def __init__(self, engine: Any, optimizer: HiFT, model: nn.Module) -> None:
+        self.engine = engine
+        self.optimizer = optimizer
+        self.stage = int(engine.zero_optimization_stage())
+        self.active = optimizer.active_group
+        self.num_switches = 0
+        self.switch_seconds = 0.0
+        """Time in switches so far, copies included; without them it is this less `copy_seconds`."""
+        self._weights = [tuple(w.parameter for w in optimizer.weights_of(g)) for g in range(optimizer.num_groups)]
+        self._thaw = Thaw(model, [parameter for weights in self._weights for parameter in weights])
+        self._waits_on_host = optimizer.config.state == "host"
+        self._pushed: dict[tuple[int, int], dict[str, Any]] = {}
+        self._applied: list[LearningRate] = []
+        self._whereabouts = Whereabouts(f"hift-zero-{next(_numbers)}")
+        self._noted = -1
+        self._notices = SkipNotices(optimizer.groups)
+        self._has_run = self._is_reached = self._is_reached_now = False
+        self._task = -1
+        layers = [layer for group in optimizer.groups for layer in group.layers]
+        self._watch = BackwardWatch(model, layers, on_backward=self._note_backward)
+        first = engine.optimizer
+        self.children: dict[int, Any] = {self.active: first}
+        self._movers = {self.active: self._mover(first)}
+        self._rest(self.active)
+        for group in (g for g in range(optimizer.num_groups) if g != self.active):
+            self._build(group, first)
+        self._share_scaler()
+        for group, child in self.children.items():
+            child.optimizer.register_step_pre_hook(functools.partial(self._push_hyperparameters, group))
+            if self.stage == 3:
+                # Each optimizer has claimed all parameters of the module for itself.
+                for parameter in self._weights[group]:
+                    parameter._z3_optimizer = child  # type: ignore[attr-defined]
+        self._wake(self.active)
+        self._check = ModelCheck(model, self._all_weights())
+        self._engine_step = engine.step
+        engine.step = self._step
+        engine.backward = self._guarded(engine.backward, "in the backward of")
+        if self.stage == 3:
+            engine.forward = self._guarded(engine.forward, "gathering the weights for")
+        engine.register_forward_pre_hook(self._before_forward)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Time spent copying (on CUDA: queueing copies) in all switches so far."""
+        return sum(mover.copy_seconds for mover in self._movers.values())
+
+    def mover(self, group: int) -> StateMover:
+        """The mover of a group's masters and state."""
+        return self._movers[group]
+
+    def follow_counters(self) -> None:
+        """Hand the turn to the group that the engine's counters name. A local operation."""
+        self._count()
+        group = self.optimizer.active_group
+        if group == self.active:
+            return
+        start = time.perf_counter()
+        self.children[self.active].zero_grad()
+        self._rest(self.active)
+        self._wake(group)
+        self.switch_seconds += time.perf_counter() - start
+        self.num_switches += 1
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the rotation to where a checkpoint was; the engine's counters follow when it loads.
+
+        Args:
+            state: What `Rotation.state` returned in the saved run.
+        """
+        self.optimizer.rotation.restore(state)
+        group = self.optimizer.active_group
+        if group != self.active:
+            self._rest(self.active)
+            self._wake(group)
+
+    def own_hyperparameters(self, group: int) -> list[dict[str, Any]]:
+        """What a group's optimizer itself changed among its hyperparameters, by its own param groups."""
+        return [
+            {
+                key: own_copy(value)
+                for key, value in inner.items()
+                if key in (pushed := self._pushed.get((group, inner[PARAM_GROUP]), {})) and differs(pushed[key], value)
+            }
+            for inner in self.children[group].optimizer.param_groups
+        ]
+
+    def adopt(self, group: int, own: Sequence[Mapping[str, Any]]) -> None:
+        """Take over a group's optimizer whose state was loaded.
+
+        Args:
+            group: Its index.
+            own: Its `own_hyperparameters` when it was saved.
+        """
+        for inner, values in zip(self.children[group].optimizer.param_groups, own, strict=True):
+            index = inner[PARAM_GROUP]
+            outer = self.optimizer.param_groups[index]
+            inner.update(values)
+            self._pushed[group, index] = {key: own_copy(outer[key]) for key in values}
+        if group != self.active and self._waits_on_host:
+            self._movers[group].to_host()
+        elif group == self.active:
+            self._movers[group].claim_device()
+        self._share_scaler()
+
+    @contextmanager
+    def all_masters_listed(self, group: int) -> Iterator[torch.optim.Optimizer]:
+        """The torch optimizer of a group with its masters in its param groups; on stage 3 they are there on demand.
+
+        Args:
+            group: Its index.
+        """
+        child = self.children[group]
+        if self.stage == 3:
+            child._set_fp32_optimizer_param_groups()
+        try:
+            yield child.optimizer
+        finally:
+            if self.stage == 3:
+                child._clear_fp32_optimizer_param_groups()
+
+    @contextmanager
+    def all_thawed(self, wanted: bool) -> Iterator[None]:
+        """Let nothing that HiFT trains count as frozen meanwhile.
+
+        Args:
+            wanted: Whether to do anything.
+        """
+        if not wanted:
+            yield
+            return
+        parameters = [parameter for weights in self._weights for parameter in weights]
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            self._thaw.only(self._weights[self.active], self._note_gradient)
+
+    def destroy(self) -> None:
+        """Take the waiting groups' hooks from the model; the engine destroys the active group's optimizer itself."""
+        for group, child in self.children.items():
+            if group != self.active:
+                child.destroy()
+        self._thaw.release()
+        self._watch.release()
+
+    def _build(self, group: int, first: Any) -> None:
+        self._thaw.only(self._weights[group], _nothing)
+        child = self.engine._configure_zero_optimizer(optimizer_of_group(self.optimizer, group))
+        child.register_grad_acc_post_hook(self.engine._backward_post_hook)
+        if self.stage == 3:
+            # Each brings its own hooks on every module, which would gather the weights once for each group.
+            child.parameter_offload.destroy()
+            child.parameter_offload = first.parameter_offload
+            child.persistent_parameters = first.persistent_parameters
+            # And its own bucket, of which one group at a time has use.
+            for dtype, bucket in child.ipg_buckets.items():
+                bucket.buffer = first.ipg_buckets[dtype].buffer
+        self.children[group] = child
+        self._movers[group] = self._mover(child)
+        self._rest(group)
+
+    def _share_scaler(self) -> None:
+        """Let all groups use the active group's loss scaler, which a checkpoint replaces."""
+        active = self.children[self.active]
+        for child in self.children.values():
+            child.loss_scaler = active.loss_scaler
+            child.dynamic_loss_scale = active.dynamic_loss_scale
+
+    def _mover(self, child: Any) -> StateMover:
+        return StateMover(child, self.stage, torch.device(self.engine.device))
+
+    def _rest(self, group: int) -> None:
+        if self._waits_on_host:
+            self._movers[group].to_host()
+        self._movers[group].drop_gradients()
+
+    def _wake(self, group: int) -> None:
+        self._thaw.only(self._weights[group], self._note_gradient)
+        if self._waits_on_host:
+            self._movers[group].to_device()
+        self._movers[group].take_gradients()
+        self.active = group
+        self.engine.optimizer = self.children[group]
+        self.engine.basic_optimizer = self.children[group].optimizer
+
+    def _all_weights(self) -> list[Weight]:
+        return [weight for group in range(self.optimizer.num_groups) for weight in self.optimizer.weights_of(group)]
+
+    def _check_model(self) -> None:
+        """Check that the model still has what the engine steps, and freeze again what others have thawed."""
+        self._check()
+        if self.stage < 3:
+            self._check_memory()
+        self._thaw.settle()
+
+    def _check_memory(self) -> None:
+        """Check that the weights still lie in DeepSpeed's flat memory, which is what it steps."""
+        flats = [flat for child in self.children.values() for flat in child.bit16_groups_flat]
+        addresses = {flat.untyped_storage().data_ptr() for flat in flats}
+        for weight in self._all_weights():
+            if weight.parameter.untyped_storage().data_ptr() not in addresses:
+                raise RuntimeError(
+                    f"{weight.name} lies in other memory than DeepSpeed has laid it in (model.to, or an assignment to "
+                    "its .data), and would never be trained; do that before slivertune.prepare or initialize, or copy "
+                    "the values: with torch.no_grad(): parameter.copy_(values)"
+                )
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        self.follow_counters()
+        if torch.is_grad_enabled():
+            self._check_model()
+        if self.optimizer.rotation.steps != self._noted:
+            self._noted = self.optimizer.rotation.steps
+            self._whereabouts.enter(self.optimizer.updates, f"group {self.active}")
+
+    def _guarded(self, method: Callable[..., Any], doing: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            with self._whereabouts.guard(f"{doing} group {self.active}", computes=True):
+                return method(*args, **kwargs)
+
+        return guarded
+
+    def _count(self) -> None:
+        updates = self.engine.global_steps - self.engine.skipped_steps
+        rotation = self.optimizer.rotation
+        if updates == rotation.updates:
+            return
+        rotation.advance(self._applied)
+        if rotation.updates != updates:
+            raise RuntimeError(
+                f"the engine has applied {updates} steps, HiFT knows of {rotation.updates}; a checkpoint must be "
+                "loaded by engine.load_checkpoint of the engine that slivertune returned"
+            )
+        self._end_step()
+
+    def _end_step(self) -> None:
+        rotation = self.optimizer.rotation
+        self._notices.unreached(rotation.unreached)
+        if rotation.starts_cycle:
+            self._whereabouts.compare(
+                {"updates": rotation.updates, "order": rotation.order, "held_lr": [str(lr) for lr in rotation.held_lr]},
+                self._header(Stage.COMPARING),
+            )
+
+    def _header(self, stage: Stage) -> Header:
+        skipped = sum(self.optimizer.skipped_turns.values())
+        return Header(stage, self.optimizer.updates, self.active, skipped)
+
+    def _note_backward(self) -> None:
+        self._thaw.settle()
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._is_reached_now = task, False
+            # After the last gradient, and before the engine sums up what has come.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """Check that the ranks have the same gradients to sum up; DeepSpeed would wait for them, or sum up others."""
+        self._has_run = True
+        if self.stage < 3 and not self._is_reached_now:
+            self.children[self.active].setup_buckets()  # which it does when the first gradient comes, and always needs
+        if self.stage == 1 and not self._is_boundary():
+            return
+        reached = self._is_reached if self.stage == 1 else self._is_reached_now
+        self._whereabouts.meet(self._header(Stage.AVERAGING)._replace(gradients=int(reached)))
+
+    def _is_boundary(self) -> bool:
+        engine = self.engine
+        return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        self._is_reached = self._is_reached_now = True
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_boundary():
+            is_missed = self._has_run and not self._is_reached
+            self._whereabouts.meet(
+                self._header(Stage.STEPPING)._replace(gradients=int(self._is_reached)), applied_settings(self.optimizer)
+            )
+            self._has_run = self._is_reached = False
+            if is_missed:
+                self._skip()
+                return None
+            self._movers[self.active].follow_weights()
+        with self._whereabouts.guard(f"stepping group {self.active}", computes=True):
+            result = self._engine_step(*args, **kwargs)
+        if self.engine.was_step_applied():
+            self._movers[self.active].claim_device()
+        self._count()
+        return result
+
+    def _skip(self) -> None:
+        """Let a step pass that no gradient has reached on any rank; to the engine it is one that was skipped."""
+        engine, rotation = self.engine, self.optimizer.rotation
+        self._notices.skipped(self.active)
+        rotation.skip([outer.get("lr") for outer in self.optimizer.param_groups])
+        child = self.children[self.active]
+        child.zero_grad()
+        # The zeros of its backward, which the next one would add to.
+        child.averaged_gradients = dict.fromkeys(child.averaged_gradients)
+        engine._step_applied = False
+        engine.skipped_steps += 1
+        engine.global_steps += 1
+        engine.micro_steps += 1
+        engine.global_samples += engine.train_batch_size()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        if engine.lr_scheduler is not None:
+            engine.lr_scheduler.step()
+        self._end_step()
+
+    def _push_hyperparameters(self, group: int, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # Inside the step and not before it: the learning rate of a cycle is what the schedule says then.
+        outer_groups = self.optimizer.param_groups
+        self._applied = self.optimizer.rotation.to_apply([outer.get("lr") for outer in outer_groups])
+        for inner in stepping.param_groups:
+            index = inner[PARAM_GROUP]
+            pushed = self._pushed.setdefault((group, index), {})
+            for key, value in {**outer_groups[index], "lr": self._applied[index]}.items():
+                # What the schedule did not touch stays: some optimizers adapt their own hyperparameters.
+                if key != "params" and (key not in pushed or differs(pushed[key], value)):
+                    inner[key] = own_copy(value)
+                    pushed[key] = own_copy(value)
+        # A torch schedule built over HiFT asks whether its optimizer has stepped.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _nothing(_: torch.Tensor) -> None:
+    pass

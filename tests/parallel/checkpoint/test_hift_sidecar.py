@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import slivertune
+from slivertune import HiFT, HiFTConfig
+from slivertune.manifest import DamagedCheckpointError, write_manifest
+from slivertune.parallel.checkpoint import hift_sidecar as beside
+from slivertune.parallel.checkpoint.hift_sidecar import keep_beside, load_hift, save_hift
+from tests.helpers.accelerator import one_device
+from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
+from tests.helpers.ranks import run_ranks
+from tests.parallel.reference import ADAMW, batch_of, on_fsdp2_ranks, on_ranks, whole_weights
+
+LAYOUTS: dict[str, Any] = {"DDP": on_ranks, "FSDP2": on_fsdp2_ranks}
+
+
+def trained(layout: str, rank: int, *, load: str = "", save: str = "", until: int, seed: int = 0) -> dict[str, Any]:
+    """Load or begin, save after seven updates, train on; bf16 with masters, so that the folder tells the weights."""
+    with LAYOUTS[layout]() as accelerator:
+        model = tiny_llama(torch.bfloat16, seed=seed)
+        hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+        model, optimizer = slivertune.prepare(accelerator, model, hift)
+        if load:
+            load_hift(optimizer, load)
+            assert hift.updates == 7
+        for update in range(hift.updates, until):
+            if update == 7 and save:
+                save_hift(optimizer, save)
+            accelerator.backward(model(**batch_of(update, 0, rank)).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_weights(model)
+
+
+def from_one_layout_to_the_other(rank: int, num_ranks: int, folder: str) -> dict[str, list[str]]:
+    went_on = {name: trained(name, rank, save=f"{folder}/{name}", until=13) for name in LAYOUTS}
+    return {
+        f"{source} to {target}": differing(
+            trained(target, rank, load=f"{folder}/{source}", until=13, seed=4), went_on[source]
+        )
+        for source in LAYOUTS
+        for target in LAYOUTS
+    }
+
+
+def failing(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    """Rank 1 can't write in its second attempt."""
+    with on_fsdp2_ranks() as accelerator:
+        model = tiny_llama()
+        hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+        model, optimizer = slivertune.prepare(accelerator, model, hift)
+        for update in range(2):
+            accelerator.backward(model(**batch_of(update, 0, rank)).loss)
+            optimizer.step()
+            if update == 0:
+                save_hift(optimizer, f"{folder}/failing")
+        original = beside.save_file
+        if rank == 1:
+
+            def full(*_: Any) -> None:
+                raise OSError("the disk is full")
+
+            beside.save_file = full  # type: ignore[assignment]
+        message = ""
+        try:
+            save_hift(optimizer, f"{folder}/failing")
+        except OSError as error:
+            message = str(error)
+        beside.save_file = original
+        load_hift(optimizer, f"{folder}/failing")
+        left = [path.name for path in Path(folder).iterdir() if "failing" in path.name]
+        return {"message": message, "updates": hift.updates, "left": left}
+
+
+def both(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+    return {
+        "layouts": from_one_layout_to_the_other(rank, num_ranks, folder),
+        "failing": failing(rank, num_ranks, folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("beside")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(both, 2, str(folder))
+
+
+@pytest.mark.parametrize("way", [f"{source} to {target}" for source in LAYOUTS for target in LAYOUTS])
+def test_a_run_goes_on_under_the_other_layout_with_the_same_bits(found: list[dict[str, Any]], way: str) -> None:
+    assert [each["layouts"][way] for each in found] == [[], []]
+
+
+def test_a_rank_that_cannot_write_fails_all_and_leaves_the_older_state(found: list[dict[str, Any]]) -> None:
+    for each in found:
+        assert "rank 1: OSError: the disk is full" in each["failing"]["message"]
+        assert each["failing"]["updates"] == 1
+        assert each["failing"]["left"] == ["failing"]
+
+
+def test_one_process_reads_what_two_wrote(found: list[dict[str, Any]], folder: Path) -> None:
+    loaded = []
+    for layout in LAYOUTS:
+        hift = HiFT(tiny_llama(torch.bfloat16, seed=9), torch.optim.AdamW, **ADAMW)
+        load_hift(hift, folder / layout)
+        assert hift.updates == 7 and hift.active_group == 2
+        loaded.append(hift.state_dict())
+    assert loaded[0]["state"].keys() == weights(tiny_llama()).keys()
+    assert_same_tree(loaded[0]["state"], loaded[1]["state"])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """The folder of one process after three updates."""
+    model = tiny_llama(torch.bfloat16)
+    hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+    for batch in token_batches(3):
+        model(**batch).loss.backward()
+        hift.step()
+    save_hift(hift, tmp_path / "hift")
+    return tmp_path / "hift"
+
+
+def _hift(**config: Any) -> HiFT:
+    return HiFT(tiny_llama(torch.bfloat16), torch.optim.AdamW, config=HiFTConfig(**config), **ADAMW)
+
+
+def test_a_lost_file_is_named(written: Path) -> None:
+    (written / "group-00001.rank-00000.safetensors").unlink()
+    hift = _hift()
+    with pytest.raises(DamagedCheckpointError, match=r"group-00001\.rank-00000\.safetensors is missing"):
+        load_hift(hift, written)
+    write_manifest(written)
+    with pytest.raises(ValueError, match=r"group-00001\.rank-00000\.safetensors is not there"):
+        load_hift(hift, written)
+    assert hift.updates == 0
+
+
+def test_files_of_another_group_are_refused(written: Path) -> None:
+    shutil.copy(written / "group-00001.rank-00000.safetensors", written / "group-00000.rank-00000.safetensors")
+    with pytest.raises(DamagedCheckpointError, match=r"group-00000\.rank-00000\.safetensors has"):
+        load_hift(_hift(), written)
+    write_manifest(written)
+    with pytest.raises(ValueError, match="which this model does not train there"):
+        load_hift(_hift(), written)
+
+
+def test_rows_that_are_lost_are_noticed(found: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "FSDP2", tmp_path / "hift")
+    header = torch.load(tmp_path / "hift" / "header.pt")
+    torch.save({**header, "num_ranks": 1}, tmp_path / "hift" / "header.pt")
+    write_manifest(tmp_path / "hift")
+    hift = _hift()
+    with pytest.raises(ValueError, match=r"has shape \(49, 32\), the weight \(97, 32\)"):
+        load_hift(hift, tmp_path / "hift")
+    assert hift.updates == 0
+
+
+def test_the_state_of_another_grouping_is_refused(written: Path) -> None:
+    with pytest.raises(ValueError, match=r"does not train there|another grouping"):
+        load_hift(_hift(layers_per_group=2), written)
+    with pytest.raises(ValueError, match="another order of turns"):
+        load_hift(_hift(order="top2down"), written)
+
+
+def test_what_is_no_hift_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="the state of a SGD is not HiFT's"):
+        save_hift(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), tmp_path / "hift")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_process_keeps_its_state_in_the_optimizers_own_file(tmp_path: Path) -> None:
+    with one_device() as accelerator:
+        model = tiny_llama(torch.bfloat16)
+        hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+        prepared, optimizer = accelerator.prepare(model, hift)
+        keep_beside(accelerator, hift)
+        accelerator.backward(prepared(**token_batches(1)[0]).loss)
+        optimizer.step()
+        accelerator.save_state(tmp_path / "state")
+        assert not (tmp_path / "state" / "hift").exists()
+        before = weights(model)
+        accelerator.backward(prepared(**token_batches(1)[0]).loss)
+        optimizer.step()
+        accelerator.load_state(tmp_path / "state")
+        assert hift.updates == 1
+        assert differing(weights(model), before) == []

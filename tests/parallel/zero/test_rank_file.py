@@ -1,0 +1,179 @@
+"""Files of ranks under ZeRO that are damaged, or written by somebody who means harm: only errors of our own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slivertune import HiFT
+from slivertune.manifest import write_manifest
+from slivertune.parallel.zero.checkpoint import identity
+from slivertune.parallel.zero.one_process import load_zero
+from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file
+from slivertune.parallel.zero.shares import fp32_weights
+from tests.helpers.models import assert_same_tree, tiny_llama
+from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced
+
+
+class Saved:
+    """What two ranks would have saved of a model whose groups' masters lie end to end and are cut in the middle."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.model = folder, tiny_llama()
+        self.hift = HiFT(self.model, torch.optim.AdamW, lr=1e-2)
+        self.wanted = {name: each.detach().clone() for name, each in self.model.named_parameters()}
+        self.honest = [self._of_rank(rank) for rank in (0, 1)]
+        self.write()
+
+    def write(self, first: Any = None) -> None:
+        for rank, value in enumerate(self.honest):
+            torch.save(value if first is None or rank else first, self.folder / file_name(rank, 2))
+        write_manifest(self.folder)
+
+    def put(self, content: bytes) -> None:
+        (self.folder / file_name(0, 2)).write_bytes(content)
+        write_manifest(self.folder)
+
+    def _of_rank(self, rank: int) -> dict[str, Any]:
+        groups, pieces, shapes = {}, {}, {}
+        for group in self.hift.groups:
+            weights = {weight.name: weight.parameter.detach() for weight in self.hift.weights_of(group.index)}
+            flat = torch.cat([each.view(-1) for each in weights.values()])
+            half = len(flat) // 2
+            begin, end = (0, half) if rank == 0 else (half, len(flat))
+            found, offset = [], 0
+            for name, each in weights.items():
+                first, last = max(begin, offset), min(end, offset + each.numel())
+                if first < last:
+                    found.append((name, first - offset, first - begin, last - first))
+                offset += each.numel()
+            moments = {key: flat[begin:end].clone() for key in ("exp_avg", "exp_avg_sq")}
+            groups[str(group.index)] = {
+                "optimizer": {"state": {0: {"step": torch.tensor(1.0), **moments}}, "param_groups": [{"lr": 1e-2}]},
+                "masters": [flat[begin:end].clone()],
+            }
+            pieces[str(group.index)] = [found]
+            shapes[str(group.index)] = {name: list(each.shape) for name, each in weights.items()}
+        return {
+            "version": VERSION,
+            "identity": {"stage of ZeRO": 2, **identity(self.hift)},
+            "updates": 3,
+            "held_lr": [1e-2],
+            "skipped_turns": {},
+            "skipped_in_cycle": {},
+            "param_groups": [{"lr": 1e-2, "weight_decay": 0.0}],
+            "active": groups.pop("0"),
+            "groups": groups,
+            "pieces": pieces,
+            "shapes": shapes,
+            "scaler": {"cur_scale": 1.0},
+            "own": {name: [{}] for name in pieces},
+        }
+
+    def read(self) -> None:
+        with harmless(self.folder, ValueError):
+            fp32_weights(self.folder)
+        with harmless(self.folder, ValueError):
+            load_zero(self.hift, self.folder)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(autouse=True)
+def honest_again(saved: Saved) -> Iterator[None]:
+    yield
+    saved.write()
+
+
+def test_honest_files_are_read(saved: Saved) -> None:
+    assert_same_tree(dict(sorted(fp32_weights(saved.folder).items())), dict(sorted(saved.wanted.items())))
+    load_zero(saved.hift, saved.folder)
+    assert saved.hift.updates == 3
+
+
+@given(data=st.data())
+@settings(fuzzed, max_examples=150)
+def test_a_file_in_which_one_thing_is_another(data: st.DataObject, saved: Saved) -> None:
+    where = data.draw(st.sampled_from(places(saved.honest[0])))
+    saved.write(replaced(saved.honest[0], where, data.draw(PLAIN)))
+    saved.read()
+
+
+@given(data=st.data())
+@settings(fuzzed, max_examples=60)
+def test_damaged_bytes_whose_manifest_agrees(data: st.DataObject, saved: Saved) -> None:
+    file = io.BytesIO()
+    torch.save(saved.honest[0], file)
+    saved.put(data.draw(damaged_bytes(file.getvalue())))
+    saved.read()
+
+
+@pytest.mark.parametrize("content", [b"", b"X", b"PK\x03\x04", DEEP.encode()])
+def test_what_is_no_file_of_torchs_is_named(content: bytes, saved: Saved) -> None:
+    saved.put(content)
+    for read in (fp32_weights, lambda folder: load_zero(saved.hift, folder)):
+        with pytest.raises(ValueError, match=r"slivertune_hift_rank_0_of_2\.pt holds no state that can be read"):
+            read(saved.folder)
+
+
+def test_nothing_in_it_is_executed(saved: Saved, tmp_path: Path) -> None:
+    saved.write({**saved.honest[0], "updates": Bomb(tmp_path / "was here")})
+    with pytest.raises(ValueError, match="holds no state that can be read"):
+        fp32_weights(saved.folder)
+    assert not (tmp_path / "was here").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["version"], 1, "has version 1, this library reads 2"),
+        (["updates"], -1, "updates is no count"),
+        (["updates"], True, "updates is no count"),
+        (["held_lr"], ["1e-2"], r"held_lr\[0\] is no learning rate"),
+        (["groups", "1", "masters", 0], torch.zeros(3), r"pieces\['1'\] is no list of pieces within"),
+        (["groups", "1", "masters", 0], torch.zeros(3, 3), r"\['masters'\]\[0\] is no fp32 master"),
+        (["groups", "1", "masters"], [], r"pieces\['1'\] is no list for each master"),
+        (["groups", "1"], {}, "it has no 'masters'"),
+        (["pieces", "1", 0, 0], ("x", 0, 0, 1), r"is no list of pieces within 'x'"),
+        (["pieces", "1", 0, 0], ("x", 0, -1, 1), r"pieces\['1'\]\[0\]\[0\] is no piece of a parameter"),
+        (["pieces", "1", 0], [], "does not hold all of .*, once"),
+        (["shapes", "1"], {"x": [2**40, 2**10]}, r"pieces\['1'\] is no list of pieces within"),
+        (["scaler"], {"cur_scale": "print"}, r"scaler\['cur_scale'\] is no number"),
+        (["own"], {}, "own is no mapping of"),
+        (["active"], None, "active is no mapping by name"),
+    ],
+)
+def test_the_part_that_is_another_is_named(path: list[Any], value: Any, message: str, saved: Saved) -> None:
+    saved.write(replaced(saved.honest[0], path, value))
+    with pytest.raises(ValueError, match=message):
+        fp32_weights(saved.folder)
+
+
+def test_ranks_of_different_models_are_refused(saved: Saved) -> None:
+    other = saved.honest[0]["shapes"]
+    (group, sizes), *_ = other.items()
+    taller = {**other, group: {name: [*shape, 1] for name, shape in sizes.items()}}
+    saved.write({**saved.honest[0], "shapes": taller})
+    with pytest.raises(ValueError, match="has files of different models"):
+        fp32_weights(saved.folder)
+
+
+def test_elements_that_two_ranks_hold_are_refused(saved: Saved) -> None:
+    saved.write(saved.honest[1])
+    with pytest.raises(ValueError, match=r"does not hold all of .*, once"):
+        fp32_weights(saved.folder)
+
+
+def test_a_file_that_is_missing_is_named(saved: Saved) -> None:
+    with pytest.raises(ValueError, match=r"slivertune_hift_rank_2_of_3\.pt is not there"):
+        read_rank_file(saved.folder, 2, 3)
