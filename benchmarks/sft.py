@@ -35,7 +35,7 @@ from peft import LoraConfig, get_peft_model
 from result_files import RESULTS, read_json, write_json
 
 import slivertune as st
-from slivertune.ledger import claim
+from slivertune.core.ledger import claim
 
 FULL = LlamaSizes(hidden=768, intermediate=2048, blocks=8, heads=12, vocabulary=32_000, batch_size=4, length=256)
 QUICK = LlamaSizes(hidden=128, intermediate=192, blocks=2, heads=4, vocabulary=97, batch_size=2, length=16)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_scheduler
 
 import slivertune as st  # HiFT, line 1 of 3
-from slivertune.ledger import claim
+from slivertune.core.ledger import claim
 
 
 def read_rows(length):

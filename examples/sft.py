@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import slivertune as st  # SFT, line 1 of 3
-from slivertune import sft
+from slivertune import deltas
 
 
 def read_rows(length):
@@ -72,7 +72,7 @@ def main(arguments):
         trained.save_pretrained(folder)
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         fresh = make_model(arguments)
-        with sft.apply(fresh, folder):
+        with deltas.apply(fresh, folder):
             applied = evaluate(fresh)
         removed = evaluate(fresh)
     num_parameters = sum(parameter.numel() for parameter in fresh.parameters())

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import slivertune as st  # TokenTune, line 1 of 3
-from slivertune.ledger import claim
+from slivertune.core.ledger import claim
 
 
 def read_rows(length):

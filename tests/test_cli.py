@@ -17,8 +17,8 @@ import torch
 from slivertune import __version__
 from slivertune.cli import main
 from slivertune.training.checkpoints import newest_whole
+from tests.deltas.files import UP, bits_of, damage, deltas_of, naive_sum, same_bits, write_deltas
 from tests.helpers.models import tiny_llama
-from tests.sft.files import UP, bits_of, damage, deltas_of, naive_sum, same_bits, write_deltas
 from tests.training.tiny_runs import make_tiny_base, train_arguments, write_texts
 
 
@@ -338,7 +338,7 @@ def test_a_merge_that_breaks_is_code_1_and_leaves_nothing(
     def fail(*args: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("slivertune.sft.merge._write_undo", fail)
+    monkeypatch.setattr("slivertune.deltas.merge._write_undo", fail)
     before = sorted(to_merge.rglob("*"))
     assert main(["merge", "deltas0", "--output_dir", "out"]) == 1
     assert capfd.readouterr().err == "slivertune merge: error: No space left on device\n"
@@ -351,7 +351,7 @@ def test_a_merge_that_breaks_is_code_1_and_leaves_nothing(
 def test_ctrl_c_while_merging_leaves_nothing_half_written(
     verb: str, to_merge: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slivertune.sft import merge as merging
+    from slivertune.deltas import merge as merging
 
     assert main(["merge", "deltas0", "--output_dir", "merged"]) == 0
     before = sorted(to_merge.rglob("*"))

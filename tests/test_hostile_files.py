@@ -27,21 +27,21 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from slivertune import SFT, HiFT, SFTConfig, TokenTune
-from slivertune.aside import write_json
+from slivertune.core.atomic import write_json
+from slivertune.core.manifest import MANIFEST_NAME, check_whole, read_entries, write_manifest
+from slivertune.core.saved_state import load_dictionary
+from slivertune.deltas import load
+from slivertune.deltas.delta_file import DELTA_FILE
+from slivertune.deltas.merge import UNDO_FILE, merge, unmerge
+from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
 from slivertune.interop.checkpoints import load_tokens
-from slivertune.manifest import MANIFEST_NAME, check_whole, read_entries, write_manifest
 from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
 from slivertune.parallel.checkpoint.sft_sidecar import load_sft, save_sft
 from slivertune.parallel.initialize import resolve_config
 from slivertune.planning.configs import find_model
-from slivertune.saved_state import load_dictionary
-from slivertune.sft import load
-from slivertune.sft.delta_file import DELTA_FILE
-from slivertune.sft.merge import UNDO_FILE, merge, unmerge
-from slivertune.sft.plain_checkpoint import UNDO_FOLDER
+from tests.deltas.files import UP, deltas_of, with_hash, write_deltas
 from tests.helpers.faults import snapshot
 from tests.helpers.models import tiny_llama, token_batches
-from tests.sft.files import UP, deltas_of, with_hash, write_deltas
 
 LIMIT_BYTES = 256 * 2**20
 """What no reading of a file of some kilobytes may take."""

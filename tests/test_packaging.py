@@ -73,7 +73,7 @@ def test_a_bare_import_pulls_in_nothing_heavy(tmp_path: Path) -> None:
 
 def test_finding_a_preset_pulls_in_nothing_heavy(tmp_path: Path) -> None:
     code = (
-        "import sys; from slivertune.presets import preset_path; preset_path('single_gpu_24g'); "
+        "import sys; from slivertune.core.presets import preset_path; preset_path('single_gpu_24g'); "
         f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
     )
     assert run_python(code, cwd=tmp_path) == ""
@@ -139,7 +139,7 @@ def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Pa
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     code = (
-        "from slivertune.presets import preset_names, preset_path; "
+        "from slivertune.core.presets import preset_names, preset_path; "
         "print(*(preset_path(name) for name in preset_names()), sep='\\n')"
     )
     found = [Path(line) for line in run_python(code, cwd=tmp_path, import_root=site).splitlines()]

@@ -17,22 +17,22 @@ from safetensors import safe_open
 from transformers import Trainer, TrainingArguments
 
 from slivertune import SFT, HiFT, SFTConfig
-from slivertune.aside import recover
+from slivertune.core.atomic import recover
+from slivertune.deltas import load
+from slivertune.deltas.merge import merge, unmerge
 from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
 from slivertune.parallel.checkpoint.sft_sidecar import load_sft, save_sft
 from slivertune.planning.answer import Answer
 from slivertune.planning.plot import draw
-from slivertune.sft import load
-from slivertune.sft.merge import merge, unmerge
 from slivertune.tokentune.quality import GradientQuality, QualityRow
 from slivertune.training.base_model import BaseRecipe, save_base_model
 from slivertune.training.methods.method import DenseMethod
 from slivertune.training.peers import Peers
+from tests.deltas.files import UP, write_deltas
 from tests.helpers.faults import Fault, Operations, counted, denied, error_of, full_disk, hidden, interrupted
 from tests.helpers.models import tiny_llama, token_batches
 from tests.planning.made import tiny_model
 from tests.planning.test_report import NEED
-from tests.sft.files import UP, write_deltas
 
 Save = Callable[[Path, int], object]
 """Writes a version under a path; the version before it is there already, where the save may replace it."""

@@ -44,7 +44,7 @@ def test_launched_scripts_have_as_many_threads_as_the_run(monkeypatch: pytest.Mo
 
 def test_the_head_of_a_run_says_threads_and_capability(checkout: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/test_ledger.py"],
+        [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider", "tests/core/test_ledger.py"],
         cwd=checkout,
         env={**os.environ, "OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "default"},
         capture_output=True,

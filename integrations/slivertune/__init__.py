@@ -18,12 +18,13 @@ if TYPE_CHECKING:
         chunked_cross_entropy,
         why_not_chunked,
     )
+    from slivertune.core.layers import Layer, find_layers
+    from slivertune.core.ledger import Census, Ledger
+    from slivertune.deltas import SparseDelta
     from slivertune.hift import HiFT, HiFTConfig
     from slivertune.interop import attach
-    from slivertune.layers import Layer, find_layers
-    from slivertune.ledger import Census, Ledger
     from slivertune.parallel import initialize, prepare
-    from slivertune.sft import SFT, SFTConfig, SparseDelta
+    from slivertune.sft import SFT, SFTConfig
     from slivertune.tokentune import TokenTune, TokenTuneHandle
 
 __version__ = "0.1.0"
@@ -51,21 +52,21 @@ __all__ = [
 ]
 
 _MODULE_OF_NAME = {
-    "Census": "slivertune.ledger",
+    "Census": "slivertune.core.ledger",
     "ChunkedCrossEntropyHandle": "slivertune.chunked_loss",
     "HiFT": "slivertune.hift",
     "HiFTConfig": "slivertune.hift",
-    "Layer": "slivertune.layers",
-    "Ledger": "slivertune.ledger",
+    "Layer": "slivertune.core.layers",
+    "Ledger": "slivertune.core.ledger",
     "SFT": "slivertune.sft",
     "SFTConfig": "slivertune.sft",
-    "SparseDelta": "slivertune.sft",
+    "SparseDelta": "slivertune.deltas",
     "TokenTune": "slivertune.tokentune",
     "TokenTuneHandle": "slivertune.tokentune",
     "attach": "slivertune.interop",
     "attach_chunked_cross_entropy": "slivertune.chunked_loss",
     "chunked_cross_entropy": "slivertune.chunked_loss",
-    "find_layers": "slivertune.layers",
+    "find_layers": "slivertune.core.layers",
     "initialize": "slivertune.parallel",
     "prepare": "slivertune.parallel",
     "why_not_chunked": "slivertune.chunked_loss",

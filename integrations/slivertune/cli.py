@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slivertune import __version__
-from slivertune.presets import example_names, preset_names, preset_path
+from slivertune.core.presets import example_names, preset_names, preset_path
 
 _FAILED = 1
 _BAD_ARGUMENTS = 2
@@ -107,7 +107,7 @@ def _add_merge_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _merge(options: argparse.Namespace, *, debug: bool) -> int:
     try:
-        from slivertune.sft.merge_verb import run_merge, run_unmerge
+        from slivertune.deltas.merge_verb import run_merge, run_unmerge
 
         if options.verb == "merge":
             run_merge(

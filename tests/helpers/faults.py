@@ -18,7 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from slivertune.aside import partial
+from slivertune.core.atomic import partial
 
 Fault = Callable[[str], BaseException]
 """Given an operation, the error to raise; or never returns."""

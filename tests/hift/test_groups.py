@@ -1,7 +1,7 @@
 import pytest
 
+from slivertune.core.layers import Layer
 from slivertune.hift.groups import cut_groups, turn_order
-from slivertune.layers import Layer
 
 
 def layers(count: int) -> list[Layer]:

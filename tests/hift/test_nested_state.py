@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig
+from slivertune.core.ledger import Ledger
 from slivertune.hift.nested_state import flatten_state, unflatten_state
-from slivertune.ledger import Ledger
 from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig
+from slivertune.core.ledger import Census, Ledger
 from slivertune.hift.streamed import StreamedGroup
-from slivertune.ledger import Census, Ledger
 
 from ..helpers.models import tiny_llama, token_batches
 

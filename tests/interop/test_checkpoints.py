@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slivertune import HiFTConfig, TokenTune
-from slivertune.manifest import MANIFEST_NAME, DamagedCheckpointError, find_damage, read_entries, write_manifest
+from slivertune.core.manifest import MANIFEST_NAME, DamagedCheckpointError, find_damage, read_entries, write_manifest
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import with_exact
 from tests.interop.test_trainer import run, sft_config

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from slivertune import presets
+from slivertune.core import presets
 from tests.helpers.launching import CHECKOUT, LaunchError, Report, launch, launch_preset
 from tests.helpers.models import tiny_llama
 

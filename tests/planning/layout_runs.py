@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slivertune
-from slivertune.ledger import Ledger
+from slivertune.core.ledger import Ledger
 from slivertune.parallel.ddp import gradient_sync as exchange
 from slivertune.parallel.initialize import initialize
 from slivertune.planning.request import PlanRequest

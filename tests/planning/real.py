@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy
+from slivertune.core.ledger import Ledger, claim
 from slivertune.hift import HiFT, HiFTConfig
-from slivertune.ledger import Ledger, claim
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT, SFTConfig, adam
 from slivertune.tokentune import TokenTune

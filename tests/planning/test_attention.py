@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slivertune.ledger import Ledger
+from slivertune.core.ledger import Ledger
 from slivertune.planning.attention import attend, pick_kernel
 from slivertune.planning.fake import without_data
 from slivertune.planning.kernels import GpuKernels

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from slivertune import presets
+from slivertune.core import presets
 from slivertune.planning import make
 from slivertune.planning.arguments import PlanArguments, parse_plan_arguments
 from slivertune.planning.configs import find_model

@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import pytest
 
+from slivertune.core.presets import preset_path
 from slivertune.planning.request import Layout, Method, OptimizerName, PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.planning.train_command import DATASET, train_command
-from slivertune.presets import preset_path
 from slivertune.training.arguments import TrainArguments, parse_train_arguments
 from slivertune.training.checks import enum_value
 

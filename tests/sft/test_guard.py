@@ -19,7 +19,8 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import slivertune
-from slivertune import SFT, SFTConfig, ownership
+from slivertune import SFT, SFTConfig
+from slivertune.core import ownership
 from tests.helpers.models import (
     HIDDEN,
     VOCAB,
@@ -200,7 +201,7 @@ def test_deltas_after_a_step_belong_to_the_weights_that_were_loaded(tmp_path: Pa
     train(model, optimizer, token_batches(8))
     optimizer.save_pretrained(tmp_path / "deltas")
     optimizer.detach()
-    with slivertune.sft.apply(base, tmp_path / "deltas"):
+    with slivertune.deltas.apply(base, tmp_path / "deltas"):
         assert_same_bits(model, base)
 
 

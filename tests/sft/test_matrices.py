@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import nn
 
-from slivertune import SFT, SFTConfig, sft
-from slivertune.sft.merge import merge, unmerge
+from slivertune import SFT, SFTConfig, deltas
+from slivertune.deltas.merge import merge, unmerge
 from tests.helpers.models import (
     EXPERTS,
     HIDDEN,
@@ -238,7 +238,7 @@ def test_deltas_of_experts_are_saved_applied_and_taken_off(build: Any, tmp_path:
         optimizer.step()
     optimizer.save_pretrained(tmp_path / "deltas")
     other = twin(base)
-    with sft.apply(other, tmp_path / "deltas"):
+    with deltas.apply(other, tmp_path / "deltas"):
         assert_same_bits(_without_deltas(model, optimizer), other)
     assert_same_bits(other, base)
 

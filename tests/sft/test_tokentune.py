@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import slivertune as st
-from slivertune.sft.delta import SparseDelta
+from slivertune.deltas.delta import SparseDelta
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.tokentune.families import FAMILIES, make_batch, make_model
 from tests.tokentune.reference import reference_loss

@@ -9,9 +9,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import ModelOutput
 
+from slivertune.core.manifest import MANIFEST_NAME, find_damage
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.interop import attach
-from slivertune.manifest import MANIFEST_NAME, find_damage
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.checkpoints import checkpoint_folders, read_facts
 from tests.helpers.models import tiny_llama

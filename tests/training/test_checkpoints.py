@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.manifest import MANIFEST_NAME, find_damage
+from slivertune.core.manifest import MANIFEST_NAME, find_damage
 from slivertune.training import checkpoints
 from slivertune.training.checkpoints import (
     checkpoint_folders,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.aside import write_json
+from slivertune.core.atomic import write_json
 from slivertune.training.folders import START_NAME, choose_run_folder
 from tests.training.test_checkpoints import make_checkpoint
 

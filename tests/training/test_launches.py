@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.manifest import find_damage
+from slivertune.core.manifest import find_damage
 from tests.helpers.launching import build_deepspeed_collectives, environment
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, exact_sums
 from tests.training.tiny_runs import (

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from slivertune.core.ledger import claim
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import Rotation
 from slivertune.interop import attach
-from slivertune.ledger import claim
 from slivertune.training.ledger_lines import DenseCycle, HiFTCycle, LedgerLines
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import ROWS, make_trainer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slivertune.ledger import Census
+from slivertune.core.ledger import Census
 from slivertune.training.plan_line import Peaks
 from slivertune.training.report import Results, Sample, print_results, write_results
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
-from slivertune.manifest import find_damage, read_entries, write_manifest
+from slivertune.core.manifest import find_damage, read_entries, write_manifest
 from slivertune.training.folders import START_NAME
 from tests.training.tiny_runs import (
     METHODS,

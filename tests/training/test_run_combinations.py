@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from slivertune.cli import main
+from slivertune.core.manifest import find_damage, read_entries, write_manifest
 from slivertune.interop.checkpoints import TOKENS_NAME
-from slivertune.manifest import find_damage, read_entries, write_manifest
 from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.training.tiny_runs import (
     COMBINATIONS,

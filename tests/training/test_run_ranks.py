@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slivertune.manifest import find_damage
+from slivertune.core.manifest import find_damage
 from slivertune.training.arguments import parse_train_arguments
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, distance, exact_sums, step_limit, with_exact

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
-from slivertune.sft.delta_file import DELTA_FILE, load
+from slivertune.deltas.delta_file import DELTA_FILE, load
 from tests.training.tiny_runs import (
     TINY_RECIPE,
     assert_same_bits,

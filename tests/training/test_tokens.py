@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from slivertune.core.manifest import find_damage
 from slivertune.interop.checkpoints import TOKENS_NAME
-from slivertune.manifest import find_damage
 from slivertune.tokentune.config import TokenTune
 from slivertune.training.callbacks import CheckpointMarker
 from slivertune.training.token_arguments import TokenArguments

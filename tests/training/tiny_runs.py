@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM
 
 from slivertune.cli import main
-from slivertune.sft.delta_file import DELTA_FILE
+from slivertune.deltas.delta_file import DELTA_FILE
 from slivertune.training.base_model import BaseRecipe, save_base_model, train_base_model
 
 TINY_RECIPE = BaseRecipe(

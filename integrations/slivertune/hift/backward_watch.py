@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.layers import Layer
 from slivertune.hift.hooks import ModuleHook
 from slivertune.hift.outputs import tensors_of, with_tensors_replaced
-from slivertune.layers import Layer
 
 
 class BackwardWatch:

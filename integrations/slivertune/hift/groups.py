@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slivertune.core.layers import Layer
 from slivertune.hift.config import Order
-from slivertune.layers import Layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.ledger import claim
 from slivertune.hift.hooks import ModuleHook
 from slivertune.hift.outputs import tensors_of
 from slivertune.hift.piece import Weight
-from slivertune.ledger import claim
 
 _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start anew"
 

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.layers import find_layers
+from slivertune.core.ownership import check_free, give_back, take
+from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
@@ -29,9 +32,6 @@ from slivertune.hift.rotation import LearningRate, Rotation, own_copy
 from slivertune.hift.skipping import SkipNotices
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
-from slivertune.layers import find_layers
-from slivertune.ownership import check_free, give_back, take
-from slivertune.saved_state import is_initialising_step, pack_state, unpack_state
 
 
 class HiFT(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from slivertune.ledger import Place, claim, claimed_at_birth
+from slivertune.core.ledger import Place, claim, claimed_at_birth
 
 ALIGNMENT = 64
 """Bytes; tensors in one buffer begin at multiples of it."""

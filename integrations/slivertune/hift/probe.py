@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from slivertune.core.ledger import Ledger, claim
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
 from slivertune.hift.nested_state import Structure, UnsupportedStateError, flatten_state
 from slivertune.hift.piece import Weight
 from slivertune.hift.unsupported_optimizers import refuse_closure, refuse_state
-from slivertune.ledger import Ledger, claim
 
 _PROBE_ELEMENTS = 64 * CUT_MULTIPLE
 

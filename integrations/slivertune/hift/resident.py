@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from typing_extensions import override
 
+from slivertune.core.ledger import claim
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import flatten_state, unflatten_state
@@ -21,7 +22,6 @@ from slivertune.hift.residency import (
     common_hyperparameters,
 )
 from slivertune.hift.rotation import LearningRate
-from slivertune.ledger import claim
 
 
 class ResidentGroup(Residency):

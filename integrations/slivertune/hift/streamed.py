@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind
 from slivertune.hift.cutting import WeightSize, cut_pieces
@@ -39,7 +40,6 @@ from slivertune.hift.residency import (
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.split import join_master
 from slivertune.hift.waiting import LOW, TIES, WaitingState
-from slivertune.ledger import claim, claimed_at_birth
 
 Loaded = list[dict[str, torch.Tensor]]
 """For each slice of a piece, its tensors on the device by key."""

@@ -13,9 +13,10 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from slivertune import aside
+from slivertune.core import atomic
+from slivertune.core.manifest import MANIFEST_NAME
+from slivertune.core.saved_state import load_dictionary
 from slivertune.hift import HiFT
-from slivertune.manifest import MANIFEST_NAME
 from slivertune.parallel.checkpoint.hift_sidecar import FOLDER as HIFT_FOLDER
 from slivertune.parallel.checkpoint.hift_sidecar import read_hift, save_hift
 from slivertune.parallel.checkpoint.manifests import check_together, write_together
@@ -23,7 +24,6 @@ from slivertune.parallel.checkpoint.sft_sidecar import FOLDER as SFT_FOLDER
 from slivertune.parallel.checkpoint.sft_sidecar import read_sft, save_sft
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.layout import layout_of
-from slivertune.saved_state import load_dictionary
 from slivertune.sft import SFT
 from slivertune.tokentune import TokenTuneHandle
 
@@ -211,7 +211,7 @@ class KeepTokens(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint that was just saved."""
         if state.is_world_process_zero:
-            aside.write_json(checkpoint_folder(args, state) / TOKENS_NAME, self._handle().state_dict())
+            atomic.write_json(checkpoint_folder(args, state) / TOKENS_NAME, self._handle().state_dict())
 
 
 class KeepHiFT(TrainerCallback):

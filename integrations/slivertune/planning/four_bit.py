@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from slivertune.layers import find_layers
+from slivertune.core.layers import find_layers
 
 _BLOCK = 64
 """Weights that share a scale."""

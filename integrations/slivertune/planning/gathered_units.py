@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from slivertune.ledger import Kind, claim, claimed_at_birth
+from slivertune.core.ledger import Kind, claim, claimed_at_birth
 
 
 @dataclass(kw_only=True, eq=False)

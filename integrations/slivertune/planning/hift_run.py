@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.groups import Group
-from slivertune.ledger import Ledger
 from slivertune.planning.fake import Answers
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.request import PlanRequest

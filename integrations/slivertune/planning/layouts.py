@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from slivertune.layers import find_layers
+from slivertune.core.layers import find_layers
 from slivertune.planning.gathered_units import can_be_shared
 from slivertune.planning.plan import GroupPlan, Moment, Plan
 from slivertune.planning.request import PlanRequest

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from slivertune.core.ledger import Census, Ledger
 from slivertune.hift.groups import Group
-from slivertune.ledger import Census, Ledger
 from slivertune.planning.fake import Answers, without_data
 from slivertune.planning.four_bit import num_weights, parameter_bytes
 from slivertune.planning.hift_run import HiFTRun, alike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from slivertune.ledger import Ledger
+from slivertune.core.ledger import Ledger
 from slivertune.planning.fake import Answers
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.sft_sizes import SizedSFT, show_dense_shapes

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.ledger import claimed_at_birth
+from slivertune.core.ledger import claimed_at_birth
 from slivertune.planning.gathered_units import GatheredUnits
 from slivertune.planning.request import PlanRequest
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from slivertune.ledger import Census, Ledger, claim
+from slivertune.core.ledger import Census, Ledger, claim
 from slivertune.planning.fake import Answers
 from slivertune.planning.plan import Phase
 

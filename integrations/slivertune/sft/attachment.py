@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.deltas.names import name_before
 from slivertune.sft.averaging import Averaging
 from slivertune.sft.config import PhiGradient
 from slivertune.sft.guard import ModelGuard
 from slivertune.sft.holder import HOLDER_NAME, DeltaHolder
 from slivertune.sft.linear import DeltaLayer
-from slivertune.sft.names import name_before
 from slivertune.sft.weight import SparseWeight
 
 

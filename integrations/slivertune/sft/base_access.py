@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slivertune.sft.delta import read_flat, write_flat
+from slivertune.deltas.delta import read_flat, write_flat
 from slivertune.sft.targets import Target
 
 

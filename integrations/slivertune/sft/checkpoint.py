@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slivertune.sft.delta import check_positions
+from slivertune.deltas.delta import check_positions
 from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from slivertune.ledger import claim
+from slivertune.core.ledger import claim
 from slivertune.sft.exchange import ALONE, Exchange
 from slivertune.sft.selection import largest_entries, largest_of
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slivertune.deltas.delta import read_flat
 from slivertune.sft.averaging import Averaging
 from slivertune.sft.config import PhiGradient
-from slivertune.sft.delta import read_flat
 from slivertune.sft.phi_gradient import chunked_gradient, sampled_gradient
 from slivertune.sft.targets import Target
 from slivertune.sft.weight import SparseWeight

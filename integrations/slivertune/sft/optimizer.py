@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.ownership import check_free, give_back, take
-from slivertune.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.core.ownership import check_free, give_back, take
+from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.deltas.base_hash import hash_tensor
+from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.delta_file import save_pretrained
+from slivertune.deltas.names import name_before
 from slivertune.sft.attachment import Attachment
 from slivertune.sft.averaging import Averaging
 from slivertune.sft.base_access import BaseAccess
-from slivertune.sft.base_hash import hash_tensor
 from slivertune.sft.card import Card, card_of, updates_on
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.config import SFTConfig
-from slivertune.sft.delta import SparseDelta
-from slivertune.sft.delta_file import save_pretrained
 from slivertune.sft.exchange import Exchange
 from slivertune.sft.guard import ModelGuard
 from slivertune.sft.holder import DeltaHolder
 from slivertune.sft.linear import check_layer_form
-from slivertune.sft.names import name_before
 from slivertune.sft.options import checked_options
 from slivertune.sft.reselection import Reselection
 from slivertune.sft.schedule import Schedule
@@ -220,7 +220,7 @@ class SFT(torch.optim.Optimizer):
         With several ranks all of them call it, with the same folder, and rank 0 writes.
 
         Args:
-            folder: Where to write; `slivertune.sft.load` and `slivertune.sft.apply` read it.
+            folder: Where to write; `slivertune.deltas.load` and `slivertune.deltas.apply` read it.
             base_model_name: Folder or hub id of the base model, which `slivertune merge` then finds by itself.
 
         Raises:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.layers import find_layers
+from slivertune.core.layers import find_layers
+from slivertune.deltas.delta import INDEX_LIMIT
 from slivertune.sft.config import DEFAULT_LORA_RANK, SFTConfig
-from slivertune.sft.delta import INDEX_LIMIT
 from slivertune.sft.matrices import matrices_of
 from slivertune.sft.selection import spread_weights
 from slivertune.sft.sm3 import matrix_shape

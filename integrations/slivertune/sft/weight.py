@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.ledger import claim
+from slivertune.core.ledger import claim
+from slivertune.deltas.delta import SparseDelta
 from slivertune.sft.base_access import BaseAccess, bits_differ
 from slivertune.sft.config import SFTConfig
-from slivertune.sft.delta import SparseDelta
 from slivertune.sft.growth import Estimate, GrowthEstimator
 from slivertune.sft.moments import AdamMoments, Moments, PackedAdamMoments, SM3Accumulators, regrown
 from slivertune.sft.outer_product import largest_products

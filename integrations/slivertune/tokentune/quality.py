@@ -14,7 +14,7 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
-from slivertune.aside import new_file
+from slivertune.core.atomic import new_file
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.hook import find_model
 

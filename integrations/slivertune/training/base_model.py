@@ -22,8 +22,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slivertune import aside
-from slivertune.manifest import find_damage, write_manifest
+from slivertune.core import atomic
+from slivertune.core.manifest import find_damage, write_manifest
 from slivertune.training.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, make_byte_tokenizer
 from slivertune.training.corpus import collect_docstrings
 
@@ -132,10 +132,10 @@ def save_base_model(model: LlamaForCausalLM, recipe: BaseRecipe, folder: Path) -
         recipe: What it was made from.
         folder: Where to.
     """
-    with aside.folder_aside(folder) as new:
+    with atomic.folder_aside(folder) as new:
         model.save_pretrained(new)
         make_byte_tokenizer(recipe.max_positions).save_pretrained(new)
-        aside.write_json(new / "recipe.json", {**asdict(recipe), "python": platform.python_version()})
+        atomic.write_json(new / "recipe.json", {**asdict(recipe), "python": platform.python_version()})
         write_manifest(new)
 
 

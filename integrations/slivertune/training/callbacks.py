@@ -12,8 +12,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from slivertune.core.manifest import find_damage, remove_manifest
 from slivertune.interop.checkpoints import KeepManifest
-from slivertune.manifest import find_damage, remove_manifest
 from slivertune.parallel.checkpoint.manifests import write_together
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, marker_entries, remove_old

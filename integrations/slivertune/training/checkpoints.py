@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from slivertune.manifest import find_damage, read_entries, remove_manifest, write_manifest
+from slivertune.core.manifest import find_damage, read_entries, remove_manifest, write_manifest
 
 
 def checkpoint_folders(output_folder: Path) -> list[Path]:

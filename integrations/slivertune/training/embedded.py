@@ -9,7 +9,7 @@ import datasets
 from rich.console import Console
 from rich.progress import Progress
 
-from slivertune.manifest import find_damage
+from slivertune.core.manifest import find_damage
 from slivertune.training.base_model import BaseRecipe, StepReport, base_model_folder, ensure_base_model
 from slivertune.training.corpus import language_reference
 from slivertune.training.display import make_progress

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slivertune.aside import is_partial
-from slivertune.manifest import find_damage
+from slivertune.core.atomic import is_partial
+from slivertune.core.manifest import find_damage
 from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, newest_whole
 
 RESULTS_NAME = "results.json"

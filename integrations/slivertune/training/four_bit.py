@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel, Trainer
 
-from slivertune.layers import find_layers
+from slivertune.core.layers import find_layers
 from slivertune.training.precision import Precision
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from slivertune.core.ledger import Census, Ledger, claim
 from slivertune.hift import HiFT
-from slivertune.ledger import Census, Ledger, claim
 
 Say = Callable[[str], None]
 

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slivertune import __version__, aside
-from slivertune.ledger import Census
+from slivertune import __version__
+from slivertune.core import atomic
+from slivertune.core.ledger import Census
 from slivertune.training.folders import RESULTS_NAME
 from slivertune.training.plan_line import Peaks
 
@@ -115,7 +116,7 @@ def write_results(results: Results, output_folder: Path) -> Path:
         The file.
     """
     path = output_folder / RESULTS_NAME
-    aside.write_json(path, results.as_json())
+    atomic.write_json(path, results.as_json())
     return path
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from slivertune import aside
+from slivertune.core import atomic
 from slivertune.training.arguments import TrainArguments
 from slivertune.training.checkpoints import newest_whole
 from slivertune.training.checks import enum_value
@@ -109,7 +109,7 @@ def _execute(run: Run, console: Console) -> Results:
     output_folder = Path(str(training.output_dir))
     if run.peers.is_first:
         output_folder.mkdir(parents=True, exist_ok=True)
-        aside.write_json(output_folder / START_NAME, {"command": run.arguments.command})
+        atomic.write_json(output_folder / START_NAME, {"command": run.arguments.command})
     plan_line = PlanLine(run)
     if run.layout == "single":
         _judge_before(run)
@@ -117,7 +117,7 @@ def _execute(run: Run, console: Console) -> Results:
         # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
         run.judge_first.judge = lambda: _judge_before(run)
     # The Trainer's own files, which torch writes.
-    with aside.explain_write_errors(output_folder):
+    with atomic.explain_write_errors(output_folder):
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     after = _evaluate(run)
     saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path, peers=run.peers)

@@ -9,7 +9,7 @@ import torch
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
-from slivertune.manifest import DamagedCheckpointError, write_manifest
+from slivertune.core.manifest import DamagedCheckpointError, write_manifest
 from slivertune.parallel.checkpoint import hift_sidecar as beside
 from slivertune.parallel.checkpoint.hift_sidecar import keep_beside, load_hift, save_hift
 from tests.helpers.accelerator import one_device

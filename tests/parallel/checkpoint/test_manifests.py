@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import slivertune
 from slivertune import SFT, HiFT, SFTConfig
-from slivertune.manifest import MANIFEST_NAME, DamagedCheckpointError, find_damage, read_entries, write_manifest
+from slivertune.core.manifest import MANIFEST_NAME, DamagedCheckpointError, find_damage, read_entries, write_manifest
 from slivertune.parallel.checkpoint.sharded_weights import check_form, load_sharded_weights
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_tree, differing, tiny_llama

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
-from slivertune.ledger import Ledger, claim
+from slivertune.core.ledger import Ledger, claim
 from tests.helpers.models import differing, tiny_bert, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import naive_groups

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from slivertune.manifest import write_manifest
+from slivertune.core.manifest import write_manifest
+from slivertune.deltas import apply
 from slivertune.parallel.checkpoint.sft_sidecar import FOLDER, load_sft
 from slivertune.parallel.layout import Layout
-from slivertune.sft import apply
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.checkpoint.sft_checkpoints import (

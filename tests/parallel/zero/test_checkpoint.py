@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from slivertune.manifest import find_damage, write_manifest
+from slivertune.core.manifest import find_damage, write_manifest
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import distance, step_limit, with_exact

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.ledger import Census, Ledger
+from slivertune.core.ledger import Census, Ledger
 from tests.helpers.ranks import run_ranks
 from tests.parallel.zero.runs import BUCKET, Case, Run
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slivertune import HiFT
-from slivertune.manifest import write_manifest
+from slivertune.core.manifest import write_manifest
 from slivertune.parallel.zero.checkpoint import identity
 from slivertune.parallel.zero.one_process import load_zero
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file

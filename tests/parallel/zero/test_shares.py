@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune.manifest import DamagedCheckpointError, write_manifest
+from slivertune.core.manifest import DamagedCheckpointError, write_manifest
 from slivertune.parallel.zero.one_process import load_zero
 from slivertune.parallel.zero.shares import fp32_weights
 from tests.helpers.models import assert_same_tree

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.ledger import Ledger
+from slivertune.core.ledger import Ledger
 from slivertune.training.methods.sft import SFTMethod
 from slivertune.training.sft_arguments import SFTArguments
 from tests.helpers.models import tiny_llama

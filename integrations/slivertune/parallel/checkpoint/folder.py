@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from slivertune.aside import explain_write_errors, folder_aside, recover
+from slivertune.core.atomic import explain_write_errors, folder_aside, recover
+from slivertune.core.manifest import write_manifest
+from slivertune.core.saved_state import describe_damage
 from slivertune.hift.checkpoint import StateMismatchError
-from slivertune.manifest import write_manifest
 from slivertune.parallel.consistency.heartbeat import guard, world_size
-from slivertune.saved_state import describe_damage
 
 _OF_OTHER_CONTENTS = (
     AttributeError,

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from slivertune.aside import recover
+from slivertune.core.atomic import recover
+from slivertune.core.saved_state import check_loadable, load_dictionary
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.hift.piece import Weight
@@ -33,7 +34,6 @@ from slivertune.parallel.checkpoint.folder import (
 from slivertune.parallel.checkpoint.manifests import check_together
 from slivertune.parallel.consistency.heartbeat import check_agreement, world_size
 from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight
-from slivertune.saved_state import check_loadable, load_dictionary
 
 FOLDER = "hift"
 """Name of the folder inside a checkpoint."""

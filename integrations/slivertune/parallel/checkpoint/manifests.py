@@ -11,15 +11,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slivertune.aside import new_file, recover
-from slivertune.hift import HiFT
-from slivertune.manifest import (
+from slivertune.core.atomic import new_file, recover
+from slivertune.core.manifest import (
     MANIFEST_NAME,
     DamagedCheckpointError,
     check_whole,
     remove_manifest,
     write_manifest,
 )
+from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 from slivertune.parallel.layout import layout_of

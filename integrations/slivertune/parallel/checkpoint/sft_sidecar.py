@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slivertune.aside import is_partial, recover
-from slivertune.manifest import MANIFEST_NAME
+from slivertune.core.atomic import is_partial, recover
+from slivertune.core.manifest import MANIFEST_NAME
+from slivertune.core.saved_state import load_dictionary
 from slivertune.parallel.checkpoint.folder import (
     carry_folder,
     check_by_name,
@@ -24,7 +25,6 @@ from slivertune.parallel.checkpoint.folder import (
 )
 from slivertune.parallel.checkpoint.manifests import check_together
 from slivertune.parallel.consistency.heartbeat import check_agreement, world_size
-from slivertune.saved_state import load_dictionary
 from slivertune.sft import SFT
 
 FOLDER = "sft"

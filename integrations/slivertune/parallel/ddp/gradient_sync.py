@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.outputs import tensors_of
-from slivertune.ledger import claim, claimed_at_birth
 from slivertune.parallel.consistency.heartbeat import Whereabouts
 
 BUCKET_BYTES = 25 * 2**20

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slivertune.ledger import claim
+from slivertune.core.ledger import claim
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Whereabouts, comparable, digest
 from slivertune.sft import SFT

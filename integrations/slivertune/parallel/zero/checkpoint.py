@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slivertune.aside import new_file
+from slivertune.core.atomic import new_file
 from slivertune.hift import HiFT
 from slivertune.hift.rotation import own_copy
 from slivertune.parallel.consistency.heartbeat import check_agreement

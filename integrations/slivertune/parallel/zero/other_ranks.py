@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slivertune.manifest import read_entries
+from slivertune.core.manifest import read_entries
 
 _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"
 _SHARED_MODEL_FILE = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from slivertune.core.saved_state import describe_damage, load_dictionary
 from slivertune.parallel.checkpoint.folder import check_plain
-from slivertune.saved_state import describe_damage, load_dictionary
 
 VERSION = 2
 """Version of the saved form."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from slivertune.manifest import check_whole
+from slivertune.core.manifest import check_whole
 from slivertune.parallel.zero.rank_file import file_name, read_rank_file, saved_ranks
 
 

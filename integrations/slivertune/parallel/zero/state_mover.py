@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.pool import Pool, aligned, host_pool
-from slivertune.ledger import claim, claimed_at_birth
 
 _Key = tuple[int, str]
 """Index of a master, and the name of a state of it; "" is the master itself."""

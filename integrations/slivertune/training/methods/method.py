@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from slivertune import aside
+from slivertune.core import atomic
 from slivertune.parallel.layout import layout_of
 from slivertune.training.checks import enum_value
 from slivertune.training.layouts import save_whole_model
@@ -142,7 +142,7 @@ class TrainingMethod:
         """
         folder = output_folder / MODEL_FOLDER
         with ExitStack() as stack:
-            new = peers.decide("folder aside of the model", lambda: stack.enter_context(aside.folder_aside(folder)))
+            new = peers.decide("folder aside of the model", lambda: stack.enter_context(atomic.folder_aside(folder)))
             save_whole_model(trainer, new)
         return Saved(model=folder)
 

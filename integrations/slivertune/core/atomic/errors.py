@@ -1,0 +1,120 @@
+"""Errors of a write that name what was written, what it needed and what was there.
+
+torch.save says `[enforce fail at inline_container.cc:672]` when a disk is full, safetensors hides the number of the
+error in a text, and Python's own error of a full disk has no path.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import resource
+import shutil
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from slivertune.core.atomic.partial import is_partial
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OF_WRITING = (*_NO_ROOM, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
+# torch's writer of archives tells that fewer bytes were written than it gave, and no reason.
+_TORCH_WRITER = re.compile(r"inline_container\.cc|PytorchStreamWriter")
+_STRERROR = re.compile(r"strerror: (.+)")
+_NUMBER_OF = {os.strerror(number): number for number in errno.errorcode}
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_LITTLE_BYTES = 2**20
+"""With less than this free, a short write of unknown cause is taken for a full disk."""
+
+
+@contextmanager
+def explain_write_errors(target: Path, needs_bytes: int | None = None) -> Iterator[None]:
+    """Turn errors of a write into an OSError that names the target, the bytes needed and the bytes free.
+
+    Errors that come from elsewhere (another file, another kind) pass unchanged, and so does all that happens inside of
+    another such block, which explains it.
+
+    Args:
+        target: The file or folder that is written.
+        needs_bytes: Bytes that it takes, where that is known.
+
+    Raises:
+        OSError: With the number of the error beneath, so that it is a PermissionError where that was one.
+    """
+    folder = _existing_folder(target)
+    free_bytes = shutil.disk_usage(folder).free
+    try:
+        yield
+    except Exception as error:
+        number, reason = _cause(error, target, folder)
+        if number is None or _is_partial(target):
+            raise
+        raise OSError(number, _explain(number, reason, target, folder, needs_bytes, free_bytes)) from error
+
+
+def _explain(number: int, reason: str, target: Path, folder: Path, needs_bytes: int | None, free_bytes: int) -> str:
+    if number in _NO_ROOM:
+        needed = f"more than {free_bytes:,}" if needs_bytes is None else f"{needs_bytes:,}"
+        return (
+            f"{target} could not be written: {reason}; it needs {needed} bytes, {free_bytes:,} were free in {folder}; "
+            "free space there (quotas and limits of file sizes count, too), or name another folder"
+        )
+    return (
+        f"{target} could not be written: {reason}; it needs a folder {target.parent} in which files can be made, "
+        "written and renamed"
+    )
+
+
+def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, str]:
+    """The error's number, if it is one of writing this target, and its text."""
+    if isinstance(error, OSError):
+        is_ours = error.errno in _OF_WRITING if error.filename is None else _is_near(error.filename, target)
+        where = "" if error.filename is None else f" ({os.fsdecode(error.filename)})"
+        return (error.errno if is_ours else None), f"{error.strerror}{where}"
+    text = str(error)
+    hidden = _OS_ERROR.search(text)
+    if isinstance(error, SafetensorError) and text.startswith("Error while serializing") and hidden is not None:
+        return int(hidden[1]), os.strerror(int(hidden[1]))
+    if isinstance(error, RuntimeError) and _TORCH_WRITER.search(text):
+        # torch's writer has the file open, and its bytes on the disk, for as long as a frame of the errors holds it.
+        each: BaseException | None = error
+        while each is not None:
+            traceback.clear_frames(each.__traceback__)
+            each = each.__context__
+        told = _STRERROR.search(text)
+        number = _number_of_short_write(folder) if told is None else _NUMBER_OF.get(told[1].strip(), errno.EIO)
+        return number, f"{os.strerror(number)} (torch.save: {text.splitlines()[0]})"
+    return None, text
+
+
+def _number_of_short_write(folder: Path) -> int:
+    if shutil.disk_usage(folder).free < _LITTLE_BYTES:
+        return errno.ENOSPC
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return errno.EIO if limit == resource.RLIM_INFINITY else errno.EFBIG
+
+
+def _is_near(filename: str | bytes | int, target: Path) -> bool:
+    """Whether a path is the target, in it or in its hidden folder, or one of the folders that it lies in."""
+    if isinstance(filename, int):
+        return True
+    path, target = Path(os.fsdecode(filename)).absolute(), target.absolute()
+    if path.is_relative_to(target) or target.parent.is_relative_to(path):
+        return True
+    beside = path.relative_to(target.parent).parts[0] if path.is_relative_to(target.parent) else ""
+    return beside.startswith(f".{target.name}.") and is_partial(Path(beside))
+
+
+def _is_partial(target: Path) -> bool:
+    return any(is_partial(folder) for folder in target.parents)
+
+
+def _existing_folder(target: Path) -> Path:
+    folder = target.parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder

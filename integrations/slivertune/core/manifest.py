@@ -1,0 +1,225 @@
+"""The manifest of a checkpoint's folder: names, sizes and hashes of its files, written after all of them.
+
+Programs write a checkpoint file by file into its final folder, and write over an older one likewise, so a folder's name
+says nothing about its being whole. A folder is whole where its manifest is there and agrees with every file that it
+lists. What else lies there is not looked at. A folder inside that has a manifest of its own is listed by that one.
+
+The manifest guards against writing that was cut short and against broken disks, not against somebody who wants to do
+harm: they could write a manifest as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from slivertune.core.atomic import is_partial, sync, write_json
+
+MANIFEST_NAME = "slivertune_checkpoint.json"
+FORMAT = 2
+"""Version of the manifest's form."""
+
+_PART_BYTES = 64 * 2**20
+_READ_BYTES = 2**20
+_MAX_THREADS = 8
+_HASH = "blake2b"
+_OWN_HASH = "blake2b of all else"
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not whole; nothing of it was loaded."""
+
+
+def write_manifest(
+    folder: str | Path, entries: Mapping[str, Any] | None = None, *, files: Iterable[Path] | None = None
+) -> None:
+    """Say that a folder is whole. Costs one read of its files; they are on the disk before the manifest is there.
+
+    Args:
+        folder: Nothing may be writing to it any more.
+        entries: What else the manifest is to say; plain JSON.
+        files: What belongs to it, by path; by default all files in it.
+
+    Raises:
+        OSError: If a file can't be read, or the manifest not written; there is none then.
+    """
+    folder = Path(folder)
+    remove_manifest(folder)
+    paths = sorted(_files(folder) if files is None else _outermost(folder, files))
+    for path in paths:
+        sync(path)
+    for parent in {parent for path in paths for parent in path.parents if folder == parent or folder in parent.parents}:
+        sync(parent)
+    stamps = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, _HASH: digest}
+        for path, digest in zip(paths, _digests(paths), strict=True)
+    }
+    said = {"format": FORMAT, **(entries or {}), "files": stamps}
+    write_json(folder / MANIFEST_NAME, {**said, _OWN_HASH: _digest_entries(said)})
+
+
+def remove_manifest(folder: str | Path) -> None:
+    """Say that a folder is about to be written over, and so is not whole until `write_manifest`."""
+    path = Path(folder) / MANIFEST_NAME
+    if path.exists():
+        path.unlink()
+        sync(path.parent)
+
+
+def read_entries(folder: str | Path) -> dict[str, Any]:
+    """What the manifest of a folder says, its files included.
+
+    Raises:
+        DamagedCheckpointError: If it is not there or can't be read.
+    """
+    path = Path(folder) / MANIFEST_NAME
+    if not path.is_file():
+        raise DamagedCheckpointError(f"it has no {MANIFEST_NAME}, so its writing was cut short")
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        stamps = entries["files"]
+        if entries["format"] != FORMAT:
+            raise DamagedCheckpointError(
+                f"its {MANIFEST_NAME} has format {entries['format']!r}, and this version reads {FORMAT}"
+            )
+        if entries.pop(_OWN_HASH) != _digest_entries(entries):
+            raise DamagedCheckpointError(f"its {MANIFEST_NAME} holds other entries than were written")
+        for name, stamp in stamps.items():
+            place = PurePosixPath(name)
+            if place.is_absolute() or ".." in place.parts or type(stamp["bytes"]) is not int:
+                raise DamagedCheckpointError(f"its {MANIFEST_NAME} can't be read")
+            stamp[_HASH].encode("ascii")
+    except DamagedCheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise DamagedCheckpointError(f"its {MANIFEST_NAME} can't be read") from error
+    return dict(entries)
+
+
+def find_damage(folder: str | Path, *, read_files: bool = True, depth: int = 8) -> str | None:
+    """Say what keeps a folder from being whole.
+
+    Args:
+        folder: With a manifest.
+        read_files: Whether to compare contents too, and not only sizes.
+        depth: How many folders with manifests may lie in each other; a link could lead round for ever.
+
+    Returns:
+        The reason, or None where the folder is whole.
+    """
+    folder = Path(folder)
+    try:
+        stamps = read_entries(folder)["files"]
+        for name, stamp in stamps.items():
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is missing"
+            num_bytes = path.stat().st_size
+            if num_bytes != stamp["bytes"]:
+                return f"{name} has {num_bytes:,} bytes where {stamp['bytes']:,} were written"
+        if read_files:
+            found = _digests([folder / name for name in stamps])
+            for (name, stamp), digest in zip(stamps.items(), found, strict=True):
+                if digest != stamp[_HASH]:
+                    return f"{name} holds other bytes than were written"
+    except (DamagedCheckpointError, OSError) as error:
+        return str(error)
+    for name in stamps:
+        if PurePosixPath(name).name == MANIFEST_NAME:
+            if depth == 0:
+                return "manifests lie in each other too deeply"
+            damage = find_damage((folder / name).parent, read_files=read_files, depth=depth - 1)
+            if damage is not None:
+                return f"in {PurePosixPath(name).parent}, {damage}"
+    return None
+
+
+def check_whole(folder: str | Path) -> None:
+    """Refuse a folder that is not whole. Costs one read of its files.
+
+    Args:
+        folder: A checkpoint, or a part of one that has a manifest of its own.
+
+    Raises:
+        DamagedCheckpointError: Naming the file, and the newest whole folder beside it.
+    """
+    damage = find_damage(folder)
+    if damage is None:
+        return
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DamagedCheckpointError(f"{folder} is not there, or no folder; name a checkpoint")
+    text = f"{folder} can't be loaded, and nothing of it was: {damage}; use an older checkpoint{_whole_beside(folder)}"
+    if not (folder / MANIFEST_NAME).is_file() and any(folder.iterdir()):
+        call = shlex.quote(f"from slivertune.core.manifest import write_manifest; write_manifest({str(folder)!r})")
+        text += f". If you know that it is whole, since another program or an older version wrote it: python -c {call}"
+    raise DamagedCheckpointError(text)
+
+
+def _whole_beside(folder: Path) -> str:
+    try:
+        siblings = [path for path in folder.absolute().parent.iterdir() if path != folder.absolute()]
+        marked = sorted((each for each in siblings if (each / MANIFEST_NAME).is_file()), key=_written_at, reverse=True)
+    except OSError:
+        return ""
+    # Sizes alone: whoever loads it compares the rest.
+    whole = next((each for each in marked if find_damage(each, read_files=False) is None), None)
+    return "" if whole is None else f", such as {whole}"
+
+
+def _written_at(folder: Path) -> int:
+    return (folder / MANIFEST_NAME).stat().st_mtime_ns
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """All files of a folder but its manifest; of a folder inside that has one, that one."""
+    for path in sorted(folder.iterdir()):
+        if is_partial(path):
+            # What a killed process left; the next write removes it.
+            continue
+        if path.is_dir():
+            inner = path / MANIFEST_NAME
+            yield from [inner] if inner.is_file() else _files(path)
+        elif path.is_file() and path.name != MANIFEST_NAME:
+            yield path
+
+
+def _outermost(folder: Path, files: Iterable[Path]) -> set[Path]:
+    """The same files, where those of an inner folder with a manifest are told by that one."""
+    wanted = set(files)
+    return wanted.intersection(_files(folder))
+
+
+def _digest_entries(entries: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(entries, sort_keys=True).encode(), digest_size=32).hexdigest()
+
+
+def _digests(paths: Iterable[Path]) -> list[str]:
+    """A hash of each file, over the hashes of its parts, so that threads share a large file."""
+    paths = list(paths)
+    parts = [
+        (path, start) for path in paths for start in range(0, max(1, path.stat().st_size), _PART_BYTES)
+    ]  # an empty file is one empty part
+    summaries = {path: hashlib.blake2b(digest_size=32) for path in paths}
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        for (path, _), digest in zip(parts, pool.map(_digest_part, parts), strict=True):
+            summaries[path].update(digest)
+    return [summaries[path].hexdigest() for path in paths]
+
+
+def _digest_part(part: tuple[Path, int]) -> bytes:
+    path, start = part
+    summary = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        file.seek(start)
+        left = _PART_BYTES
+        while left and (block := file.read(min(_READ_BYTES, left))):
+            summary.update(block)
+            left -= len(block)
+    return summary.digest()

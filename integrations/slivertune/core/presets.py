@@ -1,0 +1,76 @@
+"""Where the launch presets and the DeepSpeed configurations lie.
+
+A wheel carries `launch/` and `ds_configs/` inside the package; a checkout has them at its top, two folders above it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_SUFFIX_OF_FOLDER = {"launch": ".yaml", "ds_configs": ".json"}
+_EXAMPLE_SUFFIXES = (".slurm", ".hostfile")
+
+
+def preset_names() -> tuple[str, ...]:
+    """List the presets by file name.
+
+    Returns:
+        The launch presets (`*.yaml`), then the DeepSpeed configurations (`*.json`), each in alphabetical order.
+
+    Raises:
+        FileNotFoundError: If neither the package nor the checkout around it has a preset folder.
+    """
+    return tuple(path.name for path in _find_presets())
+
+
+def example_names() -> tuple[str, ...]:
+    """List the examples beside the launch presets, such as a job script, by file name.
+
+    Raises:
+        FileNotFoundError: If neither the package nor the checkout around it has a preset folder.
+    """
+    return tuple(sorted(path.name for path in _find_folder("launch").iterdir() if path.suffix in _EXAMPLE_SUFFIXES))
+
+
+def preset_path(name: str) -> Path:
+    """Find a preset's file.
+
+    Args:
+        name: A file name (`single_gpu_24g.yaml`, `single_gpu_24g.json`) or its stem; a stem that both folders have
+            means the launch preset. Examples beside the presets (`multi_node_zero3.slurm`) go by their file name alone.
+
+    Returns:
+        The absolute path of the file.
+
+    Raises:
+        ValueError: If no preset has that name.
+        FileNotFoundError: If neither the package nor the checkout around it has a preset folder.
+    """
+    presets = _find_presets()
+    for path in presets:
+        if name in (path.name, path.stem):
+            return path
+    if name in example_names():
+        return _find_folder("launch") / name
+    names = [*(path.name for path in presets), *example_names()]
+    raise ValueError(f"no preset is called {name!r}; there are {', '.join(names)}")
+
+
+def _find_presets() -> list[Path]:
+    return [
+        path
+        for folder, suffix in _SUFFIX_OF_FOLDER.items()
+        for path in sorted(_find_folder(folder).iterdir())
+        if path.suffix == suffix
+    ]
+
+
+def _find_folder(name: str) -> Path:
+    package = Path(__file__).resolve().parents[1]
+    candidates = (package / name, package.parents[1] / name)
+    for candidate in candidates:
+        if candidate.is_dir():
+            return candidate
+    raise FileNotFoundError(
+        f"the preset folder {name!r} is at neither {candidates[0]} nor {candidates[1]}; install slivertune again"
+    )

@@ -1,0 +1,97 @@
+"""An optimizer's state in the form that `torch.distributed.checkpoint` carries: `get_state_dict`, `set_state_dict`.
+
+Those two know states by parameter alone, keep no other keys, drop the state of parameters that are frozen when it is
+loaded, and fill in place what the loading optimizer has already. HiFT's and SFT's state is known by name, most of it is
+of frozen parameters, and its size depends on the step. So it travels whole, as one value of the first param group:
+the bytes of `torch.save`, which `torch.load(weights_only=True)` reads. While it is saved they are held in memory beside
+the state.
+
+torch says by itself that it is about to ask: it finds `optimizer.state` empty and makes a step, with rate 0 and zero
+gradients. Such a step changes nothing, and the `state_dict` that follows is packed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from slivertune.core.saved_state.file import check_loadable, load_dictionary
+
+_KEY = "slivertune"
+_UNFLATTENABLE = "flatten_optimizer_state_dict can't carry this optimizer"
+
+
+def is_initialising_step(param_groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a step looks like the one that torch makes to fill an optimizer's state: rate 0, gradients all zero.
+
+    Gradients are only read where every rate is 0.
+
+    Args:
+        param_groups: The optimizer's.
+    """
+    if any(_is_moving(group.get("lr", 0.0)) for group in param_groups):
+        return False
+    gradients = [parameter.grad for group in param_groups for parameter in group["params"]]
+    return any(g is not None for g in gradients) and not any(g is not None and bool(g.any()) for g in gradients)
+
+
+def pack_state(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], updates: int) -> dict[str, Any]:
+    """Bring a state into torch's own form.
+
+    Args:
+        whole: Plain containers and tensors.
+        param_groups: The optimizer's; torch numbers their parameters in this order.
+        updates: Updates applied so far.
+
+    Returns:
+        `state` and `param_groups`, in which the parameters are numbers.
+
+    Raises:
+        ValueError: If the state holds objects that could not be loaded again.
+    """
+    file = io.BytesIO()
+    torch.save(dict(whole), file)
+    file.seek(0)
+    check_loadable(file)
+    state: dict[int, Any] = {}
+    groups = []
+    for group in param_groups:
+        numbers = range(len(state), len(state) + len(group["params"]))
+        for number, parameter in zip(numbers, group["params"], strict=True):
+            # One entry for each parameter, or torch misses it; with a dimension, or torch can't tell the device; and
+            # something that torch refuses to flatten, since it would then lose the state in silence.
+            told = torch.tensor([updates], device=parameter.device)
+            state[number] = {f"{_KEY}_updates": told, _KEY: _UNFLATTENABLE}
+        groups.append({**group, "params": list(numbers)})
+    groups[0][_KEY] = file.getvalue()
+    return {"state": state, "param_groups": groups}
+
+
+def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What `pack_state` packed; None of any other state.
+
+    Args:
+        state_dict: As it comes from torch, its parameters by name or number.
+
+    Raises:
+        ValueError: If the packed bytes are lost.
+    """
+    groups, states = state_dict.get("param_groups"), state_dict.get("state")
+    first = groups[0] if isinstance(groups, (list, tuple)) and groups else None
+    packed = first.get(_KEY) if isinstance(first, Mapping) else None
+    if isinstance(packed, bytes):
+        return load_dictionary(io.BytesIO(packed), name="the state packed for torch.distributed.checkpoint")
+    values_of_each = states.values() if isinstance(states, Mapping) else ()
+    if any(_KEY in values for values in values_of_each if isinstance(values, Mapping)):
+        raise ValueError(
+            "the saved state has lost what lay in its first param group; save and load it by get_state_dict and "
+            "set_state_dict without flatten_optimizer_state_dict"
+        )
+    return None
+
+
+def _is_moving(rate: Any) -> bool:
+    return rate is not None and float(rate) != 0.0

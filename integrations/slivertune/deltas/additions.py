@@ -1,0 +1,209 @@
+"""Which tensors of a model or checkpoint deltas belong to, and what their sum adds to each. Nothing is written here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.delta_file import PLAIN_DTYPES, DeltaFile, check_base, load, name_of
+from slivertune.deltas.names import NameIndex
+from slivertune.deltas.overlap import Overlap, sum_deltas
+from slivertune.deltas.sparse_file import DeltaFileError
+
+Source = Mapping[str, SparseDelta] | DeltaFile | str | Path
+"""Deltas in memory, read from a folder, or the folder."""
+
+
+class Destination(Protocol):
+    """A tensor that deltas can be added to."""
+
+    @property
+    def name(self) -> str:
+        """Its name where it lies."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its extents."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    def sha256(self) -> str:
+        """Hash of its bits."""
+
+
+D = TypeVar("D", bound=Destination)
+
+
+@dataclass(frozen=True, slots=True)
+class Addition(Generic[D]):
+    """What is added to one tensor."""
+
+    target: D
+    delta: SparseDelta
+    """The sum, on the CPU."""
+    overlap: Overlap
+    sha256: str | None
+    """Hash of the tensor's bits as they are, where the check of the base needed it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the tensors are, and what errors say of it."""
+
+    name: str
+    """What it is called."""
+    unknown: str
+    """The way out when a name is not found."""
+    quantized: str
+    """The way out when the tensor is quantised."""
+    allow_quantized_base: bool
+    """Whether deltas that were trained over codes may be added to plain weights."""
+    has_copies: bool
+    """Whether tied weights may be stored twice here."""
+
+
+def read_sources(sources: Source | Sequence[Source]) -> list[DeltaFile]:
+    """Read and name deltas.
+
+    Deltas in memory have no base: what is known of them is their shape.
+
+    Args:
+        sources: One or several of folders, files that were read, and deltas by name.
+
+    Returns:
+        One entry a source.
+
+    Raises:
+        FileNotFoundError: If a folder holds no deltas.
+        ValueError: If there is none, or one of them is not valid.
+        TypeError: If one is none of these.
+    """
+    listed = [sources] if isinstance(sources, (str, Path, DeltaFile, Mapping)) else list(sources)
+    if not listed:
+        raise ValueError("there are no deltas to add; name a folder at least")
+    return [_read(source, number) for number, source in enumerate(listed)]
+
+
+def add_up(files: Sequence[DeltaFile], targets: Mapping[str, D], place: Place, *, hash_base: bool) -> list[Addition[D]]:
+    """Find the tensors that deltas belong to, check that they are the base, and sum what is added to each.
+
+    Args:
+        files: The deltas.
+        targets: Tensors by name; tied weights are one object under several names.
+        place: Where the tensors are.
+        hash_base: Whether to compare the bits of the tensors with those that the deltas were trained on.
+
+    Returns:
+        One addition a tensor, in the order of the files.
+
+    Raises:
+        DeltaFileError: If a tensor is absent, quantised, of another shape or dtype, or not the base.
+    """
+    index = NameIndex(targets)
+    found = [(file, name, target) for file in files for name, target in _pairs(file, targets, index, place)]
+    # What costs a reading of the tensors comes last.
+    checked = {id(target): target for file, name, target in found if hash_base and _is_plain(file, name)}
+    hashes = {key: target.sha256() for key, target in checked.items()}
+    deltas_of: dict[int, tuple[D, list[SparseDelta]]] = {}
+    for file, name, target in found:
+        if _is_plain(file, name):
+            check_base(file.source, name, file.base[name], dtype=target.dtype, sha256=hashes.get(id(target)))
+        deltas_of.setdefault(id(target), (target, []))[1].append(file.deltas[name])
+    additions = []
+    for key, (target, deltas) in deltas_of.items():
+        total, overlap = sum_deltas(deltas)
+        additions.append(Addition(target, total, overlap, hashes.get(key)))
+    return additions
+
+
+def add_rounded(name: str, pretrained: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Add a delta to pretrained values in fp32 and round once.
+
+    Args:
+        name: The tensor's name, for the error.
+        pretrained: Shape (n,), the weight's dtype.
+        values: float32, shape (n,), same device.
+
+    Returns:
+        The sums, shape (n,), the weight's dtype.
+
+    Raises:
+        ValueError: If a sum of finite numbers is beyond the dtype's range.
+    """
+    sums = (pretrained.float() + values).to(pretrained.dtype)
+    overflown = torch.nonzero(torch.isfinite(pretrained) & ~torch.isfinite(sums))
+    if len(overflown):
+        at = int(overflown[0])
+        raise ValueError(
+            f"{name!r}: {float(pretrained[at])} + {float(values[at])} is beyond the range of "
+            f"{name_of(pretrained.dtype)}; take the base in bfloat16 or float32, or add fewer deltas at once"
+        )
+    return sums
+
+
+def _read(source: Source, number: int) -> DeltaFile:
+    if isinstance(source, (str, Path)):
+        return load(source)
+    if isinstance(source, DeltaFile):
+        return source
+    if isinstance(source, Mapping):
+        return DeltaFile(deltas=dict(source), config={}, base={}, base_model_name=None, source=f"deltas {number}")
+    raise TypeError(f"deltas are folders or mappings of names to SparseDelta, not {type(source).__name__}")
+
+
+def _is_plain(file: DeltaFile, name: str) -> bool:
+    return name in file.base and not file.base[name].is_quantized
+
+
+def _pairs(file: DeltaFile, targets: Mapping[str, D], index: NameIndex, place: Place) -> Iterator[tuple[str, D]]:
+    names: dict[int, str] = {}
+    for name, delta in file.deltas.items():
+        for target in _targets_of(file, name, targets, index, place):
+            other = names.setdefault(id(target), name)
+            if other != name:
+                raise DeltaFileError(
+                    f"{file.source}: {other!r} and {name!r} are one tensor in {place.name}; keep one of them"
+                )
+            _check_target(file, name, delta, target, place)
+            yield name, target
+
+
+def _targets_of(file: DeltaFile, name: str, targets: Mapping[str, D], index: NameIndex, place: Place) -> list[D]:
+    aliases = (name, *(file.base[name].tied_names if name in file.base else ()))
+    found = [targets[match] for alias in aliases if (match := index.find(alias)) is not None]
+    if not found:
+        trained_on = f" ({file.base_model_name})" if file.base_model_name else ""
+        raise DeltaFileError(
+            f"{file.source}: {name!r} names no tensor of {place.name}, or several; use the model that the deltas were "
+            f"trained on{trained_on}{place.unknown}"
+        )
+    distinct = list({id(target): target for target in found}.values())
+    if len(distinct) > 1 and not place.has_copies:
+        raise DeltaFileError(
+            f"{file.source}: {' and '.join(map(repr, aliases))} were one tied tensor in training and are "
+            f"{len(distinct)} in {place.name}; tie them (model.tie_weights())"
+        )
+    return distinct
+
+
+def _check_target(file: DeltaFile, name: str, delta: SparseDelta, target: Destination, place: Place) -> None:
+    where = f"{file.source}: {name!r}"
+    here = name_of(target.dtype)
+    if here not in PLAIN_DTYPES:
+        raise DeltaFileError(f"{where}: {place.name} holds {here} there; {place.quantized}")
+    if target.shape != delta.shape:
+        raise DeltaFileError(
+            f"{where} has shape {delta.shape}, {place.name} has {target.shape} there; use the base of the deltas"
+        )
+    if name in file.base and file.base[name].is_quantized and not place.allow_quantized_base:
+        raise DeltaFileError(
+            f"{where} was trained over {file.base[name].dtype} codes, and nobody can tell whether these {here} weights "
+            "are what they were made from; if they are, say so with allow_quantized_base (near, not the same)"
+        )

@@ -1,0 +1,173 @@
+"""Deltas on a loaded model: added in place, and taken off again to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from slivertune.deltas.additions import Addition, Place, Source, add_rounded, add_up, read_sources
+from slivertune.deltas.base_hash import hash_tensor
+from slivertune.deltas.delta import read_flat, write_flat
+from slivertune.deltas.delta_file import memory_of
+from slivertune.deltas.overlap import Overlap, total_overlap
+
+
+def apply(
+    model: nn.Module,
+    deltas: Source | Sequence[Source],
+    *,
+    check_base: bool = True,
+    allow_quantized_base: bool = False,
+) -> AppliedDeltas:
+    """Add deltas to a model's weights in place; `remove()` gives the pretrained bits back.
+
+    Several deltas are summed in fp32, added in fp32 and rounded once. Costs, beside every touched weight, an int32
+    position and its pretrained bits on its device. Either all tensors are changed or none.
+
+    Args:
+        model: The model, on any device, in float32, bfloat16 or float16.
+        deltas: One or several of folders that `save_pretrained` wrote, what `load` returned, and deltas by name.
+        check_base: Whether to compare the bits of the weights with those that the deltas were trained on, which reads
+            them once. Deltas in memory have nothing to compare with.
+        allow_quantized_base: Whether deltas that were trained over a 4-bit model may be added to the weights from which
+            it was quantised. Their results are near, not the same.
+
+    Returns:
+        A handle, also a context manager, which removes the deltas and tells their overlap.
+
+    Raises:
+        FileNotFoundError: If a folder holds no deltas.
+        ValueError: If a file is damaged or hostile, the model is not the base, or a weight is 4-bit or sharded.
+
+    Example:
+        >>> with apply(model, ["deltas/law", "deltas/german"]) as handle:
+        ...     print(handle.overlap)
+        ...     model.generate(**inputs)
+    """
+    place = Place(
+        name="the model",
+        unknown="",
+        quantized=(
+            "quantised codes are never changed; load the model in 16 bits, without quantization_config, or train on "
+            "with the deltas beside the codes, SFT(..., form='layer')"
+        ),
+        allow_quantized_base=allow_quantized_base,
+        has_copies=False,
+    )
+    additions = add_up(read_sources(deltas), _weights_of(model), place, hash_base=check_base)
+    applied = AppliedDeltas({addition.target.name: addition.overlap for addition in additions})
+    try:
+        for addition in additions:
+            applied._add(addition)
+    except BaseException:
+        applied._restore()
+        raise
+    return applied
+
+
+class AppliedDeltas:
+    """Deltas on a model, until they are removed.
+
+    Args:
+        overlap_of: Overlap of each changed tensor.
+    """
+
+    def __init__(self, overlap_of: dict[str, Overlap]) -> None:
+        self.overlap_of = overlap_of
+        """How many weights of each changed tensor the deltas touch, and how many of them two or more do."""
+        self._changes: list[_Change] = []
+
+    @property
+    def overlap(self) -> Overlap:
+        """The same over all tensors."""
+        return total_overlap(self.overlap_of.values())
+
+    def remove(self) -> None:
+        """Give the touched weights their pretrained bits back; a second call does nothing.
+
+        Raises:
+            RuntimeError: If weights have changed since, in which case nothing is restored.
+        """
+        for change in self._changes:
+            change.check()
+        self._restore()
+
+    def __enter__(self) -> AppliedDeltas:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _add(self, addition: Addition[_Weight]) -> None:
+        weight = addition.target.parameter
+        indices = addition.delta.indices.to(weight.device)
+        pretrained = read_flat(weight, indices)
+        changed = add_rounded(addition.target.name, pretrained, addition.delta.values.to(weight.device))
+        # First on the list, so that an interruption between the two lines is undone as well.
+        self._changes.append(_Change(addition.target.name, weight, indices, pretrained, hash_tensor(changed)))
+        write_flat(weight, indices, changed)
+
+    def _restore(self) -> None:
+        while self._changes:
+            change = self._changes[-1]
+            write_flat(
+                change.weight, change.indices.to(change.weight.device), change.pretrained.to(change.weight.device)
+            )
+            self._changes.pop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    name: str
+    weight: nn.Parameter
+    indices: torch.Tensor
+    pretrained: torch.Tensor
+    sha256: str
+    """Of the changed entries: keeps the check of `remove` from costing a copy of them."""
+
+    def check(self) -> None:
+        if self.weight.dtype != self.pretrained.dtype:
+            raise RuntimeError(
+                f"{self.name!r} was {self.pretrained.dtype} when deltas were applied and is {self.weight.dtype} now; "
+                "remove them before the model is cast, or load it again"
+            )
+        now = hash_tensor(read_flat(self.weight, self.indices.to(self.weight.device)))
+        # An interrupted removal has restored some already.
+        if now not in (self.sha256, hash_tensor(self.pretrained)):
+            raise RuntimeError(
+                f"{self.name!r} has changed since deltas were applied, and removing them would lose that; remove what "
+                "was applied later first, or load the model again if it was trained"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    name: str
+    parameter: nn.Parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    def sha256(self) -> str:
+        return hash_tensor(self.parameter)
+
+
+def _weights_of(model: nn.Module) -> dict[str, _Weight]:
+    weights: dict[str, _Weight] = {}
+    of_memory: dict[object, _Weight] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if hasattr(parameter, "full_tensor"):
+            raise ValueError(f"{name!r} is sharded; apply deltas before the model is sharded (fully_shard)")
+        weights[name] = of_memory.setdefault(memory_of(parameter), _Weight(name, parameter))
+    return weights

@@ -1,0 +1,266 @@
+"""Deltas merged into a plain checkpoint, file by file, and taken out of it again to the bit.
+
+The copy's shards are those of the base, byte for byte, except for the touched entries; no model is built, and no tensor
+is loaded whole. `sft_undo/base_values.safetensors` in the merged folder keeps the base's bits of the touched entries,
+as rounding can't be inverted: 4 bytes a position and the weight's own bytes. It also has a hash of every file of the
+base, by which unmerging knows that it gives the base back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from slivertune.core.atomic import check_absent, new_folder
+from slivertune.deltas.additions import Addition, Place, Source, add_rounded, add_up, read_sources
+from slivertune.deltas.base_hash import CHUNK_BYTES
+from slivertune.deltas.delta_file import DeltaFile, name_of
+from slivertune.deltas.overlap import Overlap, total_overlap
+from slivertune.deltas.plain_checkpoint import UNDO_FOLDER, PlainCheckpoint, StoredTensor, open_checkpoint
+from slivertune.deltas.sparse_file import DeltaFileError, read_sparse_file, write_sparse_file
+
+UNDO_FILE = "base_values.safetensors"
+"""The base's bits of the touched entries."""
+REPORT_FILE = "merged.json"
+"""What was merged, and the overlap of each tensor."""
+VERSION = 2
+"""Version of the undo file's form."""
+_KIND = "slivertune.sft_undo"
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is being done, how much of it is done, and how much there is; 0 of 0 where that isn't known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a merge did."""
+
+    overlap_of: dict[str, Overlap]
+    """Weights that were touched, and those that two or more deltas touch, of each tensor."""
+    left_out: list[Path]
+    """Files of the base with other forms of its weights, which were not copied."""
+
+    @property
+    def overlap(self) -> Overlap:
+        """The same over all tensors."""
+        return total_overlap(self.overlap_of.values())
+
+
+def merge(
+    checkpoint: str | Path,
+    deltas: Source | Sequence[Source],
+    output: str | Path,
+    *,
+    allow_quantized_base: bool = False,
+    progress: Progress = lambda *_: None,
+) -> Merged:
+    """Write a copy of a checkpoint with deltas added to its weights.
+
+    Several deltas are summed in fp32, added in fp32 and rounded once. The copy appears whole or not at all.
+
+    Args:
+        checkpoint: Folder of the base, with safetensors files; never changed.
+        deltas: As for `apply`.
+        output: The folder to write; must not exist.
+        allow_quantized_base: Whether deltas that were trained over a 4-bit model may be added to the 16-bit checkpoint
+            from which it was quantised. Its results are near, not the same.
+        progress: Is told how far the work is.
+
+    Returns:
+        What was merged.
+
+    Raises:
+        FileExistsError: If `output` exists.
+        FileNotFoundError: If the checkpoint or the deltas are not there.
+        ValueError: If the checkpoint is quantised, has deltas merged already, or is not the base of the deltas; if a
+            file of deltas is damaged or hostile. Nothing is written then.
+    """
+    checkpoint, output = Path(checkpoint), Path(output)
+    check_absent(output)
+    base = open_checkpoint(checkpoint)
+    if (checkpoint / UNDO_FOLDER).exists():
+        raise ValueError(
+            f"{checkpoint} has deltas merged already; take them out first (slivertune unmerge), or merge all of them "
+            "into the base at once"
+        )
+    progress("checking the base", 0, 0)
+    files = read_sources(deltas)
+    additions = add_up(files, base.tensors, _place(checkpoint, allow_quantized_base), hash_base=True)
+    touched_bytes = sum(addition.delta.indices.nbytes + addition.delta.values.nbytes for addition in additions)
+    with new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
+        undo = _Undo(_copy(base, new, progress))
+        for number, addition in enumerate(additions):
+            progress("adding", number, len(additions))
+            undo.add(addition, *_add(base.moved(addition.target, new), addition))
+        progress("writing", 0, 0)
+        _write_undo(new / UNDO_FOLDER, undo, files, additions)
+    return Merged({addition.target.name: addition.overlap for addition in additions}, base.left_out)
+
+
+def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = lambda *_: None) -> None:
+    """Write a copy of a merged checkpoint with the base's bits restored; its shards are the base's, byte for byte.
+
+    Args:
+        checkpoint: What `merge` wrote; never changed.
+        output: The folder to write; must not exist.
+        progress: Is told how far the work is.
+
+    Raises:
+        FileExistsError: If `output` exists.
+        FileNotFoundError: If the folder is no merged checkpoint.
+        ValueError: If the folder was changed since it was merged, or a file is damaged. Nothing is written then.
+    """
+    checkpoint, output = Path(checkpoint), Path(output)
+    check_absent(output)
+    merged = open_checkpoint(checkpoint)
+    path = checkpoint / UNDO_FOLDER / UNDO_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there, so {checkpoint} can't be unmerged; name what `merge` wrote")
+    undo = read_sparse_file(path, kind=_KIND, version=VERSION, value_key="dtype", finite=False)
+    progress("checking", 0, 0)
+    for name, said in undo.table.items():
+        _check_merged(path, name, said, merged)
+    hashes = _hashes_of_files(path, undo.fields)
+    with new_folder(output, needs_bytes=_size(merged)) as new:
+        found = _copy(merged, new, progress)
+        for number, (name, (indices, values)) in enumerate(undo.entries.items()):
+            progress("restoring", number, len(undo.entries))
+            tensor = merged.moved(merged.tensors[name], new)
+            tensor.write(indices, values)
+            if tensor.sha256() != undo.table[name].get("base_sha256"):
+                raise DeltaFileError(f"{path}: {name!r} does not become the base's; the file is damaged, take the base")
+        progress("checking", 0, 0)
+        changed = {str(merged.tensors[name].shard.relative_to(checkpoint)) for name in undo.entries}
+        _check_files(checkpoint, hashes, found | {name: _hash_file(new / name) for name in changed})
+        progress("writing", 0, 0)
+
+
+def _place(checkpoint: Path, allow_quantized_base: bool) -> Place:
+    return Place(
+        name=str(checkpoint),
+        unknown=(
+            "; if the checkpoint stores it in another layout, load the model, add the deltas with "
+            "slivertune.deltas.applied.apply and save it with save_pretrained"
+        ),
+        quantized="only weights in float32, bfloat16 and float16 are merged into; merge into the 16-bit checkpoint",
+        allow_quantized_base=allow_quantized_base,
+        has_copies=True,
+    )
+
+
+def _size(checkpoint: PlainCheckpoint) -> int:
+    return sum((checkpoint.folder / file).stat().st_size for file in checkpoint.files)
+
+
+def _copy(base: PlainCheckpoint, new: Path, progress: Progress) -> dict[str, str]:
+    """Copy the files of a checkpoint; the SHA-256 of each."""
+    total, done = _size(base), 0
+    hashes = {}
+    for file in base.files:
+        (new / file).parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256()
+        with (base.folder / file).open("rb") as source, (new / file).open("wb") as target:
+            while piece := source.read(CHUNK_BYTES):
+                target.write(piece)
+                digest.update(piece)
+                done += len(piece)
+                progress("copying", done, total)
+        hashes[str(file)] = digest.hexdigest()
+    return hashes
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _add(tensor: StoredTensor, addition: Addition[StoredTensor]) -> tuple[StoredTensor, torch.Tensor]:
+    delta = addition.delta
+    pretrained = tensor.read(delta.indices)
+    tensor.write(delta.indices, add_rounded(tensor.name, pretrained, delta.values))
+    return tensor, pretrained
+
+
+class _Undo:
+    """Collects what unmerging needs.
+
+    Args:
+        hashes: SHA-256 of every file of the base.
+    """
+
+    def __init__(self, hashes: Mapping[str, str]) -> None:
+        self.hashes = hashes
+        self.entries: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.table: dict[str, dict[str, object]] = {}
+
+    def add(self, addition: Addition[StoredTensor], merged: StoredTensor, pretrained: torch.Tensor) -> None:
+        self.entries[merged.name] = (addition.delta.indices, pretrained)
+        self.table[merged.name] = {
+            "shape": list(merged.shape),
+            "dtype": name_of(merged.dtype),
+            "base_sha256": addition.sha256 or addition.target.sha256(),
+            "merged_sha256": merged.sha256(),
+        }
+
+
+def _write_undo(
+    folder: Path, undo: _Undo, files: Sequence[DeltaFile], additions: Sequence[Addition[StoredTensor]]
+) -> None:
+    folder.mkdir()
+    write_sparse_file(
+        folder / UNDO_FILE,
+        kind=_KIND,
+        version=VERSION,
+        entries=undo.entries,
+        table=undo.table,
+        fields={"base_files": undo.hashes},
+    )
+    report = {
+        "deltas": [file.source for file in files],
+        "tensors": {
+            addition.target.name: {
+                "num_touched": addition.overlap.num_touched,
+                "num_shared": addition.overlap.num_shared,
+                "share": addition.overlap.share,
+            }
+            for addition in additions
+        },
+    }
+    (folder / REPORT_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_merged(path: Path, name: str, said: dict[str, object], merged: PlainCheckpoint) -> None:
+    tensor = merged.tensors.get(name)
+    here = None if tensor is None else (tensor.shape, name_of(tensor.dtype))
+    if tensor is None or here != (said["shape"], said.get("dtype")):
+        raise DeltaFileError(
+            f"{path}: {name!r} was {said['shape']} {said.get('dtype')} when it was merged, the checkpoint has {here}; "
+            "it was changed since, take the base instead"
+        )
+    if tensor.sha256() != said.get("merged_sha256"):
+        raise DeltaFileError(
+            f"{path}: {name!r} was changed since it was merged, so the base can't be restored from it; take the base"
+        )
+
+
+def _hashes_of_files(path: Path, fields: Mapping[str, object]) -> dict[str, str]:
+    hashes = fields.get("base_files")
+    if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
+        raise DeltaFileError(f"{path}: base_files must be a table of names and hashes; the file is damaged")
+    return hashes
+
+
+def _check_files(checkpoint: Path, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Files that were added since are let through."""
+    for name, sha256 in expected.items():
+        if found.get(name) != sha256:
+            what = "changed" if name in found else "removed"
+            raise DeltaFileError(
+                f"{checkpoint / name} was {what} since it was merged, so the base can't be restored; bring the file "
+                "back as it was, or take the base"
+            )

@@ -1,0 +1,107 @@
+"""The verbs `slivertune merge` and `slivertune unmerge`: what they print while they work, and after."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import huggingface_hub
+import rich.progress
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from slivertune.core.atomic import recover
+from slivertune.deltas.delta_file import DeltaFile, load
+from slivertune.deltas.merge import REPORT_FILE, Progress, merge, unmerge
+from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
+
+
+def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_quantized_base: bool) -> None:
+    """Merge deltas into a checkpoint and say what was done.
+
+    Args:
+        deltas: Folders with deltas.
+        output: The folder to write.
+        base: Folder of the base or its hub id in the cache; None takes what the deltas name.
+        allow_quantized_base: As for `merge`.
+
+    Raises:
+        ValueError: If the base is not known, or `merge` raises it.
+        FileNotFoundError: If the base is not there.
+    """
+    files = [load(folder) for folder in deltas]
+    checkpoint = find_checkpoint(base or _named_base(files))
+    with _progress() as show:
+        merged = merge(checkpoint, files, output, allow_quantized_base=allow_quantized_base, progress=show)
+    overlap = merged.overlap
+    print(f"{output}: {overlap.num_touched:,} weights of {len(merged.overlap_of)} tensors changed")
+    if len(files) > 1:
+        name, most = max(merged.overlap_of.items(), key=lambda item: item[1].share)
+        print(
+            f"overlap: {overlap.num_shared:,} weights ({overlap.share:.2%}) are touched by two or more of the "
+            f"{len(files)} deltas; most in {name} ({most.num_shared:,}, {most.share:.2%}); for each tensor see "
+            f"{Path(output) / UNDO_FOLDER / REPORT_FILE}"
+        )
+    if merged.left_out:
+        print(f"left out, as they hold the base's weights: {', '.join(map(str, merged.left_out))}")
+
+
+def run_unmerge(merged: str, output: str) -> None:
+    """Take deltas out of a merged checkpoint and say so.
+
+    Args:
+        merged: What `merge` wrote.
+        output: The folder to write.
+    """
+    with _progress() as show:
+        unmerge(merged, output, progress=show)
+    print(f"{output}: the base's weights, to the bit")
+
+
+def find_checkpoint(name: str) -> Path:
+    """Find a checkpoint: a folder, or a hub id whose files were loaded before.
+
+    Args:
+        name: The folder or hub id.
+
+    Returns:
+        The folder.
+
+    Raises:
+        FileNotFoundError: If it is neither.
+    """
+    recover(Path(name))
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise FileNotFoundError(
+            f"model_name_or_path={name!r} is neither a folder nor a model in the hub's cache; check the spelling, or "
+            "load it first with `hf download`"
+        ) from error
+
+
+def _named_base(files: Sequence[DeltaFile]) -> str:
+    names = {file.base_model_name for file in files}
+    if len(names) != 1 or None in names:
+        raise ValueError(
+            f"the deltas name {sorted(map(str, names))} as their base; say which it is with --model_name_or_path"
+        )
+    return str(names.pop())
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with rich.progress.Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(stage: str, done: int, total: int) -> None:
+            bar.update(task, description=stage, completed=done, total=total or None)
+
+        yield show

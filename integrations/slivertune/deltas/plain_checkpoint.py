@@ -1,0 +1,223 @@
+"""A plain Hugging Face checkpoint as files: where each tensor's bytes lie, without a model. Only safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slivertune.deltas.base_hash import CHUNK_BYTES
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+UNDO_FOLDER = "sft_undo"
+"""Folder in a merged checkpoint with what unmerging needs. Readers look at the files beside it alone."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+# Other forms of the weights, which a merge would leave at the base's values, and a training's own state.
+_WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ckpt", ".gguf", ".onnx", ".onnx_data")
+_WEIGHT_INDICES = (".safetensors.index.json", ".bin.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a safetensors file."""
+
+    name: str
+    shard: Path
+    """The file."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    num_bytes: int
+
+    def sha256(self) -> str:
+        """Hash of its bits, as `hash_tensor` gives it for a loaded one."""
+        digest = hashlib.sha256()
+        with self.shard.open("rb") as file:
+            file.seek(self.start)
+            left = self.num_bytes
+            while left and (piece := file.read(min(left, CHUNK_BYTES))):
+                digest.update(piece)
+                left -= len(piece)
+        return digest.hexdigest()
+
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        """Copy the entries at flat positions; the file must be writable, as that of a copy is.
+
+        Args:
+            indices: int32, shape (n,).
+
+        Returns:
+            The entries, shape (n,), in the tensor's dtype.
+        """
+        return self._rows()[indices.long()].view(-1).view(self.dtype)
+
+    def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Set the entries at flat positions in the file; all other bytes stay as they are.
+
+        Args:
+            indices: int32, shape (n,).
+            values: The entries, shape (n,), in the tensor's dtype.
+        """
+        self._rows()[indices.long()] = values.contiguous().view(torch.uint8).view(-1, self.dtype.itemsize)
+
+    def _rows(self) -> torch.Tensor:
+        # Bytes, since a tensor may lie at an address that is no multiple of its element.
+        mapped = numpy.memmap(self.shard, dtype=numpy.uint8, mode="r+", offset=self.start, shape=(self.num_bytes,))
+        return torch.from_numpy(mapped).view(-1, self.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainCheckpoint:
+    """A folder that `from_pretrained` reads."""
+
+    folder: Path
+    tensors: dict[str, StoredTensor]
+    files: list[Path]
+    """Files that belong to it, relative to the folder: shards, their index, configuration, tokenizer."""
+    left_out: list[Path]
+    """Other forms of the same weights, relative to the folder, which a change of the shards makes stale."""
+
+    def moved(self, tensor: StoredTensor, folder: Path) -> StoredTensor:
+        """The tensor in a copy of the checkpoint."""
+        return StoredTensor(
+            tensor.name,
+            folder / tensor.shard.relative_to(self.folder),
+            tensor.dtype,
+            tensor.shape,
+            tensor.start,
+            tensor.num_bytes,
+        )
+
+
+def open_checkpoint(folder: Path) -> PlainCheckpoint:
+    """Read where a checkpoint's tensors lie.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        Its tensors and files.
+
+    Raises:
+        FileNotFoundError: If the folder or its safetensors files are not there.
+        ValueError: If it is quantised or damaged.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no folder; name that of a checkpoint, for one on the hub after `hf download ID --local-dir "
+            "FOLDER`"
+        )
+    _check_not_quantized(folder)
+    shard_of = _shards(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(shard_of.values())):
+        # The index decides where a tensor stands in two shards.
+        tensors |= {name: it for name, it in _tensors(folder / shard).items() if shard_of.get(name, shard) == shard}
+    lost = sorted(set(shard_of) - set(tensors) - {""})
+    if lost:
+        raise ValueError(f"{folder / INDEX_FILE} names {lost[0]!r}, which its shard lacks; get the checkpoint again")
+    files, left_out = _other_files(folder, set(shard_of.values()))
+    return PlainCheckpoint(folder, tensors, files, left_out)
+
+
+def _shards(folder: Path) -> dict[str, str]:
+    if (folder / SINGLE_FILE).is_file():
+        return {"": SINGLE_FILE}
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise FileNotFoundError(
+            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; other forms are not read, load the model and save "
+            "it with save_pretrained"
+        )
+    names = _json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{index} has no weight_map; get the checkpoint again")
+    for shard in set(map(str, names.values())):
+        if Path(shard).name != shard or not (folder / shard).is_file():
+            raise ValueError(
+                f"{index} names the shard {shard!r}, which is no file in {folder}; get the checkpoint again"
+            )
+    return {name: str(shard) for name, shard in names.items()}
+
+
+def _tensors(shard: Path) -> dict[str, StoredTensor]:
+    try:
+        # Checks the header against the file's size.
+        with safe_open(shard, "numpy"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{shard} is no whole safetensors file ({error}); get the checkpoint again") from error
+    with shard.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        # What torch has no dtype for is never touched, and only has to be known as no float.
+        dtype = _DTYPES.get(entry["dtype"], torch.uint8)
+        tensors[name] = StoredTensor(name, shard, dtype, tuple(entry["shape"]), 8 + size + begin, end - begin)
+    return tensors
+
+
+def _check_not_quantized(folder: Path) -> None:
+    config = folder / "config.json"
+    settings = _json(config).get("quantization_config") if config.is_file() else None
+    if settings is not None:
+        method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
+        bits = " in 4 bits" if isinstance(settings, dict) and settings.get("load_in_4bit") else ""
+        raise ValueError(
+            f"{folder} is quantised ({method}{bits}): merging would quantise anew and change weights that no delta "
+            "touches; merge into the 16-bit checkpoint that it was made from (with --allow_quantized_base if the "
+            "deltas were trained over the quantised one), or keep the deltas beside it"
+        )
+
+
+def _other_files(folder: Path, shards: set[str]) -> tuple[list[Path], list[Path]]:
+    files: list[Path] = []
+    left_out: list[Path] = []
+    index = {INDEX_FILE} - ({INDEX_FILE} if shards == {SINGLE_FILE} else set())
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder)
+        if not path.is_file() or any(_is_foreign(part) for part in relative.parts):
+            continue
+        belongs = str(relative) in shards | index
+        is_weight = path.name.endswith(_WEIGHT_ENDINGS + _WEIGHT_INDICES)
+        (files if belongs or not is_weight else left_out).append(relative)
+    return files, left_out
+
+
+def _is_foreign(part: str) -> bool:
+    # A training's checkpoints beside its result, and version control.
+    return part.startswith((".", "checkpoint-")) or part == UNDO_FOLDER
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON ({error}); get the checkpoint again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object; get the checkpoint again")
+    return value

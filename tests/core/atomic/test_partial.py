@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slivertune.core.atomic import folder_aside, new_file, new_folder, partial, recover
+from slivertune.core.atomic.partial import exchange, partial_version
+from tests.core.atomic.killed import replace
+from tests.helpers.faults import (
+    Fault,
+    Operations,
+    counted,
+    denied,
+    error_of,
+    full_disk,
+    hidden,
+    interrupted,
+    names,
+    snapshot,
+)
+
+VERSIONS = {"old": {"a": "old", "sub/b": "old"}, "new": {"b": "new", "sub/c": "new", "sub/deep/d": "new"}}
+
+
+def write_folder(target: Path, version: str) -> None:
+    replace(target, VERSIONS[version])
+
+
+def version_at(target: Path) -> str | None:
+    """The version that lies there whole; fails on anything else."""
+    if not target.exists():
+        return None
+    files = {str(path.relative_to(target)): path.read_text() for path in target.rglob("*") if path.is_file()}
+    return next(version for version, expected in VERSIONS.items() if files == expected)
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_process_killed_at_any_file_operation_leaves_the_old_folder_or_the_new_one(
+    can_exchange: bool, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.core.atomic.killed", str(tmp_path), str(can_exchange)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    number = int(done.stdout)
+    assert number > 15
+    seen = []
+    for each in range(1, number):
+        target = tmp_path / str(each) / "model"
+        if can_exchange:
+            assert target.exists()
+        recover(target)
+        seen.append(version_at(target))
+        # The next writer leaves nothing of the killed one.
+        write_folder(target, "new")
+        assert version_at(target) == "new"
+        assert names(target.parent) == ["model"]
+    assert seen == sorted(seen, reverse=True) and set(seen) == {"old", "new"}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("fault", [full_disk, denied, interrupted])
+def test_an_error_at_any_file_operation_leaves_the_old_folder_or_the_new_one(
+    fault: Fault, once: bool, can_exchange: bool, tmp_path: Path
+) -> None:
+    number = 0
+    outcomes = []
+    while True:
+        number += 1
+        target = tmp_path / str(number) / "model"
+        write_folder(target, "old")
+        operations = Operations(number, fault, once=once)
+        with counted(operations, can_exchange=can_exchange):
+            error = error_of(lambda target=target: write_folder(target, "new"))
+        assert not isinstance(error, OSError) or str(target) in str(error)
+        recover(target)
+        outcomes.append(version_at(target))
+        write_folder(target, "new")
+        assert version_at(target) == "new"
+        assert names(target.parent) == ["model"]
+        if len(operations.names) < number:
+            break
+    assert number > 15
+    assert {"old", "new"} == set(outcomes)
+    assert outcomes[-1] == "new"
+
+
+def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with folder_aside(target) as first:
+        (first / "a").write_text("old")
+        write_folder(target, "new")
+        assert (first / "a").read_text() == "old"
+        (first / "sub").mkdir()
+        (first / "sub" / "b").write_text("old")
+    # The last one to end is the one that stays.
+    assert version_at(target) == "old"
+    assert names(tmp_path) == ["model"]
+
+
+def test_what_dead_processes_of_other_targets_left_is_left_alone(tmp_path: Path) -> None:
+    for name in ("model", "model.x", "mode", ".model"):
+        folder = tmp_path / f".{name}.abcdefgh.partial"
+        folder.mkdir()
+        (folder / "lock").touch()
+        (folder / "half").touch()
+    (tmp_path / ".model.notours").mkdir()
+    write_folder(tmp_path / "model", "new")
+    assert names(tmp_path) == [
+        "..model.abcdefgh.partial",
+        ".mode.abcdefgh.partial",
+        ".model.notours",
+        ".model.x.abcdefgh.partial",
+        "model",
+    ]
+
+
+@pytest.mark.parametrize("files", [(), ("lock",), ("half",), ("lock", "half"), ("lock", "model/weights")])
+def test_every_kind_of_remains_is_removed_by_the_next_write(files: tuple[str, ...], tmp_path: Path) -> None:
+    folder = tmp_path / ".model.abcdefgh.partial"
+    folder.mkdir()
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    with new_file(tmp_path / "model") as path:
+        path.write_text("x")
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_link_with_the_name_of_remains_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "lock").touch()
+    (tmp_path / ".model.abcdefgh.partial").symlink_to(tmp_path / "mine")
+    write_folder(tmp_path / "model", "new")
+    assert (tmp_path / "mine" / "lock").exists()
+
+
+def test_a_reader_puts_nothing_back_while_the_writer_lives(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    write_folder(target, "old")
+    with partial_version(target) as version:
+        target.rename(version.folder / "retired")
+        recover(target)
+        assert not target.exists()
+    # The writer has ended without a new version.
+    assert version_at(target) == "old"
+
+
+def test_a_folder_whose_old_version_cannot_be_put_back_is_kept_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "model"
+    write_folder(target, "old")
+
+    def fail() -> None:
+        with partial_version(target) as version:
+            target.rename(version.folder / "retired")
+            monkeypatch.setattr(partial, "_put_back", lambda retired, target: None)
+
+    fail()
+    assert not target.exists()
+    monkeypatch.undo()
+    recover(target)
+    assert version_at(target) == "old"
+    write_folder(target, "new")
+    assert names(tmp_path) == ["model"]
+
+
+def test_two_folders_change_places(tmp_path: Path) -> None:
+    for version in VERSIONS:
+        write_folder(tmp_path / version, version)
+    if not exchange(tmp_path / "old", tmp_path / "new"):
+        pytest.skip("this file system can't")
+    assert [version_at(tmp_path / each) for each in ("old", "new")] == ["new", "old"]
+    with pytest.raises(FileNotFoundError):
+        exchange(tmp_path / "old", tmp_path / "absent")
+
+
+def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    (tmp_path / ".model.abcdefgh.partial").mkdir()
+    (tmp_path / ".model.abcdefgh.partial" / "lock").touch()
+    write_folder(tmp_path / "model", "old")
+    write_folder(tmp_path / "model", "new")
+    assert version_at(tmp_path / "model") == "new"
+    # Nobody can tell whether its process lives.
+    assert hidden(tmp_path) == [".model.abcdefgh.partial"]
+
+
+def test_a_new_folder_is_whole_or_absent_at_any_error(tmp_path: Path) -> None:
+    number = 0
+    while True:
+        number += 1
+        target = tmp_path / str(number)
+        operations = Operations(number, full_disk)
+
+        def write(target: Path = target) -> None:
+            with new_folder(target) as folder:
+                (folder / "a").write_text("all")
+
+        with counted(operations):
+            error = error_of(write)
+        assert error is None or str(target) in str(error)
+        assert snapshot(tmp_path).keys() <= {*map(str, range(number + 1)), *(f"{each}/a" for each in range(number + 1))}
+        assert not target.exists() or (target / "a").read_text() == "all"
+        if len(operations.names) < number:
+            break
+    assert number > 5
+    assert target.exists()

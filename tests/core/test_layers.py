@@ -1,0 +1,569 @@
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from slivertune import Layer, find_layers
+from tests.helpers.architectures import (
+    BART,
+    CASES,
+    HIDDEN,
+    OPT,
+    SIZES,
+    VOCAB,
+    Batch,
+    Case,
+    hf,
+    ids,
+    ids_and_decoder_ids,
+    llama,
+)
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+class Attention(nn.Module):
+    """Not one of transformers', but attention by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(HIDDEN))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.weight
+
+
+class PlainModel(nn.Module):
+    """A model that no library knows: a norm of the embedding behind the blocks, a final norm before them."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.final_norm = nn.LayerNorm(HIDDEN)
+        self.tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Attention()) for _ in range(num_blocks))
+        self.first_norm = nn.LayerNorm(HIDDEN)
+        self.output = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.first_norm(self.tokens(tokens))
+        for block in self.blocks:
+            hidden = block(hidden)
+        output: torch.Tensor = self.output(self.final_norm(hidden))
+        return output
+
+
+PLAIN_EMBEDDING = {"tokens.weight", "first_norm.weight", "first_norm.bias"}
+PLAIN_HEAD = {"final_norm.weight", "final_norm.bias", "output.weight", "output.bias"}
+
+
+def by_name(layers: Iterable[Layer]) -> dict[str, set[str]]:
+    return {layer.name: set(layer.parameter_names) for layer in layers}
+
+
+def forward_with(model: nn.Module, case: Case, trainable: Iterable[str]) -> tuple[torch.Tensor, list[bool]]:
+    """Train only some parameters: a scalar of the output, and for each block whether its output has a graph."""
+    trainable = set(trainable)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trainable)
+        parameter.grad = None
+    recorded: dict[str, bool] = {}
+    hooks = []
+    for path in case.blocks:
+
+        def record(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
+            recorded[path] = any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+
+        hooks.append(model.get_submodule(path).register_forward_hook(record))
+    torch.manual_seed(0)
+    output = model(**case.batch())
+    for hook in hooks:
+        hook.remove()
+    scores = output.logits_per_text if "logits_per_text" in output else output.logits
+    return scores.float().square().sum(), [recorded[path] for path in case.blocks]
+
+
+@each_case
+def test_each_parameter_lands_where_it_is_expected(case: Case) -> None:
+    model = case.build()
+    layers = find_layers(model)
+    found = by_name(layers)
+    assert found.get("embedding", set()) == set(case.embedding.split())
+    assert found.get("head", set()) == set(case.head.split())
+    assert [layer.name for layer in layers if layer.kind == "block"] == case.blocks
+    for path in case.blocks:
+        assert found[path] == {name for name, _ in model.named_parameters() if name.startswith(f"{path}.")}
+
+
+@each_case
+def test_the_layers_hold_every_parameter_once_in_order(case: Case) -> None:
+    model = case.build()
+    layers = find_layers(model)
+    kinds = ["embedding", *["block"] * len(case.blocks), *(["head"] if case.head else [])]
+    assert [layer.kind for layer in layers] == kinds
+    order = [name for name, _ in model.named_parameters()]
+    assert sorted(name for layer in layers for name in layer.parameter_names) == sorted(order)
+    for layer in layers:
+        assert list(layer.parameter_names) == sorted(layer.parameter_names, key=order.index)
+
+
+@each_case
+def test_training_one_layer_records_nothing_below_it(case: Case) -> None:
+    model = case.build().eval()
+    stack_of = [index for index, (_, count) in enumerate(case.stacks) for _ in range(count)]
+    for place, layer in enumerate(find_layers(model), start=-1):
+        loss, recorded = forward_with(model, case, layer.parameter_names)
+        loss.backward()
+        got_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        assert got_gradient and got_gradient <= set(layer.parameter_names)
+        if layer.kind == "embedding":
+            assert all(recorded)
+        elif layer.kind == "head":
+            assert recorded == [case.encoder_norm is not None and stack > 0 for stack in stack_of]
+        else:
+            above = [at >= place and (case.feeds or stack == stack_of[place]) for at, stack in enumerate(stack_of)]
+            assert recorded == above
+
+
+@each_case
+def test_each_embedded_parameter_acts_before_the_blocks_and_each_of_the_head_after(case: Case) -> None:
+    # The oracle is autograd: what feeds a block leaves a graph on its output, what comes after it does not.
+    model = case.build().eval()
+    acting = {"embedding": 0, "head": 0}
+    for layer in find_layers(model):
+        for name in layer.parameter_names if layer.kind != "block" else ():
+            loss, recorded = forward_with(model, case, [name])
+            if not loss.requires_grad:
+                continue  # peft's original of what it saves with the adapter
+            acting[layer.kind] += 1
+            assert any(recorded) == (layer.kind == "embedding" or name == case.encoder_norm), name
+            if name == case.encoder_norm:
+                assert not any(recorded[: case.stacks[0][1]])
+    assert acting["embedding"] and bool(acting["head"]) == bool(case.head)
+
+
+def snapshot(model: nn.Module) -> dict[str, Any]:
+    """All that a search could disturb: bits, versions, identities, flags, attributes, hooks, generators."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    attributes = {path: sorted(vars(module)) for path, module in model.named_modules()}
+    hooks = {
+        (path, name): list(value.items())
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name.endswith("_hooks") or "_hooks_" in name
+    }
+    return {
+        "bits": {name: tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist() for name, tensor in tensors},
+        "tensors": [(name, id(tensor), tensor._version, tensor.requires_grad, tensor.grad) for name, tensor in tensors],
+        "training": [module.training for module in model.modules()],
+        "modules": [(path, id(module), type(module)) for path, module in model.named_modules()],
+        "attributes": attributes,
+        "hooks": hooks,
+        "generators": (torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())),  # noqa: NPY002
+    }
+
+
+@each_case
+def test_the_search_leaves_the_model_and_the_generators_as_they_were(case: Case) -> None:
+    model = case.build().train()
+    next(iter(model.children())).eval()
+    ran: list[nn.Module] = []
+    for module in model.modules():
+        module.register_forward_pre_hook(lambda module, args: ran.append(module))
+        module.register_forward_hook(lambda module, args, output: ran.append(module))
+    next(model.parameters()).requires_grad_(False)
+    before = snapshot(model)
+    find_layers(model)
+    after = snapshot(model)
+    for aspect in before:
+        assert after[aspect] == before[aspect], aspect
+    assert ran == []
+
+
+class Moody(PlainModel):
+    """Warns, draws random numbers, counts its forwards, and rewrites a buffer and a tensor of its own."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.own = torch.zeros(3)
+        self.calls = [0]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        warnings.warn("moody", stacklevel=2)
+        self.calls[0] += 1 + (random.randrange(9) if self.training else 0)
+        self.seen.add_(1)
+        self.own.add_(torch.rand(3, device="cpu").sum().item())
+        return super().forward(tokens)
+
+
+def test_a_model_that_changes_itself_in_its_forward_is_not_changed_by_the_search() -> None:
+    model = Moody()
+    generators = torch.get_rng_state(), random.getstate()
+    with warnings.catch_warnings(record=True) as caught:
+        found = by_name(find_layers(model))
+    assert found["embedding"] == PLAIN_EMBEDDING
+    assert model.seen == 0 and model.own.tolist() == [0, 0, 0] and model.calls == [0]
+    assert torch.equal(torch.get_rng_state(), generators[0]) and random.getstate() == generators[1]
+    assert caught == []
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes that operators return off the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                self.num_bytes += leaf.untyped_storage().nbytes()
+        return output
+
+
+def test_a_meta_llama_of_7b_parameters_is_sorted_without_memory_and_in_time_linear_in_its_blocks() -> None:
+    calls = []
+    for num_blocks in (8, 32):
+        with torch.device("meta"):
+            model = hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=num_blocks))
+        with Allocations() as allocations:
+            layers, num_calls = count_calls(find_layers, model)
+        assert allocations.num_bytes == 0
+        assert len(layers) == num_blocks + 2
+        calls.append(num_calls)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 6.7e9
+    # Counted, since seconds depend on the machine. Four times the blocks; what is quadratic in them would make 16.
+    assert calls[1] < 5 * calls[0]
+
+
+def count_calls(function: Any, *args: Any) -> tuple[Any, int]:
+    """What a function returns, and the calls that it makes, in Python and in C."""
+    calls = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        return function(*args), calls
+    finally:
+        sys.setprofile(None)
+
+
+def test_the_search_copies_no_weights_buffers_or_other_tensors() -> None:
+    model = PlainModel()
+    model.register_buffer("mask", torch.zeros(1 << 16))
+    model.extra = torch.zeros(1 << 16)  # as quantised layers keep their scales
+    model.output.weight.grad = torch.zeros_like(model.output.weight)
+    with Allocations() as allocations:
+        find_layers(model)
+    assert allocations.num_bytes == 0
+
+
+def test_a_plain_module_is_sorted_by_what_its_forward_reads_first() -> None:
+    layers = find_layers(PlainModel())
+    assert [layer.name for layer in layers] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
+    found = by_name(layers)
+    assert found["embedding"] == PLAIN_EMBEDDING
+    assert found["head"] == PLAIN_HEAD
+
+
+def test_one_item_with_attention_makes_blocks_of_a_whole_list() -> None:
+    model = PlainModel()
+    model.blocks[0] = nn.Linear(HIDDEN, HIDDEN)
+    model.blocks[2] = nn.Linear(HIDDEN, HIDDEN)
+    found = by_name(find_layers(model))
+    assert found["blocks.0"] == {"blocks.0.weight", "blocks.0.bias"}
+    assert found["blocks.2"] == {"blocks.2.weight", "blocks.2.bias"}
+
+
+class Chain(nn.ModuleList):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            hidden = module(hidden)
+        return hidden
+
+
+def test_a_list_without_attention_holds_no_blocks() -> None:
+    model: Any = PlainModel()
+    model.output = Chain([nn.Linear(HIDDEN, VOCAB)])
+    head = {"final_norm.weight", "final_norm.bias", "output.0.weight", "output.0.bias"}
+    assert by_name(find_layers(model))["head"] == head
+
+
+def test_a_block_without_parameters_is_left_out() -> None:
+    model = PlainModel()
+    model.blocks[1] = nn.Identity()
+    assert [layer.name for layer in find_layers(model)] == ["embedding", "blocks.0", "blocks.2", "head"]
+
+
+def test_a_parameter_beside_the_list_of_blocks_belongs_to_the_embedding_even_if_it_is_not_read() -> None:
+    model = PlainModel()
+    model.class_token = nn.Parameter(torch.zeros(HIDDEN))
+    assert "class_token" in by_name(find_layers(model))["embedding"]
+
+
+class MaskedTokens(nn.Embedding):
+    """Holds a parameter that only some batches read."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCAB, HIDDEN)
+        self.mask_token = nn.Parameter(torch.zeros(HIDDEN))
+
+
+def test_what_a_dummy_batch_leaves_out_goes_with_its_neighbours() -> None:
+    model = PlainModel()
+    model.tokens = MaskedTokens()
+    assert "tokens.mask_token" in by_name(find_layers(model))["embedding"]
+
+
+class EncoderDecoder(nn.Module):
+    """Neither half is a transformers model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = PlainModel(num_blocks=1)
+        self.decoder = PlainModel(num_blocks=1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        encoded = self.encoder(tokens).argmax(-1)
+        decoded: torch.Tensor = self.decoder(encoded)
+        return decoded
+
+
+def test_a_decoder_is_reached_through_its_encoder() -> None:
+    found = by_name(find_layers(EncoderDecoder()))
+    for half in ("encoder", "decoder"):
+        assert {f"{half}.{name}" for name in PLAIN_EMBEDDING} <= found["embedding"]
+        assert {f"{half}.{name}" for name in PLAIN_HEAD} <= found["head"]
+
+
+class Wrapper(nn.Module):
+    """Takes a batch of its own kind, holds a transformers model, and adds parameters around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(VOCAB, 2)
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.inner = llama()
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        scores: torch.Tensor = self.probe(self.inner(**batch).logits) * self.temperature
+        return scores
+
+
+def test_a_transformers_model_inside_another_gets_a_dummy_batch_of_its_own() -> None:
+    layers = find_layers(Wrapper())
+    assert [layer.name for layer in layers] == ["embedding", "inner.model.layers.0", "inner.model.layers.1", "head"]
+    found = by_name(layers)
+    assert found["embedding"] == {"inner.model.embed_tokens.weight"}
+    assert found["head"] == {
+        "probe.weight",
+        "probe.bias",
+        "temperature",
+        "inner.model.norm.weight",
+        "inner.lm_head.weight",
+    }
+
+
+def test_frozen_parameters_are_sorted_too() -> None:
+    model = llama().requires_grad_(False)
+    assert sum(len(layer.parameter_names) for layer in find_layers(model)) == len(list(model.parameters()))
+
+
+def test_a_shared_parameter_belongs_to_the_lowest_of_its_layers() -> None:
+    model: Any = PlainModel()
+    model.blocks[2][0].weight = model.blocks[1][0].weight
+    model.final_norm.bias = model.blocks[1][0].bias  # and has the name of the head, which is registered first
+    found = by_name(find_layers(model))
+    assert found["blocks.1"] == {"blocks.1.0.weight", "final_norm.bias", "blocks.1.1.weight"}
+    assert found["blocks.2"] == {"blocks.2.0.bias", "blocks.2.1.weight"}
+    assert found["head"] == PLAIN_HEAD - {"final_norm.bias"}
+
+
+def test_a_tie_to_the_embedding_does_not_pull_the_rest_of_the_head_with_it() -> None:
+    model = PlainModel()
+    model.output.weight = model.tokens.weight
+    found = by_name(find_layers(model))
+    assert found["embedding"] == PLAIN_EMBEDDING
+    assert found["head"] == PLAIN_HEAD - {"output.weight"}
+
+
+class Fussy(PlainModel):
+    """Takes what no dummy batch has."""
+
+    def forward(self, tokens: torch.Tensor, mood: str = "") -> torch.Tensor:
+        if mood != "good":
+            raise RuntimeError("not in the mood")
+        return super().forward(tokens)
+
+
+def test_where_no_dummy_batch_reaches_the_blocks_registration_decides_and_a_warning_says_so() -> None:
+    with pytest.warns(UserWarning, match="not in the mood") as caught:
+        found = by_name(find_layers(Fussy()))
+    assert found["embedding"] == {"tokens.weight", "final_norm.weight", "final_norm.bias"}
+    assert found["head"] == {"first_norm.weight", "first_norm.bias", "output.weight", "output.bias"}
+    message = str(caught[0].message)
+    assert len(caught) == 1 and "Fussy" in message and "layers=" in message
+    assert "'final_norm', 'tokens' to the embedding" in message
+    assert "'first_norm', 'output' to the head" in message
+    assert caught[0].filename == __file__
+
+
+class Tired(PlainModel):
+    """Fails on its way to the blocks, when its tokens were read."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.tokens(tokens)
+        raise RuntimeError("too tired")
+
+
+def test_what_was_read_before_the_dummy_forward_failed_is_embedding_for_certain() -> None:
+    with pytest.warns(UserWarning, match="too tired") as caught:
+        find_layers(Tired())
+    assert "'tokens'" not in str(caught[0].message)
+
+
+class Unsociable(PlainModel):
+    """Can't be copied, like a model that holds a process group."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("one of a kind")
+
+
+def test_a_model_that_cannot_be_copied_is_sorted_by_registration() -> None:
+    with pytest.warns(UserWarning, match="one of a kind"):
+        found = by_name(find_layers(Unsociable()))
+    assert "final_norm.weight" in found["embedding"]
+
+
+attended: list[torch.device] = []
+
+
+class SpyingAttention(Attention):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        attended.append(hidden.device)
+        raise RuntimeError("no such kernel")
+
+
+def test_blocks_need_not_run() -> None:
+    model: Any = PlainModel()
+    for block in model.blocks:
+        block[1] = SpyingAttention()
+    found = by_name(find_layers(model))
+    assert attended == []
+    assert found["embedding"] == PLAIN_EMBEDDING
+    assert found["head"] == PLAIN_HEAD
+
+
+def test_four_bit_weights_survive_and_do_not_hinder_the_search(caplog: pytest.LogCaptureFixture) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    model = hf.BartForConditionalGeneration(hf.BartConfig(**{**BART, "d_model": 64})).eval()
+    for block in [*model.model.encoder.layers, *model.model.decoder.layers]:
+        for linear in (block.fc1, block.fc2):
+            quantised = bnb.nn.Linear4bit(linear.in_features, linear.out_features)
+            quantised.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False)
+            setattr(block, "fc1" if linear is block.fc1 else "fc2", quantised)
+    model.to("cpu")  # bitsandbytes quantises as it moves
+    weight = model.model.encoder.layers[0].fc1.weight
+    assert weight.dtype == torch.uint8
+    state, logits = weight.quant_state, model(**ids_and_decoder_ids()).logits
+    found = by_name(find_layers(model))
+    assert found["embedding"] == set(CASES["bart"].embedding.split())
+    assert model.model.encoder.layers[0].fc1.weight is weight and weight.quant_state is state
+    assert torch.equal(model(**ids_and_decoder_ids()).logits, logits)
+    assert "quantization state not initialized" not in caplog.text
+
+
+def test_weights_that_accelerate_offloads_do_not_hinder_the_search() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    # The copies on the meta device that stay in the model are no longer tied.
+    model = hf.OPTForCausalLM(hf.OPTConfig(**OPT, word_embed_proj_dim=HIDDEN, tie_word_embeddings=False)).eval()
+    logits = model(**ids()).logits
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    found = by_name(find_layers(model))
+    assert found["embedding"] == set(CASES["opt"].embedding.split())
+    assert found["head"] == {*CASES["opt"].head.split(), "lm_head.weight"}
+    assert torch.equal(model(**ids()).logits, logits)
+
+
+PLAIN_LAYERS = [["tokens", "first_norm"], ["blocks.0"], ["blocks.1", "blocks.2"], ["final_norm", "output.weight"]]
+
+
+def test_listed_layers_replace_the_search() -> None:
+    model = PlainModel()
+    layers = find_layers(model, layers=[*PLAIN_LAYERS, ["output.bias"]])
+    assert {layer.kind for layer in layers} == {"custom"}
+    assert [layer.name for layer in layers] == ["custom.0", "blocks.0", "custom.2", "custom.3", "output.bias"]
+    assert layers[0].parameter_names == ("tokens.weight", "first_norm.weight", "first_norm.bias")
+    assert layers[1].parameter_names == ("blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.weight")
+    assert layers[3].parameter_names == ("final_norm.weight", "final_norm.bias", "output.weight")
+
+
+def test_listed_layers_need_no_blocks_and_keep_the_order_of_the_list() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers = find_layers(model, layers=[["1"], ["0.bias", "0.weight"]])
+    assert [layer.parameter_names for layer in layers] == [("1.weight", "1.bias"), ("0.weight", "0.bias")]
+
+
+def test_a_listed_module_path_is_not_a_prefix_of_others() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
+    layers = find_layers(model, layers=[["a"], ["ab"]])
+    assert by_name(layers) == {"a": {"a.weight", "a.bias"}, "ab": {"ab.weight", "ab.bias"}}
+
+
+def test_a_tied_parameter_may_be_listed_under_any_of_its_names() -> None:
+    model = PlainModel()
+    model.output.weight = model.tokens.weight
+    layers = find_layers(model, layers=[["first_norm"], ["blocks"], ["final_norm"], ["output.weight", "output.bias"]])
+    assert layers[3].parameter_names == ("tokens.weight", "output.bias")
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (PLAIN_LAYERS, r"leaves out 'output\.bias'; name each parameter"),
+        ([], r"leaves out 'final_norm\.weight', .*'blocks\.1\.0\.weight', .* and 6 more; name each parameter"),
+        (
+            [*PLAIN_LAYERS, ["output"]],
+            r"'output\.weight' is in layers\[3\] and, through 'output', in layers\[4\]; keep",
+        ),
+        (
+            [*PLAIN_LAYERS, ["outptu"]],
+            r"layers\[4\] names 'outptu', which is neither .* of PlainModel; see model\.named",
+        ),
+        ([*PLAIN_LAYERS, ["blocks.0.0.weigh"]], r"layers\[4\] names 'blocks\.0\.0\.weigh', which is neither"),
+        ([[], *PLAIN_LAYERS, ["output.bias"]], r"layers\[0\]=\[\] is empty: it holds no parameter; drop"),
+        (["tokens", *PLAIN_LAYERS], r"layers\[0\] is the string 'tokens'; write a list of names, \['tokens'\]"),
+    ],
+    ids=["orphan", "many orphans", "twice", "unknown module", "unknown parameter", "empty", "string"],
+)
+def test_a_list_that_is_no_partition_is_refused(layers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_layers(PlainModel(), layers=layers)
+
+
+def test_a_tied_parameter_listed_in_two_layers_is_refused() -> None:
+    model = PlainModel()
+    model.output.weight = model.tokens.weight
+    with pytest.raises(ValueError, match=r"'tokens\.weight' is in layers\[0\] and, through 'output'.*tied parameter"):
+        find_layers(model, layers=[["tokens", "first_norm"], ["blocks"], ["final_norm", "output"]])
+
+
+def test_a_model_without_blocks_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^MambaForCausalLM has no nn\.ModuleList .* with layers="):
+        find_layers(hf.MambaForCausalLM(hf.MambaConfig(**{**SIZES, "state_size": 4})))

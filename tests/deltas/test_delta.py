@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune import SparseDelta
+from slivertune.deltas.delta import apply_delta, read_flat, write_flat
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "text"),
+    [
+        (torch.tensor([1]), torch.ones(1), "int32 indices and float32 values, not torch.int64"),
+        (ints(1), torch.ones(1).half(), "not torch.int32 and torch.float16"),
+        (ints(1, 2), torch.ones(1), "as many values as indices"),
+        (ints(2, 1), torch.ones(2), "strictly increasing"),
+        (ints(1, 1), torch.ones(2), "strictly increasing"),
+        (ints(-1, 1), torch.ones(2), "from -1 to 1, the tensor has positions 0 to 5"),
+        (ints(0, 6), torch.ones(2), "from 0 to 6, the tensor has positions 0 to 5"),
+    ],
+)
+def test_a_delta_that_does_not_fit_its_tensor_is_refused(indices: Any, values: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SparseDelta(indices=indices, values=values, shape=(2, 3))
+
+
+def test_positions_beyond_int32_are_refused() -> None:
+    with pytest.raises(ValueError, match="positions beyond int32"):
+        SparseDelta(indices=ints(), values=torch.ones(0), shape=(2**16, 2**15))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_entries_are_read_and_written_row_major_whatever_the_strides(transposed: bool) -> None:
+    tensor = torch.arange(12.0).view(3, 4)
+    tensor = tensor.t() if transposed else tensor
+    indices = ints(0, 3, 7, 11)
+    assert read_flat(tensor, indices).tolist() == tensor.reshape(-1)[indices.long()].tolist()
+    expected = tensor.reshape(-1).clone()
+    expected[indices.long()] = -1.0
+    write_flat(tensor, indices, torch.full((4,), -1.0))
+    assert torch.equal(tensor.reshape(-1), expected)
+
+
+def test_a_small_delta_is_added_in_fp32_and_rounded_once() -> None:
+    """In bf16 arithmetic 0.02 + 5e-5 is 0.02 where fp32 is a step further."""
+    weight = torch.full((1000,), 0.02).bfloat16()
+    base = weight.clone()
+    values = torch.linspace(-2e-4, 2e-4, 1000)
+    delta = SparseDelta(indices=torch.arange(1000, dtype=torch.int32), values=values, shape=(1000,))
+    apply_delta(weight, base, delta)
+    exact = base.double() + values.double()
+    error = (weight.double() - exact).abs().max()
+    assert error <= 2.0**-14  # half a unit of bf16 at 0.02
+    assert weight.unique().numel() > 2

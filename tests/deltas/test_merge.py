@@ -1,0 +1,531 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+import slivertune
+from slivertune.deltas import plain_checkpoint
+from slivertune.deltas.applied import apply
+from slivertune.deltas.base_hash import hash_tensor
+from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.delta_file import save_pretrained
+from slivertune.deltas.merge import REPORT_FILE, UNDO_FILE, merge, unmerge
+from slivertune.deltas.plain_checkpoint import UNDO_FOLDER, open_checkpoint
+from slivertune.deltas.sparse_file import DeltaFileError
+from tests.deltas.files import (
+    DOWN,
+    QUERY,
+    UP,
+    bits_of,
+    change_table,
+    damage,
+    deltas_of,
+    naive_sum,
+    named,
+    random_delta,
+    same_bits,
+    write_deltas,
+)
+from tests.helpers.models import tiny_llama
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def save_model(model: nn.Module, folder: Path, *, sharded: bool = False) -> Path:
+    """A checkpoint as transformers writes it, with what lies beside one."""
+    assert isinstance(model, LlamaForCausalLM)
+    model.save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    assert (folder / "model.safetensors.index.json").exists() == sharded
+    return folder
+
+
+def load_model(folder: Path) -> nn.Module:
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return model.train()
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_merged_checkpoint_holds_what_applying_gives_and_unmerging_the_bases_bytes(
+    dtype: torch.dtype, sharded: bool, tmp_path: Path
+) -> None:
+    model = tiny_llama(dtype)
+    before = bits_of(model)
+    base = save_model(model, tmp_path / "base", sharded=sharded)
+    untouched = files_in(base)
+    deltas = write_deltas(tmp_path / "deltas", model)
+    merge(base, deltas, tmp_path / "merged")
+    merged = bits_of(load_model(tmp_path / "merged"))
+    assert not same_bits(merged, before)
+    with apply(model, deltas):
+        assert same_bits(merged, bits_of(model))
+    files = files_in(tmp_path / "merged")
+    assert files.keys() - untouched.keys() == {f"{UNDO_FOLDER}/{UNDO_FILE}", f"{UNDO_FOLDER}/{REPORT_FILE}"}
+    assert all(files[name] == content for name, content in untouched.items() if not name.endswith(".safetensors"))
+    unmerge(tmp_path / "merged", tmp_path / "again")
+    assert same_bits(bits_of(load_model(tmp_path / "again")), before)
+    assert files_in(tmp_path / "again") == untouched
+    assert files_in(base) == untouched
+    assert files_in(tmp_path / "merged") == files
+
+
+# Half the tensor and more than the 16 MiB in which files are copied and hashed.
+MERGE_IN_LITTLE_MEMORY = """
+import resource, sys
+from torch import nn
+from slivertune.deltas.merge import merge, unmerge
+
+nn.Module.__init__ = None
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+limit = int(status["VmData"].split()[0]) * 1024 + 32 * 2**20
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+merge("base", "deltas", "merged")
+unmerge("merged", "again")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory by what Linux counts")
+def test_no_model_is_built_and_no_tensor_loaded_whole(tmp_path: Path) -> None:
+    base = {"fc.weight": torch.zeros(4096, 8192, dtype=torch.bfloat16)}
+    (tmp_path / "base").mkdir()
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    deltas = {"fc.weight": random_delta((4096, 8192), 9, seed=0)}
+    save_pretrained(tmp_path / "deltas", deltas, config={}, base=base)
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE_IN_LITTLE_MEMORY],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(slivertune.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert files_in(tmp_path / "again") == files_in(tmp_path / "base")
+
+
+def test_several_deltas_are_merged_at_once_and_their_overlap_reported(tmp_path: Path) -> None:
+    model = tiny_llama(torch.bfloat16)
+    base = save_model(model, tmp_path / "base")
+    folders = [write_deltas(tmp_path / str(seed), model, UP, DOWN, seed=seed) for seed in (0, 10)]
+    merged = merge(base, folders, tmp_path / "merged")
+    with apply(model, folders) as handle:
+        assert same_bits(bits_of(load_model(tmp_path / "merged")), bits_of(model))
+        assert merged.overlap_of == handle.overlap_of
+    first, second = (deltas_of(model, UP, DOWN, seed=seed) for seed in (0, 10))
+    both = {name: set(first[name].indices.tolist()) & set(second[name].indices.tolist()) for name in (UP, DOWN)}
+    report = json.loads((tmp_path / "merged" / UNDO_FOLDER / REPORT_FILE).read_text(encoding="utf-8"))
+    assert report["deltas"] == [str(folder) for folder in folders]
+    for name, shared in both.items():
+        assert report["tensors"][name] == {
+            "num_touched": 80 - len(shared),
+            "num_shared": len(shared),
+            "share": len(shared) / (80 - len(shared)),
+        }
+    assert merged.overlap.num_shared == sum(map(len, both.values())) > 0
+    unmerge(tmp_path / "merged", tmp_path / "again")
+    assert files_in(tmp_path / "again") == files_in(base)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+@pytest.mark.parametrize("stored", [(EMBEDDING,), (HEAD,), (EMBEDDING, HEAD)])
+def test_tied_weights_are_merged_under_whatever_names_they_are_stored(
+    name: str, stored: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = tiny_llama(torch.bfloat16, tied=True)
+    base = save_model(model, tmp_path / "base")
+    tensors = load_file(base / "model.safetensors")
+    weight = tensors.pop(EMBEDDING)
+    save_file({**tensors, **{each: weight.clone() for each in stored}}, base / "model.safetensors", {"format": "pt"})
+    deltas = write_deltas(tmp_path / "deltas", model, name)
+    expected = naive_sum(weight, deltas_of(model, name)[name])
+    merge(base, deltas, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {each for each in (EMBEDDING, HEAD) if each in merged} == set(stored)
+    assert all(torch.equal(merged[each], expected) for each in stored)
+    unmerge(tmp_path / "merged", tmp_path / "again")
+    assert files_in(tmp_path / "again") == files_in(base)
+
+
+def test_tensors_at_odd_addresses_and_of_no_touched_weight_are_merged(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    weights = {"fc.weight": torch.rand(5, 5).bfloat16(), "other.weight": torch.rand(3).bfloat16()}
+    save_file(weights, base / "model.safetensors")
+    content = (base / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    # Older writers did not pad the header, so that tensors began anywhere.
+    header = content[8 : 8 + size].rstrip() + b" " * (1 - len(content[8 : 8 + size].rstrip()) % 2)
+    odd = header if len(header) % 2 else header + b" "
+    (base / "model.safetensors").write_bytes(len(odd).to_bytes(8, "little") + odd + content[8 + size :])
+    assert open_checkpoint(base).tensors["fc.weight"].start % 2 == 1
+    empty = SparseDelta(torch.zeros(0, dtype=torch.int32), torch.zeros(0), (3,))
+    deltas = {"fc.weight": random_delta((5, 5), 6, 0), "other.weight": empty}
+    merge(base, deltas, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(merged["fc.weight"], naive_sum(weights["fc.weight"], deltas["fc.weight"]))
+    assert torch.equal(merged["other.weight"], weights["other.weight"])
+    unmerge(tmp_path / "merged", tmp_path / "again")
+    assert files_in(tmp_path / "again") == files_in(base)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+def test_a_stored_tensor_has_the_hash_of_the_loaded_one(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_checkpoint, "CHUNK_BYTES", 7)
+    tensors = {"a": (100 * torch.rand(3, 5)).to(dtype), "b": torch.zeros(2, 2, dtype=dtype)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = open_checkpoint(tmp_path).tensors
+    assert {name: tensor.sha256() for name, tensor in stored.items()} == {
+        name: hash_tensor(tensor) for name, tensor in tensors.items()
+    }
+
+
+def test_what_would_be_stale_is_left_out_and_said(tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base")
+    stale = ["consolidated.00.pth", "model.gguf", "original.safetensors", "pytorch_model.bin", "training_args.bin"]
+    foreign = [".git/config", "checkpoint-10/model.safetensors", "checkpoint-10/trainer_state.json", ".cache/x"]
+    for name in (*stale, *foreign, "pytorch_model.bin.index.json"):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).touch()
+    merged = merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    assert sorted(map(str, merged.left_out)) == sorted([*stale, "pytorch_model.bin.index.json"])
+    assert not set(files_in(tmp_path / "merged")) & {*stale, *foreign, "pytorch_model.bin.index.json"}
+    assert "1_Pooling/config.json" in files_in(tmp_path / "merged")
+
+
+def test_links_are_followed_and_access_rights_are_those_of_any_file(tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base")
+    (base / "model.safetensors").rename(tmp_path / "blob")
+    (tmp_path / "blob").chmod(0o444)
+    (base / "model.safetensors").symlink_to(tmp_path / "blob")
+    content = (tmp_path / "blob").read_bytes()
+    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    path = tmp_path / "merged" / "model.safetensors"
+    assert not path.is_symlink()
+    assert (tmp_path / "blob").read_bytes() == content
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "file").touch()
+    for ours, theirs in (
+        (path, "file"),
+        (tmp_path / "merged" / UNDO_FOLDER / UNDO_FILE, "file"),
+        (tmp_path / "merged", ""),
+    ):
+        assert stat.S_IMODE(ours.stat().st_mode) == stat.S_IMODE((tmp_path / "plain" / theirs).stat().st_mode)
+
+
+def test_progress_reaches_the_end(tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base", sharded=True)
+    told: list[tuple[str, int, int]] = []
+    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged", progress=lambda *it: told.append(it))
+    copied = [(done, total) for stage, done, total in told if stage == "copying"]
+    size = sum(map(len, files_in(base).values()))
+    assert copied == sorted(copied) and copied[-1] == (size, size)
+    assert list(dict.fromkeys(stage for stage, *_ in told)) == ["checking the base", "copying", "adding", "writing"]
+    told.clear()
+    unmerge(tmp_path / "merged", tmp_path / "again", progress=lambda *it: told.append(it))
+    assert list(dict.fromkeys(stage for stage, *_ in told)) == ["checking", "copying", "restoring", "writing"]
+
+
+def refused(
+    error: type[Exception], message: str, base: Path, deltas: Any, output: Path, *, parent: Path, **more: Any
+) -> None:
+    before = files_in(parent)
+    with pytest.raises(error, match=message):
+        merge(base, deltas, output, **more)
+    assert files_in(parent) == before
+    assert not output.exists() or files_in(output)
+
+
+def test_another_base_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    deltas = write_deltas(tmp_path / "deltas", tiny_llama(torch.bfloat16), base_model_name="owner/base")
+    for number, (model, message) in enumerate(
+        (
+            (tiny_llama(torch.bfloat16, seed=1), f"'{UP}' was trained on another base"),
+            (tiny_llama(), rf"'{UP}' was trained on a bfloat16 tensor, this one is float32; .*dtype='bfloat16'"),
+            (
+                tiny_llama(torch.bfloat16, blocks=2),
+                r"'model.layers.2.self_attn.q_proj.weight' names no tensor of .*owner/base",
+            ),
+        )
+    ):
+        base = save_model(model, tmp_path / f"base{number}")
+        refused(DeltaFileError, message, base, deltas, tmp_path / "merged", parent=tmp_path)
+
+
+def test_a_hostile_file_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base")
+    deltas = damage(
+        write_deltas(tmp_path / "deltas", model), lambda tensors, _: tensors[f"{DOWN}.indices"].__setitem__(-1, 10**6)
+    )
+    refused(DeltaFileError, r"indices\[39\]=1000000 must be in", base, deltas, tmp_path / "merged", parent=tmp_path)
+
+
+def test_a_sum_beyond_the_dtype_is_refused_and_nothing_written(tmp_path: Path) -> None:
+    model = tiny_llama(torch.float16)
+    base = save_model(model, tmp_path / "base")
+    deltas = deltas_of(model)
+    deltas[QUERY].values[3] = 70_000.0
+    refused(ValueError, "is beyond the range of float16", base, deltas, tmp_path / "merged", parent=tmp_path)
+
+
+@pytest.mark.parametrize("what", ["folder", "empty folder", "file", "dangling link"])
+def test_an_output_that_exists_is_refused(what: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base")
+    deltas = write_deltas(tmp_path / "deltas", model)
+    merge(base, deltas, tmp_path / "merged")
+    output = tmp_path / "output"
+    if what == "file":
+        output.write_text("mine")
+    elif what == "dangling link":
+        output.symlink_to(tmp_path / "nowhere")
+    else:
+        output.mkdir()
+        if what == "folder":
+            (output / "mine").touch()
+    before = files_in(tmp_path), entries(tmp_path)
+
+    def work(*done: object) -> None:
+        raise AssertionError("an hour's work may lie before the error")
+
+    for write in (
+        lambda: merge(base, deltas, output, progress=work),
+        lambda: unmerge(tmp_path / "merged", output, progress=work),
+    ):
+        with pytest.raises(FileExistsError, match="output exists already; name a folder that does not, or move it"):
+            write()
+    assert (files_in(tmp_path), entries(tmp_path)) == before
+
+
+def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base")
+    output = tmp_path / "merged"
+
+    def intrude(stage: str, done: int, total: int) -> None:
+        if stage == "writing":
+            output.mkdir()
+
+    with pytest.raises(FileExistsError, match="merged exists already"):
+        merge(base, write_deltas(tmp_path / "deltas", model), output, progress=intrude)
+    assert list(output.iterdir()) == []
+    assert entries(tmp_path) == ["base", "deltas", "merged"]
+
+
+@pytest.mark.parametrize("verb", ["merge", "unmerge"])
+@pytest.mark.parametrize("stage", ["copying", "adding", "restoring", "writing"])
+def test_an_interruption_leaves_nothing_half_written(verb: str, stage: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base")
+    deltas = write_deltas(tmp_path / "deltas", model)
+    merge(base, deltas, tmp_path / "merged")
+    before = files_in(tmp_path)
+    stages = []
+
+    def interrupt(now: str, done: int, total: int) -> None:
+        stages.append(now)
+        # In the midst of a stage, after part of it was written.
+        if now == stage and stages.count(now) > (now != "writing"):
+            raise KeyboardInterrupt
+
+    def write() -> None:
+        if verb == "merge":
+            merge(base, deltas, tmp_path / "output", progress=interrupt)
+        else:
+            unmerge(tmp_path / "merged", tmp_path / "output", progress=interrupt)
+
+    if stage == ("restoring" if verb == "merge" else "adding"):
+        write()
+        assert stage not in stages
+        return
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert files_in(tmp_path) == before
+    assert entries(tmp_path) == ["base", "deltas", "merged"]
+
+
+def test_a_4_bit_checkpoint_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    model = tiny_llama(torch.bfloat16)
+    deltas = write_deltas(tmp_path / "deltas", model)
+    base = save_model(model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    message = (
+        r"base is quantised \(bitsandbytes in 4 bits\): .*; merge into the 16-bit checkpoint that it was made from .*"
+        "or keep the deltas beside it"
+    )
+    refused(ValueError, message, base, deltas, tmp_path / "merged", parent=tmp_path)
+
+
+def test_codes_without_a_configuration_are_refused_as_well(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    save_file({UP: torch.zeros(768, 1, dtype=torch.uint8)}, base / "model.safetensors")
+    deltas = write_deltas(tmp_path / "deltas", tiny_llama(), UP)
+    message = "holds uint8 there; only weights in float32, bfloat16 and float16 are merged into; merge into the 16-bit"
+    refused(DeltaFileError, message, base, deltas, tmp_path / "merged", parent=tmp_path)
+
+
+def test_deltas_over_a_4_bit_base_are_merged_into_the_plain_one_on_request_alone(tmp_path: Path) -> None:
+    model = tiny_llama(torch.bfloat16)
+    base = save_model(model, tmp_path / "base")
+    delta = deltas_of(model, UP)
+    save_pretrained(tmp_path / "deltas", delta, config={}, base={UP: torch.zeros(768, 1, dtype=torch.uint8)})
+    message = "was trained over uint8 codes, and nobody can tell whether these bfloat16 weights are what they were made"
+    refused(DeltaFileError, message, base, tmp_path / "deltas", tmp_path / "merged", parent=tmp_path)
+    merge(base, tmp_path / "deltas", tmp_path / "merged", allow_quantized_base=True)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert torch.equal(merged[UP], naive_sum(named(model)[UP], delta[UP]))
+    unmerge(tmp_path / "merged", tmp_path / "again")
+    assert files_in(tmp_path / "again") == files_in(base)
+
+
+def test_a_merged_checkpoint_is_no_base(tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base")
+    merge(base, write_deltas(tmp_path / "deltas", model, UP), tmp_path / "merged")
+    other = write_deltas(tmp_path / "other", model, DOWN)
+    message = "merged has deltas merged already; take them out first .slivertune unmerge., or merge all of them"
+    refused(ValueError, message, tmp_path / "merged", other, tmp_path / "twice", parent=tmp_path)
+
+
+def breaks(folder: Path, kind: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    shard = next(iter(folder.glob("model-*.safetensors")))
+    if kind == "no index":
+        index.unlink()
+    elif kind == "shard lost":
+        shard.unlink()
+    elif kind == "shard cut":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif kind == "path":
+        index.write_text(json.dumps({"weight_map": {UP: "../deltas/sft_delta.safetensors"}}), encoding="utf-8")
+    elif kind == "no map":
+        index.write_text("{}", encoding="utf-8")
+    elif kind == "no JSON":
+        index.write_text("{", encoding="utf-8")
+    elif kind == "list":
+        index.write_text("[]", encoding="utf-8")
+    elif kind == "tensor lost":
+        index.write_text(json.dumps({"weight_map": {"absent": shard.name}}), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        (
+            "no index",
+            FileNotFoundError,
+            "holds neither model.safetensors nor .*; other forms are not read, load the model",
+        ),
+        ("shard lost", ValueError, "names the shard 'model-.*', which is no file in"),
+        ("shard cut", ValueError, "is no whole safetensors file"),
+        ("path", ValueError, "names the shard '../deltas/sft_delta.safetensors', which is no file in"),
+        ("no map", ValueError, "has no weight_map; get the checkpoint again"),
+        ("no JSON", ValueError, "index.json is no JSON"),
+        ("list", ValueError, "index.json holds no JSON object"),
+        ("tensor lost", ValueError, "names 'absent', which its shard lacks"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(kind: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+    base = save_model(model, tmp_path / "base", sharded=True)
+    deltas = write_deltas(tmp_path / "deltas", model)
+    breaks(base, kind)
+    refused(error, message, base, deltas, tmp_path / "merged", parent=tmp_path)
+
+
+def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder; name that of a checkpoint"):
+        merge(tmp_path / "nowhere", deltas_of(tiny_llama()), tmp_path / "merged")
+    base = save_model(tiny_llama(), tmp_path / "base")
+    with pytest.raises(FileNotFoundError, match=f"{UNDO_FILE} is not there, so .*base can't be unmerged"):
+        unmerge(base, tmp_path / "again")
+
+
+def test_a_merged_checkpoint_that_was_changed_is_not_unmerged(tmp_path: Path) -> None:
+    model = tiny_llama(torch.bfloat16)
+    base = save_model(model, tmp_path / "base")
+    merged = tmp_path / "merged"
+    merge(base, write_deltas(tmp_path / "deltas", model), merged)
+    content = load_file(merged / "model.safetensors")
+    changed = {**content, UP: content[UP] + 1}
+    for tensors, message in (
+        (changed, f"'{UP}' was changed since it was merged, so the base can't be restored from it; take the base"),
+        ({**content, UP: content[UP].float()}, f"'{UP}' was .48, 32. bfloat16 when it was merged, .*float32.*; it was"),
+        ({name: it for name, it in content.items() if name != UP}, "the checkpoint has None; it was changed since"),
+    ):
+        save_file(tensors, merged / "model.safetensors", {"format": "pt"})
+        with pytest.raises(DeltaFileError, match=message):
+            unmerge(merged, tmp_path / "again")
+        assert entries(tmp_path) == ["base", "deltas", "merged"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, _: tensors[f"{UP}.indices"].__setitem__(0, -1), r"indices\[0\]=-1 must be in"),
+        (
+            lambda tensors, _: tensors.update({f"{UP}.values": tensors[f"{UP}.values"].float()}),
+            "has dtype F32, it must",
+        ),
+        (
+            lambda tensors, _: tensors[f"{UP}.values"].__setitem__(0, 9),
+            "does not become the base's; the file is damaged",
+        ),
+        (lambda _, metadata: metadata.update(version="9"), "has version '9', this library reads 2"),
+        (lambda _, metadata: metadata.update(format="slivertune.sft_delta"), "it is another kind of file"),
+        (lambda _, metadata: change_table(metadata, UP, dtype=7), r"it must be 7; the file is damaged"),
+        (lambda _, metadata: change_table(metadata, UP, base_sha256="a"), "does not become the base's"),
+    ],
+)
+def test_a_hostile_undo_file_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    model = tiny_llama(torch.bfloat16)
+    base = save_model(model, tmp_path / "base")
+    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    damage(tmp_path / "merged" / UNDO_FOLDER, change, name=UNDO_FILE)
+    before = files_in(tmp_path)
+    with pytest.raises(DeltaFileError, match=message):
+        unmerge(tmp_path / "merged", tmp_path / "again")
+    assert files_in(tmp_path) == before
+    assert entries(tmp_path) == ["base", "deltas", "merged"]
+
+
+def test_a_base_that_holds_nan_comes_back_to_the_bit(tmp_path: Path) -> None:
+    model = tiny_llama(torch.bfloat16)
+    weight = model.get_parameter(UP)
+    weight.data.view(torch.int16)[:] = 0x7FC1
+    base = save_model(model, tmp_path / "base")
+    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    unmerge(tmp_path / "merged", tmp_path / "again")
+    assert files_in(tmp_path / "again") == files_in(base)
