@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.training.base_model import BaseRecipe, base_model_folder, save_base_model, train_base_model
-from slivertune.training.defaults import BASE_RECIPE
+from slivertune.training.embedded.base_model import BaseRecipe, base_model_folder, save_base_model, train_base_model
+from slivertune.training.options.defaults import BASE_RECIPE
 from tests.conftest import CHECKOUT
 
 BENCHMARKS = CHECKOUT / "benchmarks"

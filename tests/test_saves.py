@@ -25,9 +25,9 @@ from slivertune.parallel.checkpoint.sft_sidecar import load_sft, save_sft
 from slivertune.planning.answer import Answer
 from slivertune.planning.plot import draw
 from slivertune.tokentune.quality import GradientQuality, QualityRow
-from slivertune.training.base_model import BaseRecipe, save_base_model
+from slivertune.training.embedded.base_model import BaseRecipe, save_base_model
 from slivertune.training.methods.method import DenseMethod
-from slivertune.training.peers import Peers
+from slivertune.training.ranks.coordinator import Peers
 from tests.deltas.files import UP, write_deltas
 from tests.helpers.faults import Fault, Operations, counted, denied, error_of, full_disk, hidden, interrupted
 from tests.helpers.models import tiny_llama, token_batches
@@ -107,7 +107,7 @@ def save_plot(target: Path, version: int) -> None:
 
 
 def save_results(target: Path, version: int) -> None:
-    from slivertune.training.report import write_results
+    from slivertune.training.output.report import write_results
 
     results: Any = SimpleNamespace(as_json=lambda: {"num_steps": version})
     write_results(results, target.parent)

@@ -136,17 +136,17 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 def _train(argv: list[str], *, debug: bool) -> int:
     # Transformers pulls bitsandbytes in through peft, which then warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from slivertune.training.peers import Peers, SilentError, join_peers
+    from slivertune.training.ranks.coordinator import Peers, SilentError, join_peers
 
     peers = Peers()
     arguments = None
     is_ready = False
     try:
         peers = join_peers()
-        from slivertune.training.arguments import parse_train_arguments
         from slivertune.training.assemble import assemble
+        from slivertune.training.options.parse import parse_train_arguments
+        from slivertune.training.output.terminal import make_console, one_voice
         from slivertune.training.run import describe_finished, execute
-        from slivertune.training.terminal import make_console, one_voice
 
         console = make_console(quiet=not peers.is_first)
         with one_voice(console):

@@ -9,7 +9,7 @@ import pytest
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
-from slivertune.training.arguments import parse_train_arguments
+from slivertune.training.options.parse import parse_train_arguments
 from tests.planning.real import LLAMA, run_for_real
 
 COMBINATIONS = list(itertools.product(("hift", "sft", "lora", "dense"), (False, True), (None, 0.3), (False, True)))

@@ -11,8 +11,8 @@ from slivertune.core.presets import preset_path
 from slivertune.planning.request import Layout, Method, OptimizerName, PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.planning.train_command import DATASET, train_command
-from slivertune.training.arguments import TrainArguments, parse_train_arguments
-from slivertune.training.checks import enum_value
+from slivertune.training.options.checks import enum_value
+from slivertune.training.options.parse import TrainArguments, parse_train_arguments
 
 
 def parsed(request: PlanRequest, folder: Path) -> TrainArguments:

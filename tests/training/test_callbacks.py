@@ -13,9 +13,9 @@ from slivertune.core.manifest import MANIFEST_NAME, find_damage
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.interop import attach
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
-from slivertune.training.checkpoints import checkpoint_folders, read_facts
+from slivertune.training.output.checkpoints import checkpoint_folders, read_facts
 from tests.helpers.models import tiny_llama
-from tests.training.test_checkpoints import make_checkpoint
+from tests.training.output.test_checkpoints import make_checkpoint
 
 ROWS = [{"input_ids": [(7 * row + 3 * i) % 97 for i in range(8)]} for row in range(16)]
 

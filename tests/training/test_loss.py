@@ -11,10 +11,10 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slivertune.training import loss as loss_of_run
-from slivertune.training.arguments import parse_train_arguments
 from slivertune.training.assemble import assemble
-from slivertune.training.base_model import VOCABULARY_SIZE
+from slivertune.training.embedded.base_model import VOCABULARY_SIZE
 from slivertune.training.loss import attach_loss
+from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.ready import Run
 from tests.helpers.architectures import DECODER
 from tests.helpers.models import tiny_llama, twin, weights

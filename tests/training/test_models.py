@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from slivertune.training.model_arguments import ModelArguments
 from slivertune.training.models import load_model, open_model
+from slivertune.training.options.model import ModelArguments
 from slivertune.training.precision import Precision
-from slivertune.training.task import Task
+from slivertune.training.tasks.task import Task
 from tests.training.tiny import byte_tokenizer, llama_config
 
 

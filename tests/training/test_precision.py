@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from slivertune.training.method_arguments import Method
-from slivertune.training.model_arguments import WeightsDtype
+from slivertune.training.options.method import Method
+from slivertune.training.options.model import WeightsDtype
 from slivertune.training.precision import choose_precision
 
 TABLE = {

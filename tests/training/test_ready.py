@@ -8,8 +8,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from slivertune.tokentune.config import TokenTune
-from slivertune.training.arguments import parse_train_arguments
 from slivertune.training.assemble import assemble
+from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.ready import Run
 from slivertune.training.run import execute
 from tests.training.tiny_runs import COMBINATIONS, train_arguments, write_texts

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
 from slivertune.core.manifest import find_damage, read_entries, write_manifest
-from slivertune.training.folders import START_NAME
+from slivertune.training.output.folders import START_NAME
 from tests.training.tiny_runs import (
     METHODS,
     TINY_CYCLE,
@@ -221,7 +221,7 @@ def test_the_default_prompt_fits_rows_of_any_length_and_one_that_was_typed_must(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The embedded data's own prompt, over a file of the same texts.
-    monkeypatch.setattr("slivertune.training.arguments.method_defaults", lambda **_: {"sample_prompt": "x" * 33})
+    monkeypatch.setattr("slivertune.training.options.parse.method_defaults", lambda **_: {"sample_prompt": "x" * 33})
     data = write_texts(tmp_path)
     short = ("--max_length", "32", "--max_steps", "1")
     train(tiny_base, data, tmp_path / "out", *short)

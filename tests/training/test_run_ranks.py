@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.core.manifest import find_damage
-from slivertune.training.arguments import parse_train_arguments
+from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, distance, exact_sums, step_limit, with_exact
 from tests.training.tiny_runs import (
@@ -229,7 +229,7 @@ def test_bf16_under_deepspeed_without_gpus_names_the_way_out(
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    monkeypatch.setattr("slivertune.training.processes.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("slivertune.training.ranks.processes.is_torch_bf16_gpu_available", lambda: False)
     arguments = train_arguments(tiny_base, data, tmp_path / "out", method="lora")
     with pytest.raises(ValueError, match="accelerate launch --mixed_precision no"):
         parse_train_arguments(arguments[1:])

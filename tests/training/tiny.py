@@ -20,9 +20,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from slivertune.training.data_arguments import DataArguments
-from slivertune.training.prepare import prepare_task
-from slivertune.training.task import Task
+from slivertune.training.options.data import DataArguments
+from slivertune.training.tasks.prepare import prepare_task
+from slivertune.training.tasks.task import Task
 
 WORDS = (
     "a",

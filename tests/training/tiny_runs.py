@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from slivertune.cli import main
 from slivertune.deltas.delta_file import DELTA_FILE
-from slivertune.training.base_model import BaseRecipe, save_base_model, train_base_model
+from slivertune.training.embedded.base_model import BaseRecipe, save_base_model, train_base_model
 
 TINY_RECIPE = BaseRecipe(
     hidden_size=32,

@@ -101,7 +101,7 @@ def meet_at_a_new_address() -> None:
 def claimed_bf16() -> Iterator[None]:
     """A machine that claims to have a GPU with bf16, for which the Trainer asks under DeepSpeed."""
     with ExitStack() as stack:
-        for module in ("slivertune.training.processes", "transformers.training_args"):
+        for module in ("slivertune.training.ranks.processes", "transformers.training_args"):
             stack.enter_context(mock.patch(f"{module}.is_torch_bf16_gpu_available", return_value=True))
         yield
 

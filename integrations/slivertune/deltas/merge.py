@@ -145,7 +145,7 @@ def _place(checkpoint: Path, allow_quantized_base: bool) -> Place:
         name=str(checkpoint),
         unknown=(
             "; if the checkpoint stores it in another layout, load the model, add the deltas with "
-            "slivertune.deltas.applied.apply and save it with save_pretrained"
+            "slivertune.deltas.apply and save it with save_pretrained"
         ),
         quantized="only weights in float32, bfloat16 and float16 are merged into; merge into the 16-bit checkpoint",
         allow_quantized_base=allow_quantized_base,

@@ -9,26 +9,26 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
-from slivertune.training.arguments import TrainArguments
 from slivertune.training.callbacks import CheckpointMarker, JudgeFirst, NonFiniteGuard
-from slivertune.training.checkpoints import read_facts
-from slivertune.training.data import load_from_arguments
-from slivertune.training.defaults import BASE_RECIPE
-from slivertune.training.describe import describe
-from slivertune.training.display import Display
-from slivertune.training.embedded import prepare_base_model, reference_splits
-from slivertune.training.four_bit import num_weights
-from slivertune.training.layouts import settle_layout
-from slivertune.training.ledger_lines import LedgerLines
+from slivertune.training.data.splits import load_from_arguments
+from slivertune.training.embedded.default import prepare_base_model, reference_splits
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod, choose_method
+from slivertune.training.methods.four_bit import num_weights
+from slivertune.training.methods.tokens import attach_tokens
 from slivertune.training.models import ModelSource, load_model, open_model
-from slivertune.training.peers import Peers
-from slivertune.training.prepare import prepare_task
+from slivertune.training.options.defaults import BASE_RECIPE
+from slivertune.training.options.parse import TrainArguments
+from slivertune.training.output.checkpoints import read_facts
+from slivertune.training.output.describe import describe
+from slivertune.training.output.display import Display
+from slivertune.training.output.ledger_lines import LedgerLines
+from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.layouts import settle_layout
 from slivertune.training.ready import Run
-from slivertune.training.samples import make_probe
-from slivertune.training.task import Task
-from slivertune.training.tokens import attach_tokens
+from slivertune.training.tasks.prepare import prepare_task
+from slivertune.training.tasks.samples import make_probe
+from slivertune.training.tasks.task import Task
 
 _COUNTED_CYCLES = 2
 """Cycles of `--memory_ledger first_cycles`: the first creates the state, the second is like all later ones."""

@@ -16,7 +16,7 @@ from slivertune.core.manifest import find_damage, remove_manifest
 from slivertune.interop.checkpoints import KeepManifest
 from slivertune.parallel.checkpoint.manifests import write_together
 from slivertune.parallel.consistency.heartbeat import guard, world_size
-from slivertune.training.checkpoints import checkpoint_folders, checkpoint_step, marker_entries, remove_old
+from slivertune.training.output.checkpoints import checkpoint_folders, checkpoint_step, marker_entries, remove_old
 
 logger = logging.getLogger(__name__)
 

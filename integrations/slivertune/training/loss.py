@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle, attach_chunked_cross_entropy, why_not_chunked
 from slivertune.parallel.layout import layout_of
-from slivertune.training.task import Task
+from slivertune.training.tasks.task import Task
 
 _WHOLE_LOGITS = "note: the loss is computed from whole logits, not in chunks, since {reason}"
 

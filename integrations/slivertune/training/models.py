@@ -17,10 +17,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from slivertune.training.four_bit import four_bit_options, prepare_four_bit
-from slivertune.training.model_arguments import ModelArguments
+from slivertune.training.methods.four_bit import four_bit_options, prepare_four_bit
+from slivertune.training.options.model import ModelArguments
 from slivertune.training.precision import Precision
-from slivertune.training.task import Task
+from slivertune.training.tasks.task import Task
 
 _CLASS_OF_KIND: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,

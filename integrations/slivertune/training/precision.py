@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slivertune.training.method_arguments import Method
-from slivertune.training.model_arguments import WeightsDtype
+from slivertune.training.options.method import Method
+from slivertune.training.options.model import WeightsDtype
 
 Loading = Literal["fp32", "bf16", "stored"]
 Autocast = Literal["no", "bf16", "fp16"]

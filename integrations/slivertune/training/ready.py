@@ -8,16 +8,16 @@ from typing import Any
 from transformers import Trainer
 
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle
-from slivertune.training.arguments import TrainArguments
 from slivertune.training.callbacks import JudgeFirst, NonFiniteGuard
-from slivertune.training.display import Display
-from slivertune.training.ledger_lines import LedgerLines
 from slivertune.training.methods import TrainingMethod
+from slivertune.training.methods.tokens import TokenSelection
 from slivertune.training.models import ModelSource
-from slivertune.training.peers import Peers
-from slivertune.training.samples import Probe
-from slivertune.training.task import Task
-from slivertune.training.tokens import TokenSelection
+from slivertune.training.options.parse import TrainArguments
+from slivertune.training.output.display import Display
+from slivertune.training.output.ledger_lines import LedgerLines
+from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.tasks.samples import Probe
+from slivertune.training.tasks.task import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

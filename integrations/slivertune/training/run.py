@@ -11,15 +11,15 @@ from typing import Any
 from rich.console import Console
 
 from slivertune.core import atomic
-from slivertune.training.arguments import TrainArguments
-from slivertune.training.checkpoints import newest_whole
-from slivertune.training.checks import enum_value
-from slivertune.training.display import describe_metrics
-from slivertune.training.folders import START_NAME, read_results
-from slivertune.training.plan_line import PlanLine
+from slivertune.training.options.checks import enum_value
+from slivertune.training.options.parse import TrainArguments
+from slivertune.training.output.checkpoints import newest_whole
+from slivertune.training.output.display import describe_metrics
+from slivertune.training.output.folders import START_NAME, read_results
+from slivertune.training.output.plan_line import PlanLine
+from slivertune.training.output.report import Results, Sample, print_results, write_results
 from slivertune.training.ready import Run
-from slivertune.training.report import Results, Sample, print_results, write_results
-from slivertune.training.samples import Probe
+from slivertune.training.tasks.samples import Probe
 
 _SET_BY_LAUNCHERS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """Environment variables of processes that torchrun, deepspeed and accelerate launch start."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.training.hift_arguments import HiFTArguments
 from slivertune.training.methods.hift import HiFTMethod
+from slivertune.training.options.hift import HiFTArguments
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import make_trainer
 

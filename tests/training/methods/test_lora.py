@@ -13,8 +13,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from slivertune.training.lora_arguments import LoraArguments
 from slivertune.training.methods.lora import LoraMethod
+from slivertune.training.options.lora import LoraArguments
 from tests.training.test_models import make_task
 from tests.training.tiny import bert_config, llama_config
 

@@ -8,7 +8,7 @@ import torch
 
 from slivertune.core.ledger import Ledger
 from slivertune.training.methods.sft import SFTMethod
-from slivertune.training.sft_arguments import SFTArguments
+from slivertune.training.options.sft import SFTArguments
 from tests.helpers.models import tiny_llama
 from tests.training.test_callbacks import make_trainer
 from tests.training.test_models import make_task

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from slivertune.training.arguments import TrainArguments
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
 from slivertune.training.methods.method import DenseMethod, TrainingMethod
 from slivertune.training.methods.sft import SFTMethod
+from slivertune.training.options.parse import TrainArguments
 
 
 def choose_method(arguments: TrainArguments) -> TrainingMethod:

@@ -11,10 +11,10 @@ from transformers import Trainer
 
 from slivertune.hift import HiFT
 from slivertune.interop import attach
-from slivertune.training.hift_arguments import HiFTArguments
-from slivertune.training.ledger_lines import Cycle, HiFTCycle
-from slivertune.training.method_arguments import Method
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, TrainingMethod
+from slivertune.training.options.hift import HiFTArguments
+from slivertune.training.options.method import Method
+from slivertune.training.output.ledger_lines import Cycle, HiFTCycle
 
 RATE_HINT = (
     "HiFT updates a parameter once in {cycle} updates here, and usually wants 2 to 4 times the learning rate of dense "

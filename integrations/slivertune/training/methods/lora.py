@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from slivertune.training.lora_arguments import LoraArguments
-from slivertune.training.method_arguments import Method
 from slivertune.training.methods.method import TrainingMethod
-from slivertune.training.task import ModelKind, Task
+from slivertune.training.options.lora import LoraArguments
+from slivertune.training.options.method import Method
+from slivertune.training.tasks.task import ModelKind, Task
 
 # PEFT has no kind of its own for masked language models, which its general one serves.
 _TASK_OF_KIND: dict[ModelKind, str] = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}

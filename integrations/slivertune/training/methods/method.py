@@ -13,12 +13,12 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from slivertune.core import atomic
 from slivertune.parallel.layout import layout_of
-from slivertune.training.checks import enum_value
-from slivertune.training.layouts import save_whole_model
-from slivertune.training.ledger_lines import Cycle, DenseCycle
-from slivertune.training.method_arguments import Method
-from slivertune.training.peers import Peers
-from slivertune.training.task import Task
+from slivertune.training.options.checks import enum_value
+from slivertune.training.options.method import Method
+from slivertune.training.output.ledger_lines import Cycle, DenseCycle
+from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.layouts import save_whole_model
+from slivertune.training.tasks.task import Task
 
 FEWEST_UPDATES_A_LINE = 8
 """A cycle shorter than this shares its line with the next ones."""

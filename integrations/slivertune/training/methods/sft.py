@@ -18,12 +18,12 @@ from slivertune.parallel.checkpoint.sft_sidecar import FOLDER as SFT_FOLDER
 from slivertune.parallel.layout import layout_of
 from slivertune.sft import SFT
 from slivertune.sft.targets import is_4bit
-from slivertune.training.four_bit import SilenceAboutCodes, admitted_by_trainer
-from slivertune.training.method_arguments import Method
+from slivertune.training.methods.four_bit import SilenceAboutCodes, admitted_by_trainer
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, TrainingMethod
-from slivertune.training.peers import Peers
-from slivertune.training.sft_arguments import SFTArguments
-from slivertune.training.task import Task
+from slivertune.training.options.method import Method
+from slivertune.training.options.sft import SFTArguments
+from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.tasks.task import Task
 
 DELTA_FOLDER = "delta"
 """Where the deltas lie in a run's folder."""

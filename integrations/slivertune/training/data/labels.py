@@ -1,0 +1,121 @@
+"""Class labels as they stand in the data -> class numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+
+from slivertune.training.data.columns import ROW_COLUMN, column_values, name_rows
+
+_DECIMAL = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
+_NUM_NAMED_LABELS = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelSet:
+    """The labels of a training split, in the order of their class numbers."""
+
+    column: str
+    """The column that holds them."""
+    names: tuple[str, ...]
+    """Label i stands for class i."""
+
+    @property
+    def id2label(self) -> dict[int, str]:
+        """Class -> label."""
+        return dict(enumerate(self.names))
+
+    def encode(self, rows: Any, *, split: str) -> list[int]:
+        """The classes of all rows of a split.
+
+        Args:
+            rows: A numbered `datasets.Dataset` without null labels.
+            split: Name of the split, for messages.
+
+        Returns:
+            One class per row.
+
+        Raises:
+            ValueError: If a label is not in the training split.
+        """
+        classes = {name: index for index, name in enumerate(self.names)}
+        spoken = _spoken(rows, self.column)
+        unknown = [row for row, name in enumerate(spoken) if name not in classes]
+        if unknown:
+            strangers = sorted({spoken[row] for row in unknown})
+            numbers = column_values(rows.select(unknown), ROW_COLUMN)
+            raise ValueError(
+                f"column {self.column!r} of the {split} split holds labels that the train split has not: "
+                f"{_listed(strangers)} ({len(unknown)} rows: {name_rows(numbers)}, counted from 0); the train "
+                f"split has {_listed(self.names)}; correct them, or train on rows with every label"
+            )
+        return [classes[name] for name in spoken]
+
+
+def read_labels(rows: Any, column: str) -> LabelSet:
+    """Collect the labels of the training split.
+
+    A `datasets.ClassLabel` column keeps its own order and names; integers (also written as text) are sorted as numbers,
+    words by their characters.
+
+    Args:
+        rows: The training split, a `datasets.Dataset`.
+        column: Its label column; null labels are passed over.
+
+    Returns:
+        The labels.
+
+    Raises:
+        ValueError: If the labels are decimals (regression), no labels at all, or all the same.
+    """
+    feature = rows.features[column]
+    if isinstance(feature, datasets.ClassLabel):
+        return LabelSet(column=column, names=tuple(feature.names))
+    if not isinstance(feature, datasets.Value) or "float" in feature.dtype or "decimal" in feature.dtype:
+        _refuse(column, f"{feature}")
+    names = [str(value).strip() for value in set(column_values(rows, column)) if value is not None]
+    names = sorted({name for name in names if name})
+    if any(_DECIMAL.fullmatch(name) for name in names) and all(_is_number(name) for name in names):
+        _refuse(column, f"decimals such as {next(name for name in names if _DECIMAL.fullmatch(name))}")
+    if all(re.fullmatch(r"[-+]?\d+", name) for name in names):
+        names.sort(key=int)
+    if len(names) < 2:
+        raise ValueError(
+            f"column {column!r} of the train split has the labels {names}; a classifier needs at least two, choose "
+            "another column with --label_column"
+        )
+    return LabelSet(column=column, names=tuple(names))
+
+
+def _spoken(rows: Any, column: str) -> list[str]:
+    """Each row's label as text."""
+    feature = rows.features[column]
+    values = column_values(rows, column)
+    if isinstance(feature, datasets.ClassLabel):
+        # A hidden label is -1.
+        return [feature.int2str(value) if 0 <= value < feature.num_classes else str(value) for value in values]
+    return [str(value).strip() for value in values]
+
+
+def _refuse(column: str, what: str) -> None:
+    raise ValueError(
+        f"label column {column!r} holds {what}, and regression is not supported: labels are integers or words; choose "
+        "another column with --label_column, or write the classes as such"
+    )
+
+
+def _is_number(name: str) -> bool:
+    try:
+        float(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _listed(names: Sequence[str]) -> str:
+    listed = ", ".join(names[:_NUM_NAMED_LABELS])
+    return listed if len(names) <= _NUM_NAMED_LABELS else f"{listed}, ... ({len(names)} labels)"

@@ -1,0 +1,1 @@
+"""The embedded default: a model and text that every machine has."""

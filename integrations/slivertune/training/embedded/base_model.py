@@ -1,0 +1,233 @@
+"""The embedded default's model: a byte-level Llama trained on this machine, from Python's own docstrings.
+
+Nothing is downloaded. The first run trains it (`BaseRecipe`, one to two minutes on two cores) and keeps it in the
+user's cache; later runs of the same recipe under the same Python load it from there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from slivertune.core import atomic
+from slivertune.core.manifest import find_damage, write_manifest
+from slivertune.training.embedded.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, make_byte_tokenizer
+from slivertune.training.embedded.corpus import collect_docstrings
+
+_LAYOUT_VERSION = 2
+"""Raised when this file would make another model from the same recipe, so that older caches are not reused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseRecipe:
+    """Everything that decides what the base model is; two equal recipes under one Python share one cached model.
+
+    Raises:
+        ValueError: If a size is not positive or the width does not divide into heads.
+    """
+
+    hidden_size: int = 192
+    """Width of the residual stream."""
+    intermediate_size: int = 512
+    """Width inside the feed-forward part."""
+    num_layers: int = 6
+    """Decoder blocks."""
+    num_heads: int = 6
+    """Attention heads of a block."""
+    max_positions: int = 1024
+    """Longest sequence in bytes."""
+    initializer_range: float = 0.06
+    """Standard deviation of the initial weights, near 1 / sqrt(width); the library's 0.02 is for wider models."""
+    sequence_length: int = 128
+    """Bytes of one training window."""
+    batch_size: int = 4
+    """Training windows in an update."""
+    num_steps: int = 700
+    """Updates."""
+    learning_rate: float = 2e-3
+    """AdamW's rate after warm-up; decays as a cosine to a tenth of it."""
+    weight_decay: float = 0.05
+    """AdamW's decoupled weight decay."""
+    corpus_bytes: int | None = None
+    """Train on at most this many bytes of docstrings; None takes all."""
+    seed: int = 0
+    """Seed of the initial weights and of the windows."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if name != "seed" and value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be positive")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size={self.hidden_size} must be a multiple of num_heads={self.num_heads}")
+
+    def key(self) -> str:
+        """The name of this recipe's cached model; it changes with any field, and with the Python that is read from."""
+        parts = {**asdict(self), "layout": _LAYOUT_VERSION, "python": platform.python_version()}
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class StepReport(Protocol):
+    """Called after each update of the base model with the number of updates done and the update's loss in nats."""
+
+    def __call__(self, step: int, loss: float) -> None:
+        """Show it."""
+
+
+def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
+    """Where the base model of a recipe lies once it was made.
+
+    Args:
+        recipe: What the model is.
+        cache: The folder of all base models; by default `slivertune/base_models` in the user's cache folder
+            (`XDG_CACHE_HOME`, or `~/.cache`).
+    """
+    if cache is None:
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        cache = Path(home).expanduser() / "slivertune" / "base_models"
+    return cache / recipe.key()
+
+
+def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: StepReport | None = None) -> Path:
+    """Find the base model, or train it and keep it; one that is damaged is trained anew.
+
+    Args:
+        recipe: What the model is.
+        cache: The folder of all base models; see `base_model_folder`.
+        report: Told of each update, if the model has to be trained.
+
+    Returns:
+        A folder that `AutoModelForCausalLM` and `AutoTokenizer` load.
+
+    Raises:
+        RuntimeError: If this Python comes without the sources that the docstrings are read from.
+    """
+    folder = base_model_folder(recipe, cache)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # A second run started meanwhile waits for the first one's model. The lock dies with the process that holds it.
+    with _locked(folder.with_suffix(".lock")):
+        if not folder.is_dir() or find_damage(folder) is not None:
+            model = train_base_model(recipe, collect_docstrings(), report or _silent)
+            save_base_model(model, recipe, folder)
+    return folder
+
+
+def save_base_model(model: LlamaForCausalLM, recipe: BaseRecipe, folder: Path) -> None:
+    """Save a base model with its tokenizer and recipe; the folder appears whole or not at all.
+
+    Args:
+        model: What `train_base_model` made.
+        recipe: What it was made from.
+        folder: Where to.
+    """
+    with atomic.folder_aside(folder) as new:
+        model.save_pretrained(new)
+        make_byte_tokenizer(recipe.max_positions).save_pretrained(new)
+        atomic.write_json(new / "recipe.json", {**asdict(recipe), "python": platform.python_version()})
+        write_manifest(new)
+
+
+def train_base_model(recipe: BaseRecipe, texts: list[str], report: StepReport) -> LlamaForCausalLM:
+    """Train a byte-level Llama from nothing, with every weight in fp32, on the CPU.
+
+    Args:
+        recipe: Sizes and schedule.
+        texts: Documents; an end mark is put after each.
+        report: Told the number of updates done and the loss, after each update.
+
+    Returns:
+        The model, in evaluation mode. The caller's random state is left as it was.
+
+    Raises:
+        RuntimeError: If the texts are shorter than one window.
+    """
+    tokens = _as_tokens(texts, recipe.corpus_bytes)
+    if len(tokens) <= recipe.sequence_length:
+        raise RuntimeError(
+            f"{len(tokens)} bytes of docstrings are too few for windows of {recipe.sequence_length}; "
+            "name a model with --model_name_or_path"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model: LlamaForCausalLM = LlamaForCausalLM(_llama_config(recipe))
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=recipe.weight_decay,
+        )
+        schedule = LambdaLR(optimizer, lambda step: _warm_up_and_cosine(step, recipe.num_steps))
+        model.train()
+        for step in range(1, recipe.num_steps + 1):
+            windows = _draw_windows(tokens, recipe.batch_size, recipe.sequence_length)
+            loss = model(input_ids=windows, labels=windows).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            report(step, loss.item())
+    model.train(False)
+    return model
+
+
+def _llama_config(recipe: BaseRecipe) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_heads,
+        max_position_embeddings=recipe.max_positions,
+        initializer_range=recipe.initializer_range,
+        tie_word_embeddings=False,
+        pad_token_id=PAD_ID,
+        bos_token_id=None,
+        eos_token_id=END_ID,
+    )
+
+
+def _as_tokens(texts: list[str], limit: int | None) -> torch.Tensor:
+    """All documents after each other as int64 token ids, shape (bytes + documents,)."""
+    tokenizer = make_byte_tokenizer(None)
+    ids: list[int] = []
+    for encoded in tokenizer(texts)["input_ids"]:
+        ids.extend((*encoded, END_ID))
+        if limit is not None and len(ids) >= limit:
+            break
+    return torch.tensor(ids[:limit])
+
+
+def _draw_windows(tokens: torch.Tensor, num_windows: int, length: int) -> torch.Tensor:
+    """Windows at random places, int64, shape (num_windows, length)."""
+    starts = torch.randint(0, len(tokens) - length, (num_windows, 1))
+    return tokens[starts + torch.arange(length)]
+
+
+def _warm_up_and_cosine(step: int, num_steps: int) -> float:
+    warm_up = max(1, num_steps // 20)
+    return min(1.0, (step + 1) / warm_up) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _silent(step: int, loss: float) -> None:
+    pass

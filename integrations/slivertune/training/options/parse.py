@@ -1,0 +1,238 @@
+"""From the command line of `slivertune train` to the settings of a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+
+from slivertune.training.options.checks import (
+    check_given,
+    check_method,
+    check_model,
+    check_step_in_backward,
+    check_tokens,
+    check_training,
+)
+from slivertune.training.options.data import DataArguments
+from slivertune.training.options.defaults import data_defaults, method_defaults, sft_defaults, training_defaults
+from slivertune.training.options.hift import HiFTArguments
+from slivertune.training.options.lora import LoraArguments
+from slivertune.training.options.method import MethodArguments
+from slivertune.training.options.model import ModelArguments
+from slivertune.training.options.sft import SFTArguments, check_sft
+from slivertune.training.options.tokens import TokenArguments
+from slivertune.training.output.folders import RunFolder, choose_run_folder
+from slivertune.training.precision import Precision, choose_precision
+from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.processes import (
+    asks_for_deepspeed,
+    check_engine_precision,
+    check_four_bit,
+    check_processes,
+    device_values,
+)
+
+_Dataclass = TypeVar("_Dataclass")
+
+# transformers 5.23 renamed these and warns of the old names, which every older command line uses.
+_RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+_ARGUMENT_KINDS: dict[str, Any] = {
+    "method": MethodArguments,
+    "method hift": HiFTArguments,
+    "method sft": SFTArguments,
+    "method lora": LoraArguments,
+    "tokens": TokenArguments,
+    "model": ModelArguments,
+    "data": DataArguments,
+    "transformers.TrainingArguments": TrainingArguments,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainArguments:
+    """Everything `slivertune train` was asked for, checked."""
+
+    method: MethodArguments
+    hift: HiFTArguments
+    sft: SFTArguments
+    lora: LoraArguments
+    tokens: TokenArguments
+    model: ModelArguments
+    data: DataArguments
+    training: TrainingArguments
+    precision: Precision
+    folder: RunFolder
+    given: frozenset[str]
+    """Names of the arguments that the user set."""
+    command: tuple[str, ...]
+    """The command line, for the hint how to resume."""
+
+
+class _Parser(HfArgumentParser):
+    """Raises where argparse would print a usage of two hundred options and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Turn argparse's complaint into an exception.
+
+        Args:
+            message: What is wrong.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"{message}; see slivertune train --help")
+
+
+def parse_train_arguments(argv: Sequence[str], peers: Peers | None = None) -> TrainArguments:
+    """Read and check the arguments of `slivertune train`; `--help` prints them all and exits.
+
+    Args:
+        argv: What follows `slivertune train`.
+        peers: The processes of this run, where there are several; the first chooses the folder.
+
+    Returns:
+        The settings, with the defaults of the method and of the embedded model filled in.
+
+    Raises:
+        ValueError: If an argument is unknown, out of range, or contradicts another.
+        FileExistsError: If `--output_dir` names a folder that holds something already.
+        ImportError: If an argument needs a library that is not installed.
+        SilentError: If the first process found no folder.
+    """
+    peers = peers or Peers()
+    values = _given_values(argv)
+    given = frozenset(values)
+    embedded_data = "dataset" not in given
+    method = _build(MethodArguments, {**method_defaults(embedded_data=embedded_data), **values})
+    hift, lora = _build(HiFTArguments, values), _build(LoraArguments, values)
+    tokens = _build(TokenArguments, values)
+    model = _build(ModelArguments, values)
+    embedded_model = model.model_name_or_path is None
+    sft = _build(SFTArguments, {**sft_defaults(embedded_model=embedded_model, given=given), **values})
+    check_method(method.method, given)
+    check_model(method.method, model)
+    # Contradictions among HiFT's settings should show before a model is loaded.
+    hift.config(seed=0)
+    if method.method == "sft":
+        check_sft(sft, given)
+    check_given(values)
+    data = _build(DataArguments, {**data_defaults(embedded_data=embedded_data), **values})
+    mixed = _mixed_precision(values)
+    precision = choose_precision(
+        method.method,
+        model.weights_dtype,
+        bf16=mixed == "bf16",
+        fp16=mixed == "fp16",
+        four_bit=model.load_in_4bit,
+        deepspeed=asks_for_deepspeed(values),
+    )
+    check_engine_precision(values, precision.autocast)
+    asked = values.get("output_dir"), values.get("resume_from_checkpoint")
+    folder = peers.decide("the run's folder", lambda: choose_run_folder(method.method, *asked))
+    training_values = {
+        **training_defaults(
+            method.method,
+            selection=sft.selection,
+            embedded_model=embedded_model,
+            embedded_data=embedded_data,
+            has_cuda=torch.cuda.is_available() and not values.get("use_cpu", False),
+        ),
+        **values,
+        "bf16": precision.autocast == "bf16",
+        "fp16": precision.autocast == "fp16",
+        "output_dir": str(folder.path),
+        "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
+    }
+    training = _build(TrainingArguments, training_values | device_values(values, peers.world_size))
+    check_processes(training, peers.world_size)
+    if model.load_in_4bit:
+        check_four_bit(training)
+    training.mixed_precision = precision.autocast
+    check_training(method.method, data, training)
+    check_step_in_backward(hift, training)
+    check_tokens(tokens, data, training)
+    return TrainArguments(
+        method=method,
+        hift=hift,
+        sft=sft,
+        lora=lora,
+        tokens=tokens,
+        model=model,
+        data=data,
+        training=training,
+        precision=precision,
+        folder=folder,
+        given=given,
+        command=("slivertune", "train", *argv),
+    )
+
+
+def make_parser() -> HfArgumentParser:
+    """The parser of `slivertune train`, with every argument in a group of its own kind."""
+    return _Parser(
+        [_in_help_group(kind, title) for title, kind in _ARGUMENT_KINDS.items()],
+        prog="slivertune train",
+        usage="slivertune train [options]",
+        description=(
+            "Fine-tune a causal language model or a classifier with the Hugging Face Trainer. Without any options: a "
+            "small byte-level Llama, made on this machine, learns the Python language reference by HiFT."
+        ),
+        epilog=(
+            "Without --output_dir, a run writes to runs/METHOD, or the first free one of runs/METHOD-2, -3, ... "
+            "--resume_from_checkpoint takes a checkpoint's folder; or true for the newest whole one; or auto for the "
+            "newest whole one, and the start where there is none, so that one command both starts and continues a run: "
+            "given again after a kill it goes on in the same folder, by default the newest of runs/METHOD; a run that "
+            "is finished it leaves alone, and says so. "
+            "Lines come once a cycle of HiFT, once a reselection of SFT, or every 8 updates. The embedded model and "
+            "data bring a learning rate, a schedule, a length and a batch size of their own; what is given here wins."
+        ),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _given_values(argv: Sequence[str]) -> dict[str, Any]:
+    """What the user typed, by field name, without any default."""
+    parser = make_parser()
+    names = [item.name for kind in _ARGUMENT_KINDS.values() for item in dataclasses.fields(kind) if item.init]
+    # argparse fills in a default only where the namespace has nothing yet.
+    absent = object()
+    namespace = parser.parse_args(list(argv), argparse.Namespace(**dict.fromkeys(names, absent)))
+    values = {name: value for name, value in vars(namespace).items() if value is not absent}
+    for old, new in _RENAMED.items():
+        if old in values:
+            values.setdefault(new, values.pop(old))
+    return values
+
+
+def _mixed_precision(values: dict[str, Any]) -> str:
+    """--bf16, --fp16, or else what the launcher was configured for."""
+    bf16, fp16 = values.get("bf16", False), values.get("fp16", False)
+    if bf16 and fp16:
+        raise ValueError("--bf16 and --fp16 exclude each other; keep --bf16 where the hardware has it")
+    if bf16 or fp16:
+        return "bf16" if bf16 else "fp16"
+    if {"bf16", "fp16"}.intersection(values):
+        return "no"
+    # `accelerate launch` hands its mixed_precision on in the environment, where only autocast would follow it.
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def _in_help_group(kind: Any, title: str) -> Any:
+    # The parser reads the title of a group from the class; a subclass made for the parser alone carries it.
+    return type(kind.__name__, (kind,), {"_argument_group_name": title})
+
+
+def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:
+    names = {item.name for item in dataclasses.fields(kind) if item.init}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})

@@ -1,0 +1,188 @@
+"""Prompt-based classification by a causal language model: label words after the prompt (paper, Tables 2 and 13).
+
+Trained with the ordinary language-modelling loss on the right label word's tokens, as MeZO trains causal models on
+these prompts. Evaluated by candidates (paper, appendix B.4): every label word is put in, and the one whose tokens have
+the largest sum of log-probabilities wins; for words of one token this is the largest logit.
+
+An evaluation row is therefore one (example, candidate) pair, and must tell the hooks which. A Trainer passes no column
+beside the labels to them, and may take rows in any order, so the labels carry it: above the token id, in the bits from
+`_TOKEN_BITS`, stands 0 in a training row, and 1 + (example * candidates + candidate) * candidates + right class in an
+evaluation row. The hooks take the two apart; no model sees these labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import EvalPrediction, PreTrainedTokenizerBase
+
+from slivertune.training.data.columns import LABEL_COLUMN, ROW_COLUMN
+from slivertune.training.tasks.prompting import Template, cut_to_fit
+from slivertune.training.tasks.tokenization import IGNORED, common_prefix_length, source_digest, token_ids
+
+Columns = dict[str, list[Any]]
+
+_TOKEN_BITS = 24
+_TOKEN_MASK = (1 << _TOKEN_BITS) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CausalPromptEncoder:
+    """Rows to prompts that end in a label word, with labels on the label word's tokens alone.
+
+    A label word stands after the white space that the template ends with, or after one space. Prompt and word are
+    tokenised in one piece, and the word begins where the candidates' tokens part from the prompt's.
+
+    Args:
+        tokenizer: The tokenizer.
+        template: Ends where the label word stands.
+        words: The label word of each class.
+        leading: Special tokens before a text.
+        max_length: Longest row in tokens.
+        truncate: Shorten the texts of longer rows, never the template or the word.
+        candidates: Make one row per label word, for evaluation, in place of one row with the right word.
+        source: Digest of the code, for the cache.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Template
+    words: tuple[str, ...]
+    leading: tuple[int, ...]
+    max_length: int
+    truncate: bool
+    candidates: bool
+    source: str = field(default_factory=source_digest)
+
+    def __call__(self, batch: Columns, indices: list[int]) -> Columns:
+        """Encode a batch; `length` counts the tokens of the longest candidate before a cut."""
+        encoded: Columns = {"input_ids": [], "labels": [], "length": [], ROW_COLUMN: []}
+        columns = self.template.columns
+        texts = zip(*(batch[column] for column in columns), strict=True)
+        rows = zip(texts, batch[LABEL_COLUMN], batch[ROW_COLUMN], indices, strict=True)
+        for values, label, number, example in rows:
+            row = dict(zip(columns, map(str, values), strict=True))
+            ids, num_silent = self._encode(row)
+            length = max(map(len, ids))
+            if self.truncate and length > self.max_length:
+                ids, num_silent = self._encode(cut_to_fit(row, self._fits))
+            num_words = len(self.words)
+            for word in range(num_words) if self.candidates else [label]:
+                code = 1 + (example * num_words + word) * num_words + label if self.candidates else 0
+                targets = [token | (code << _TOKEN_BITS) for token in ids[word][num_silent:]]
+                encoded["input_ids"].append(ids[word])
+                encoded["labels"].append([*[IGNORED] * num_silent, *targets])
+                encoded["length"].append(length)
+                encoded[ROW_COLUMN].append(number)
+        return encoded
+
+    def _encode(self, row: dict[str, str]) -> tuple[list[list[int]], int]:
+        """One row of tokens per label word, and how many of them belong to the prompt."""
+        prompt = self.template.fill(row)
+        space = "" if prompt[-1:].isspace() else " "
+        *ids, prompt_ids = token_ids(self.tokenizer, [*(prompt + space + word for word in self.words), prompt])
+        num_silent = len(self.leading) + min(common_prefix_length((word_ids, prompt_ids)) for word_ids in ids)
+        return [[*self.leading, *word_ids] for word_ids in ids], num_silent
+
+    def _fits(self, row: dict[str, str]) -> bool:
+        return max(map(len, self._encode(row)[0])) <= self.max_length
+
+
+@dataclass(frozen=True, slots=True)
+class CausalPromptHooks:
+    """Loss and accuracy of label words after a prompt, for the hooks of a stock Trainer.
+
+    Labels have shape (rows, positions): the label word's tokens with the row's code above them, -100 elsewhere.
+
+    Args:
+        num_words: Number of label words.
+    """
+
+    num_words: int
+
+    def loss(
+        self, outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Negative log-likelihood of the right label word; a `compute_loss_func`.
+
+        Args:
+            outputs: Of a causal language model, with `logits` of shape (rows, positions, vocabulary).
+            labels: As above.
+            num_items_in_batch: Labelled tokens over all accumulated batches and processes, from the Trainer; those of
+                this batch if None.
+
+        Returns:
+            A scalar. In training the mean over label-word tokens. In evaluation the mean over examples of their
+            word's sum, to which a row with a wrong candidate adds nothing, so that batches of any size agree.
+        """
+        log_likelihood = self.log_likelihood(outputs["logits"], labels)
+        loss: torch.Tensor
+        num_tokens = (labels != IGNORED).sum()
+        num_items = num_tokens if num_items_in_batch is None else num_items_in_batch
+        # Everything but a label is -100, so the largest of a row is a label.
+        code = (labels.amax(dim=1) >> _TOKEN_BITS) - 1
+        if bool((code < 0).all()):
+            loss = -log_likelihood.sum() / num_items
+            return loss
+        is_right = code // self.num_words % self.num_words == code % self.num_words
+        # Rows of several processes: the Trainer multiplies by their number where it counted the items of all.
+        share = num_tokens / num_items
+        loss = -(log_likelihood * is_right).mean() * self.num_words * share
+        return loss
+
+    def log_likelihood(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
+        """Sum of the label word's log-probabilities; a `preprocess_logits_for_metrics`.
+
+        Args:
+            logits: Shape (rows, positions, vocabulary), or a tuple that begins with it.
+            labels: As above.
+
+        Returns:
+            float32 of shape (rows,).
+        """
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        # The logits at a position speak of the next one. Only labelled positions are turned into float32 probabilities.
+        rows, positions = torch.nonzero(labels[:, 1:] != IGNORED, as_tuple=True)
+        targets = labels[rows, positions + 1] & _TOKEN_MASK
+        vocabulary: torch.Tensor = logits[rows, positions].float().log_softmax(dim=-1)
+        spoken = vocabulary.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return spoken.new_zeros(len(labels)).index_add(0, rows, spoken)
+
+    def accuracy(self, prediction: EvalPrediction) -> dict[str, float]:
+        """The share of examples whose right label word is the likeliest; a `compute_metrics`.
+
+        Raises:
+            RuntimeError: If a candidate of an example was not evaluated.
+        """
+        code = np.asarray(prediction.label_ids).max(axis=1) // (1 << _TOKEN_BITS) - 1
+        pair, right = np.divmod(code, self.num_words)
+        example, word = np.divmod(pair, self.num_words)
+        scores = np.full((example.max() + 1, self.num_words), np.nan)
+        scored = np.zeros_like(scores, dtype=bool)
+        scores[example, word], scored[example, word] = prediction.predictions, True
+        if not scored.all():
+            raise RuntimeError(
+                f"{(~scored).sum()} of {scored.size} candidates were not evaluated; evaluate whole splits"
+            )
+        classes = np.empty(len(scores), dtype=np.int64)
+        classes[example] = right
+        return {"accuracy": float(np.mean(scores.argmax(axis=1) == classes))}
+
+
+def check_words(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> None:
+    """Refuse label words that the tokenizer does not know.
+
+    Raises:
+        ValueError: If a word has unknown tokens, naming them, or two words have the same tokens.
+    """
+    spelled = token_ids(tokenizer, [" " + word for word in words])
+    for word, ids in zip(words, spelled, strict=True):
+        if not ids or tokenizer.unk_token_id in ids:
+            raise ValueError(
+                f"label word {word!r} is {tokenizer.convert_ids_to_tokens(ids)} to the tokenizer, which does not know "
+                "it; choose another"
+            )
+    if len(set(map(tuple, spelled))) < len(words):
+        raise ValueError(f"label words {', '.join(words)} are not different to the tokenizer: {spelled}; choose others")

@@ -1,0 +1,51 @@
+"""Rows of token ids to one padded batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slivertune.training.tasks.tokenization import IGNORED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddingCollator:
+    """Pad rows on the right to the longest of the batch.
+
+    Args:
+        pad_token_id: Fills `input_ids`; `labels` are filled with -100, everything else (masks, token types) with 0.
+        causal: The rows of a causal language model. Those without labels are their own labels, and a first token, which
+            nothing predicts, has none: some models' losses count it among the labels and some do not.
+        masked: Return an `attention_mask`. Off for packed rows, which are all of one length and need none.
+    """
+
+    pad_token_id: int
+    causal: bool = False
+    masked: bool = True
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Make a batch.
+
+        Args:
+            rows: Each a dict with `input_ids` and maybe `attention_mask`, `token_type_ids`, `labels` (a list as long as
+                `input_ids`, or one class).
+
+        Returns:
+            int64 tensors of shape (rows, longest); `labels` of shape (rows,) where each is one class.
+        """
+        features = {name: [row[name] for row in rows] for name in rows[0]}
+        if self.causal:
+            labels = features.get("labels", features["input_ids"])
+            features["labels"] = [[IGNORED, *row[1:]] for row in labels]
+        if self.masked and "attention_mask" not in features:
+            features["attention_mask"] = [[1] * len(ids) for ids in features["input_ids"]]
+        return {name: self._batch(name, values) for name, values in features.items()}
+
+    def _batch(self, name: str, values: list[Any]) -> torch.Tensor:
+        if isinstance(values[0], int):
+            return torch.tensor(values)
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0)
+        longest = max(len(value) for value in values)
+        return torch.tensor([[*value, *[fill] * (longest - len(value))] for value in values])

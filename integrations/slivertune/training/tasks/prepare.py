@@ -1,0 +1,47 @@
+"""From loaded splits to what the HF Trainer takes, for every task."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from slivertune.training.data.columns import number_rows
+from slivertune.training.options.data import DataArguments
+from slivertune.training.tasks.causal import prepare_causal
+from slivertune.training.tasks.classification import prepare_classification
+from slivertune.training.tasks.prompt_classification import prepare_prompt_classification
+from slivertune.training.tasks.task import Task
+
+_PREPARE = {
+    "causal_lm": prepare_causal,
+    "classification": prepare_classification,
+    "prompt_classification": prepare_prompt_classification,
+}
+
+
+def prepare_task(
+    args: DataArguments, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, splits: Any
+) -> Task:
+    """Tokenise the splits and gather the hooks of a task.
+
+    In a run of several processes, call it inside `TrainingArguments.main_process_first()`, so that one tokenises and
+    the others read its cache.
+
+    Args:
+        args: The task, its columns and lengths.
+        tokenizer: Any transformers tokenizer; it stays as it is.
+        model_config: Says how many positions the model has and, for prompts, whether it is a masked or a causal one.
+        splits: A `datasets.DatasetDict` with `train` and `eval`, as from `load_splits`.
+
+    Returns:
+        What the Trainer takes.
+
+    Raises:
+        ValueError: If columns, labels, lengths or rows don't fit.
+    """
+    # Asked to cut, a fast tokenizer keeps cutting, and would write that into the checkpoints it is saved with.
+    tokenizer = copy.deepcopy(tokenizer)
+    numbered = {name: number_rows(splits[name]) for name in ("train", "eval")}
+    return _PREPARE[args.task](args, tokenizer, model_config, numbered)

@@ -1,0 +1,206 @@
+"""Templates and label words: how a row becomes a prompt, and which tokens stand for its label.
+
+The paper's prompts (appendix B.4, Tables 12 and 13) put a row's texts into a template with one open place, and read the
+label off the word that the language model finds likeliest there.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from slivertune.training.data.labels import LabelSet
+from slivertune.training.tasks.task import ModelKind
+from slivertune.training.tasks.tokenization import token_ids
+
+MASK = "mask"
+"""The placeholder of the label word."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Template:
+    """A prompt with open places.
+
+    Args:
+        text: As the user wrote it, with {column} and {mask} placeholders; literal braces are doubled.
+        pieces: Literal text and the placeholder after it (None at the end), in order.
+    """
+
+    text: str
+    pieces: tuple[tuple[str, str | None], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Template:
+        """Read a template.
+
+        Raises:
+            ValueError: If a brace is open, a placeholder is no plain name, no column is named, or {mask} comes twice.
+        """
+        try:
+            parsed = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise ValueError(f"template {text!r} can't be read: {error}; write a literal brace twice") from error
+        for _, name, form, conversion in parsed:
+            if name is not None and (not name or form or conversion):
+                raise ValueError(
+                    f"template {text!r} has the placeholder {{{name}{'!' if conversion else ''}{conversion or ''}"
+                    f"{':' if form else ''}{form or ''}}}, which is no plain column name; write a literal brace twice"
+                )
+        template = cls(text=text, pieces=tuple((literal, name) for literal, name, _, _ in parsed))
+        if not template.columns:
+            raise ValueError(f"template {text!r} names no column; put one in, as in '{{sentence}} It was {{mask}} .'")
+        if sum(name == MASK for _, name in template.pieces) > 1:
+            raise ValueError(f"template {text!r} has {{mask}} more than once; one place is scored")
+        return template
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns it names, each once."""
+        return tuple(dict.fromkeys(name for _, name in self.pieces if name not in (None, MASK) and name is not None))
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether the label word's place is marked."""
+        return any(name == MASK for _, name in self.pieces)
+
+    @property
+    def before_mask(self) -> Template:
+        """The part before {mask}, or all of it where there is none."""
+        pieces = []
+        for literal, name in self.pieces:
+            pieces.append((literal, None if name == MASK else name))
+            if name == MASK:
+                break
+        return Template(text=self.text, pieces=tuple(pieces))
+
+    def fill(self, values: Mapping[str, str], mask: str = "") -> str:
+        """Put in the values and the mask token; nothing inside a value is read as a placeholder."""
+        parts = []
+        for literal, name in self.pieces:
+            parts.append(literal)
+            if name is not None:
+                parts.append(mask if name == MASK else values[name])
+        return "".join(parts)
+
+
+def prompt_model_kind(config: PreTrainedConfig) -> ModelKind:
+    """Whether prompts go to a masked or to a causal language model.
+
+    Args:
+        config: The model's configuration; its architecture decides, which a saved model names, else its type.
+
+    Returns:
+        "masked_lm" or "causal_lm".
+
+    Raises:
+        ValueError: If the model is an encoder-decoder.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"task=prompt_classification takes masked and causal language models, and {config.model_type} is an "
+            "encoder-decoder; choose another model"
+        )
+    architectures = tuple(getattr(config, "architectures", None) or ())
+    if any(name.endswith("ForMaskedLM") for name in architectures):
+        return "masked_lm"
+    if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures) or getattr(
+        config, "is_decoder", False
+    ):
+        return "causal_lm"
+    return "masked_lm" if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "causal_lm"
+
+
+def parse_label_words(text: str, labels: LabelSet) -> tuple[str, ...]:
+    """Give every label its word.
+
+    Args:
+        text: "terrible,great" in the labels' order, or "0=terrible,1=great".
+        labels: The labels of the training split.
+
+    Returns:
+        One word per class.
+
+    Raises:
+        ValueError: If words and labels don't match one to one.
+    """
+    words = [word.strip() for word in text.split(",")]
+    there = ", ".join(labels.names)
+    if all("=" in word for word in words):
+        named = {label.strip(): word.strip() for label, _, word in (word.partition("=") for word in words)}
+        if set(named) != set(labels.names) or len(named) != len(words):
+            raise ValueError(
+                f"label_words={text!r} names the labels {', '.join(named)}; the data has {there}, each once"
+            )
+        words = [named[label] for label in labels.names]
+    if len(words) != len(labels.names):
+        raise ValueError(
+            f"label_words={text!r} are {len(words)} words for {len(labels.names)} labels ({there}); give each label one"
+        )
+    if not all(words) or len(set(words)) != len(words):
+        raise ValueError(f"label_words={text!r} must be different words, none empty, or labels can't be told apart")
+    return tuple(words)
+
+
+def mask_token_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...], template: Template) -> tuple[int, ...]:
+    """The one token of every label word, as a masked language model scores it.
+
+    Byte-level tokenizers know a word after a space as another token than the word alone. The form that the template
+    calls for is tried first, then the other; all words take the same form.
+
+    Args:
+        tokenizer: The tokenizer.
+        words: One word per class.
+        template: Tells whether {mask} follows white space.
+
+    Returns:
+        One token id per class.
+
+    Raises:
+        ValueError: If in neither form every word is one known token of its own, naming the tokens.
+    """
+    before = template.before_mask.fill(dict.fromkeys(template.columns, "x"))
+    forms = (" ", "") if before[-1:].isspace() else ("", " ")
+    tried = []
+    for lead in forms:
+        ids = token_ids(tokenizer, [lead + word for word in words])
+        whole = all(len(word_ids) == 1 and word_ids[0] != tokenizer.unk_token_id for word_ids in ids)
+        if whole and len({word_ids[0] for word_ids in ids}) == len(words):
+            return tuple(word_ids[0] for word_ids in ids)
+        tried.append(ids)
+    pieces = "; ".join(
+        f"{word!r} is {tokenizer.convert_ids_to_tokens(first)} or {tokenizer.convert_ids_to_tokens(second)}"
+        for word, first, second in zip(words, *tried, strict=True)
+    )
+    raise ValueError(
+        f"label words of a masked language model must each be one known token of their own, and these are not: "
+        f"{pieces}; choose words that the tokenizer knows"
+    )
+
+
+def cut_to_fit(values: dict[str, str], fits: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+    """Shorten the longest values until a row fits, so that the template and its open place stay.
+
+    Args:
+        values: Column -> text.
+        fits: Whether a row with these values is short enough.
+
+    Returns:
+        The values, each cut to the same number of characters at most, the largest found by bisection.
+
+    Raises:
+        ValueError: If the row is too long even with empty values.
+    """
+    low, high = 0, max(len(text) for text in values.values())
+    if not fits(dict.fromkeys(values, "")):
+        raise ValueError("the template alone is longer than --max_length; raise it")
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits({name: text[:middle] for name, text in values.items()}):
+            low = middle
+        else:
+            high = middle - 1
+    return {name: text[:low] for name, text in values.items()}

@@ -1,0 +1,189 @@
+"""What all tasks share between text and token ids: lengths, the model's positions, special tokens, caching."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from slivertune.training.data.columns import NUM_NAMED_ROWS, ROW_COLUMN, column_values, name_rows
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_LENGTH = 1024
+"""Tokens in a row where the user, the model and the tokenizer allow more."""
+
+IGNORED = -100
+"""The label of a position without a loss (the convention of torch's cross entropy and of transformers)."""
+
+# These number their positions from pad_token_id + 1, so that fewer are usable than the embedding holds.
+_POSITIONS_AFTER_PADDING = frozenset(
+    (
+        "camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet",
+        "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    )
+)  # fmt: skip
+
+
+def usable_positions(config: PreTrainedConfig) -> tuple[int, str] | None:
+    """How many tokens a model has positions for.
+
+    Args:
+        config: The model's configuration; of a multimodal model, the text model's part is read.
+
+    Returns:
+        The number and the words that say where it stands, or None for a model without a limit (such as ALiBi's).
+    """
+    text_config = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        positions = getattr(text_config, name, None)
+        if not isinstance(positions, int) or positions <= 0:
+            continue
+        # GPT-2 and its kin answer to the common name by an alias.
+        source = f"config.{text_config.attribute_map.get(name, name)}={positions}"
+        if text_config.model_type in _POSITIONS_AFTER_PADDING:
+            offset = (text_config.pad_token_id or 0) + 1
+            return positions - offset, f"{source}, of which {text_config.model_type} starts at {offset}"
+        return positions, source
+    return None
+
+
+def resolve_max_length(requested: int | None, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Choose the length of a row in tokens, or check the one asked for.
+
+    Args:
+        requested: `--max_length`, or None for the least of 1,024, the model's positions and the tokenizer's limit.
+        config: The model's configuration.
+        tokenizer: Its `model_max_length` bounds the default only.
+
+    Returns:
+        The longest row, in tokens.
+
+    Raises:
+        ValueError: If more is asked for than the model has positions, or less than two tokens.
+    """
+    limit = usable_positions(config)
+    if requested is None:
+        length = int(min(DEFAULT_MAX_LENGTH, limit[0] if limit else DEFAULT_MAX_LENGTH, tokenizer.model_max_length))
+        logger.info("rows are at most %d tokens long; --max_length changes that", length)
+        return length
+    if requested < 2:
+        raise ValueError(f"max_length={requested} must be at least 2 tokens")
+    if limit is not None and requested > limit[0]:
+        raise ValueError(
+            f"max_length={requested} is more than the {limit[0]} positions of the model ({limit[1]}); "
+            f"lower --max_length to {limit[0]} or take a model with more positions"
+        )
+    return requested
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Tokenise without special tokens and without a length limit."""
+    if not texts:
+        return []
+    # verbose=False: rows longer than the model takes are dealt with by check_lengths.
+    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that this tokenizer puts before a text, such as a BOS token; often none."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    ids: list[int] = encoded["input_ids"]
+    is_special: list[int] = encoded["special_tokens_mask"]
+    return ids[: is_special.index(0)] if 0 in is_special else []
+
+
+def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
+    """Length of the longest beginning that all sequences share."""
+    length = 0
+    for tokens in zip(*sequences, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        length += 1
+    return length
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id to pad with: the tokenizer's pad token, else its EOS token (padding is masked and carries no loss).
+
+    Raises:
+        ValueError: If the tokenizer has neither.
+    """
+    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if isinstance(value, int):
+            return value
+    raise ValueError(f"{type(tokenizer).__name__} has neither a pad nor an EOS token; set tokenizer.pad_token")
+
+
+def check_lengths(rows: Any, *, max_length: int, truncate: bool, split: str) -> None:
+    """Refuse rows that are longer than allowed, or say how many were cut.
+
+    Args:
+        rows: A tokenised, numbered `datasets.Dataset` with a `length` column: tokens before any cut.
+        max_length: The longest row, in tokens.
+        truncate: Whether the rows were cut.
+        split: Name of the split, for messages.
+
+    Raises:
+        ValueError: If rows are too long and were not cut.
+    """
+    lengths = np.asarray(column_values(rows, "length"))
+    if not (lengths > max_length).any():
+        return
+    # The candidates of one example are several rows with its number, and with one length.
+    length_of_row = dict(sorted(zip(column_values(rows, ROW_COLUMN), lengths.tolist(), strict=True)))
+    long = {number: length for number, length in length_of_row.items() if length > max_length}
+    found = (
+        f"{len(long)} of {len(length_of_row)} rows of the {split} split are longer than max_length={max_length} tokens"
+    )
+    if truncate:
+        logger.warning("%s, the longest has %d; they are cut", found, lengths.max())
+        return
+    some = ", ".join(str(length) for length in list(long.values())[:NUM_NAMED_ROWS])
+    raise ValueError(
+        f"{found} ({name_rows(list(long))}, counted from 0, with {some} tokens; the longest has {lengths.max()}); "
+        "raise --max_length, or cut them with --truncate"
+    )
+
+
+def encode_rows(
+    rows: Any, encoder: Any, *, num_workers: int | None, description: str, with_indices: bool = False
+) -> Any:
+    """Apply an encoder to all rows of a `datasets.Dataset`, in batches; its result replaces all columns.
+
+    Args:
+        rows: The dataset.
+        encoder: A callable object from a batch of columns to another, with `source_digest()` among its fields.
+        num_workers: Processes, or None for this one.
+        description: Stands beside the progress bar.
+        with_indices: Pass the rows' positions as a second argument.
+
+    Returns:
+        The encoded dataset; a repeated call with the same data and encoder is read from the cache.
+    """
+    return rows.map(
+        encoder,
+        batched=True,
+        with_indices=with_indices,
+        remove_columns=rows.column_names,
+        num_proc=min(num_workers, len(rows)) if num_workers is not None and num_workers > 1 else None,
+        desc=description,
+    )
+
+
+def source_digest() -> str:
+    """A digest of the source of `slivertune train`, to stand among an encoder's fields.
+
+    The datasets library knows an imported function or class by its name alone, so that after a change of the code it
+    would go on reading what the code of before had cached.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import datasets
+import pytest
+
+from slivertune.training.data.columns import (
+    ROW_COLUMN,
+    CausalColumns,
+    causal_columns,
+    drop_empty_rows,
+    label_column,
+    number_rows,
+    require_columns,
+    sentence_columns,
+)
+from slivertune.training.options.data import DataArguments
+
+
+def table(*columns: str, **values: list[Any]) -> Any:
+    return number_rows(datasets.Dataset.from_dict({**{column: ["a", "b"] for column in columns}, **values}))
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        (("id", "text"), CausalColumns(text="text")),
+        (("story",), CausalColumns(text="story")),
+        (("mr", "ref"), CausalColumns(prompt="mr", response="ref")),
+        (("instruction", "output", "id"), CausalColumns(prompt="instruction", response="output")),
+    ],
+)
+def test_plain_columns_are_guessed_and_said(
+    columns: tuple[str, ...], expected: CausalColumns, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "slivertune"):
+        assert causal_columns(DataArguments(), table(*columns)) == expected
+    assert all(repr(name) in caplog.text for name in expected.names)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (("text", "content"), "(text, content) could be text or content; name what to read with --text_column"),
+        (("text", "prompt", "response"), "could be text or prompt+response"),
+        (("instruction", "input", "output"), "(instruction, input, output) give no plain choice"),
+        (("mr", "reference"), "(mr, reference) give no plain choice"),
+    ],
+)
+def test_columns_that_could_mean_several_things_are_not_guessed(columns: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        causal_columns(DataArguments(), table(*columns))
+
+
+def test_half_of_a_sentence_pair_is_not_guessed() -> None:
+    classification = DataArguments(task="classification")
+    assert sentence_columns(classification, table("sentence", "label")) == ("sentence",)
+    with pytest.raises(ValueError, match="could be sentence or question"):
+        sentence_columns(classification, table("sentence", "question", "label"))
+    named = DataArguments(task="classification", text_column="question", text_pair_column="sentence")
+    assert sentence_columns(named, table("sentence", "question", "label")) == ("question", "sentence")
+
+
+def test_an_absent_column_is_an_error_that_lists_those_there_are() -> None:
+    rows = table("one", "two")
+    with pytest.raises(ValueError, match=r"--text_column names the column 'three'.* its columns are one, two \(if"):
+        causal_columns(DataArguments(text_column="three"), rows)
+    with pytest.raises(ValueError, match="--response_column names the column 'three'"):
+        causal_columns(DataArguments(prompt_column="one", response_column="three"), rows)
+    with pytest.raises(ValueError, match="--label_column names the column 'three'"):
+        label_column(DataArguments(task="classification", label_column="three"), rows)
+    with pytest.raises(ValueError, match="give no plain choice; name what to read with --label_column"):
+        label_column(DataArguments(task="classification"), rows)
+    with pytest.raises(ValueError, match="the eval split has no column 'three', which the train split has"):
+        require_columns(rows, ("one", "three"), "eval")
+
+
+def test_a_column_of_numbers_is_no_text() -> None:
+    with pytest.raises(ValueError, match=r"column 'text' holds .*int64.*, not text"):
+        causal_columns(DataArguments(), table(text=[1, 2]))
+
+
+def test_empty_rows_are_an_error_that_names_their_numbers() -> None:
+    texts = ["one", "", None, " \t\n", "five", *[""] * 5]
+    rows = number_rows(datasets.Dataset.from_dict({"text": texts, "label": [0, 1, 2, 3, None, *range(5)]}))
+    with pytest.raises(ValueError, match="rows of the train split have nothing") as raised:
+        drop_empty_rows(rows.shuffle(seed=0), ["text", "label"], split="train", skip=False)
+    message = str(raised.value)
+    assert "9 of 10 rows of the train split have nothing in column 'text', 'label' (rows 1, 2, 3, 4, 5, ...," in message
+    assert "--skip_empty_rows" in message
+
+
+def test_empty_rows_are_left_out_on_request_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    rows = number_rows(datasets.Dataset.from_dict({"text": ["one", "", "three"], "other": [None, None, None]}))
+    kept = drop_empty_rows(rows, ["text"], split="eval", skip=True)
+    assert (list(kept["text"]), list(kept[ROW_COLUMN])) == (["one", "three"], [0, 2])
+    assert "1 of 3 rows of the eval split have nothing in column 'text' (row 1, counted from 0); they are left out" in (
+        caplog.text
+    )
+    with pytest.raises(ValueError, match="no row is left"):
+        drop_empty_rows(rows, ["other"], split="eval", skip=True)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import datasets
+import pytest
+
+from slivertune.training.data.columns import number_rows
+from slivertune.training.data.labels import read_labels
+
+
+def rows(labels: list[Any], feature: Any = None) -> Any:
+    features = None if feature is None else datasets.Features({"label": feature})
+    return number_rows(datasets.Dataset.from_dict({"label": labels}, features=features))
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "classes"),
+    [
+        ([10, 2, 10, -1], ("-1", "2", "10"), [2, 1, 2, 0]),
+        (["10", "2", " 2 "], ("2", "10"), [1, 0, 0]),
+        (["neutral", "entailment", "neutral"], ("entailment", "neutral"), [1, 0, 1]),
+        ([True, False], ("False", "True"), [1, 0]),
+        (["1.1", "scope"], ("1.1", "scope"), [0, 1]),
+    ],
+)
+def test_labels_are_sorted_as_numbers_or_words(values: list[Any], names: tuple[str, ...], classes: list[int]) -> None:
+    labels = read_labels(rows(values), "label")
+    assert labels.names == names
+    assert labels.encode(rows(values), split="train") == classes
+    assert read_labels(rows(values[::-1]), "label") == labels
+
+
+def test_named_classes_keep_their_own_order_even_where_one_is_unused() -> None:
+    feature = datasets.ClassLabel(names=["pos", "neg", "never"])
+    labels = read_labels(rows([1, 0, 1], feature), "label")
+    assert labels.id2label == {0: "pos", 1: "neg", 2: "never"}
+    assert labels.encode(rows([1, 0, 1], feature), split="train") == [1, 0, 1]
+
+
+def test_labels_written_differently_in_another_file_are_the_same_labels() -> None:
+    labels = read_labels(rows(["0", "1"]), "label")
+    assert labels.encode(rows([1, 0]), split="eval") == [1, 0]
+    named = read_labels(rows(["neg", "pos"]), "label")
+    assert named.encode(rows([0, 1], datasets.ClassLabel(names=["pos", "neg"])), split="eval") == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ([0.0, 1.0], "Value('float64')"),
+        (["0.5", "1"], "decimals such as 0.5"),
+        (["1e-3", "2"], "decimals such as 1e-3"),
+        ([".5", "3."], "decimals such as .5"),
+    ],
+)
+def test_decimals_are_refused_as_regression(values: list[Any], what: str) -> None:
+    message = f"label column 'label' holds {what}, and regression is not supported"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_labels(rows(values), "label")
+
+
+def test_one_label_is_no_classification() -> None:
+    with pytest.raises(ValueError, match=r"has the labels \['1'\]; a classifier needs at least two"):
+        read_labels(rows([1, 1]), "label")
+
+
+def test_a_label_that_training_never_saw_is_named_with_its_rows() -> None:
+    labels = read_labels(rows(["a", "b"]), "label")
+    with pytest.raises(
+        ValueError,
+        match=r"of the eval split holds labels .*: c, d \(3 rows: rows 1, 2, 3, .*\); the train split has a, b",
+    ):
+        labels.encode(rows(["a", "c", "d", "c"]), split="eval")
+    hidden = datasets.ClassLabel(names=["a", "b"])
+    with pytest.raises(ValueError, match=r"has not: -1 \(1 rows: row 0"):
+        labels.encode(rows([-1], hidden), split="eval")

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import dataclasses
+import platform
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slivertune.training.embedded.base_model import BaseRecipe, base_model_folder, ensure_base_model, train_base_model
+from slivertune.training.embedded import base_model
+from slivertune.training.options.defaults import BASE_RECIPE
+from tests.training.tiny_runs import TINY_RECIPE, sentences, train, write_texts
+
+
+@pytest.fixture
+def few_docstrings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Docstrings without reading the library; counts how often they were asked for."""
+    calls: list[int] = []
+
+    def collect() -> list[str]:
+        calls.append(1)
+        return sentences(60)
+
+    monkeypatch.setattr(base_model, "collect_docstrings", collect)
+    return calls
+
+
+def test_the_model_is_trained_once_and_found_again(tmp_path: Path, few_docstrings: list[int]) -> None:
+    steps: list[int] = []
+    first = ensure_base_model(TINY_RECIPE, cache=tmp_path, report=lambda step, loss: steps.append(step))
+    second = ensure_base_model(TINY_RECIPE, cache=tmp_path, report=lambda step, loss: steps.append(step))
+    assert first == second
+    assert steps == [1, 2, 3]
+    assert len(few_docstrings) == 1
+    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 1
+
+
+def test_two_runs_at_once_train_it_once(tmp_path: Path, few_docstrings: list[int]) -> None:
+    threads = [
+        threading.Thread(target=ensure_base_model, args=(TINY_RECIPE,), kwargs={"cache": tmp_path}) for _ in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(few_docstrings) == 1
+    assert (base_model_folder(TINY_RECIPE, tmp_path) / "model.safetensors").is_file()
+
+
+def test_a_training_that_fails_leaves_nothing_behind(tmp_path: Path, few_docstrings: list[int]) -> None:
+    def fail(step: int, loss: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ensure_base_model(TINY_RECIPE, cache=tmp_path, report=fail)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+    assert ensure_base_model(TINY_RECIPE, cache=tmp_path).is_dir()
+
+
+def test_a_saving_that_fails_leaves_nothing_behind(
+    tmp_path: Path, few_docstrings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base_model, "make_byte_tokenizer", lambda limit: pytest.fail("not reached"))
+    monkeypatch.setattr(base_model, "train_base_model", lambda *args: _Unsavable())
+    with pytest.raises(OSError, match="disk full"):
+        ensure_base_model(TINY_RECIPE, cache=tmp_path)
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+class _Unsavable:
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("disk full")
+
+
+def test_a_recipe_is_a_key_and_so_is_the_python_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert BaseRecipe().key() == BaseRecipe().key()
+    keys = {BaseRecipe().key(), *(dataclasses.replace(BaseRecipe(), **change).key() for change in CHANGES)}
+    assert len(keys) == 1 + len(CHANGES)
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    assert BaseRecipe().key() not in keys
+
+
+CHANGES: tuple[dict[str, Any], ...] = ({"num_steps": 7}, {"seed": 1}, {"hidden_size": 96}, {"corpus_bytes": 10})
+
+
+def test_the_cache_follows_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = base_model_folder(TINY_RECIPE)
+    assert folder == tmp_path / "slivertune" / "base_models" / TINY_RECIPE.key()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert base_model_folder(TINY_RECIPE).parents[2] == tmp_path / "home" / ".cache"
+
+
+def test_training_is_the_same_every_time_and_touches_no_random_state() -> None:
+    before = torch.random.get_rng_state()
+    one, other = (train_base_model(TINY_RECIPE, sentences(60), lambda step, loss: None) for _ in "ab")
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_training_lowers_the_loss() -> None:
+    losses: list[float] = []
+    recipe = dataclasses.replace(TINY_RECIPE, num_steps=60, learning_rate=1e-2)
+    train_base_model(recipe, sentences(60), lambda step, loss: losses.append(loss))
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
+
+
+def test_too_little_text_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="3 bytes of docstrings are too few for windows of 16"):
+        train_base_model(TINY_RECIPE, ["ab"], lambda step, loss: None)
+
+
+def test_the_default_has_about_three_million_weights() -> None:
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(base_model._llama_config(BASE_RECIPE))
+    assert 2_500_000 < sum(parameter.numel() for parameter in model.parameters()) < 3_500_000
+
+
+def test_the_folder_loads_as_any_model_does(tiny_base: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_base)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    assert model.config.max_position_embeddings == tokenizer.model_max_length == TINY_RECIPE.max_positions
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.pad_token_id == tokenizer.pad_token_id
+    assert model.config.vocab_size == len(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"num_steps": 0}, "num_steps=0 must be positive"), ({"num_heads": 5}, "must be a multiple of num_heads=5")],
+)
+def test_a_recipe_that_makes_no_model_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(BaseRecipe(), **change)
+
+
+def test_without_a_model_the_embedded_one_is_used(
+    tmp_path: Path, few_docstrings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slivertune.cli import main
+    from slivertune.training import assemble
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(assemble, "BASE_RECIPE", TINY_RECIPE)
+    monkeypatch.chdir(tmp_path)
+    # Nothing else is given: the language reference is packed to rows of 256, which the tiny model has positions for.
+    assert main(["train", "--max_steps", "4", "--per_device_train_batch_size", "2", "--max_eval_samples", "2"]) == 0
+    assert (tmp_path / "runs" / "hift" / "model" / "model.safetensors").is_file()
+    assert len(few_docstrings) == 1
+    results = train(
+        base_model_folder(TINY_RECIPE), write_texts(tmp_path), tmp_path / "again", "--max_steps", "1", method="dense"
+    )
+    assert results["num_parameters"] == 34_080

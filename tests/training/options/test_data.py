@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from slivertune.training.options.data import DataArguments
+
+
+def test_the_command_line_parser_reads_every_kind_of_field() -> None:
+    words = "--dataset d.tsv --column_names a b --task prompt_classification --label_words 0=no,1=yes --truncate"
+    (arguments,) = HfArgumentParser(DataArguments).parse_args_into_dataclasses(
+        [*words.split(), "--template", "{a}? {mask}", "--eval_fraction", "0.25", "--max_length", "32"]
+    )
+    assert arguments == DataArguments(
+        dataset="d.tsv",
+        column_names=["a", "b"],
+        task="prompt_classification",
+        label_words="0=no,1=yes",
+        truncate=True,
+        template="{a}? {mask}",
+        eval_fraction=0.25,
+        max_length=32,
+    )
+
+
+def test_no_field_has_the_name_of_a_training_argument_and_help_can_be_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = HfArgumentParser((DataArguments, TrainingArguments))
+    with pytest.raises(SystemExit):
+        parser.parse_args_into_dataclasses(["--help"])
+    printed = capsys.readouterr().out
+    assert all(f"--{name}" in printed for name in DataArguments.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_train_samples": 0}, "max_train_samples=0 must be at least 1"),
+        ({"preprocessing_num_workers": -1}, "preprocessing_num_workers=-1 must be at least 1"),
+        ({"eval_fraction": 1.0}, "eval_fraction=1.0 must lie between 0 and 1"),
+        ({"eval_split": "test", "eval_file": "e.csv"}, "'test' and eval_file='e.csv' both name the evaluation rows"),
+        ({"template": "{a}"}, "template='{a}' has no meaning for task=causal_lm; it is for prompt_classification"),
+        ({"packing": True, "task": "classification"}, "packing=True has no meaning for task=classification"),
+        ({"label_column": "x"}, "it is for classification and prompt_classification"),
+        ({"prompt_column": "p"}, "prompt_column='p' and response_column=None go together"),
+        ({"prompt_column": "p", "response_column": "r", "text_column": "t"}, "exclude each other"),
+        ({"task": "prompt_classification", "template": "{a} {mask}"}, "needs --label_words"),
+        ({"task": "prompt_classification", "label_words": "a,b"}, "needs --template"),
+    ],
+)
+def test_what_contradicts_itself_or_would_be_ignored_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DataArguments(**options)

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slivertune.core.atomic import write_json
+from slivertune.training.output.folders import START_NAME, choose_run_folder
+from tests.training.output.test_checkpoints import make_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_fresh_run_takes_the_first_free_default_folder() -> None:
+    assert choose_run_folder("hift", None, None).path == Path("runs/hift")
+    Path("runs/hift").mkdir(parents=True)
+    assert choose_run_folder("hift", None, "false").path == Path("runs/hift"), "an empty folder is free"
+    Path("runs/hift/results.json").touch()
+    Path("runs/hift-2").touch()
+    assert choose_run_folder("hift", None, None).path == Path("runs/hift-3")
+    assert choose_run_folder("dense", None, None).path == Path("runs/dense")
+
+
+def test_a_folder_that_was_asked_for_must_hold_nothing() -> None:
+    Path("mine").mkdir()
+    assert choose_run_folder("hift", "mine", None).path == Path("mine")
+    Path("mine/thesis.txt").touch()
+    with pytest.raises(FileExistsError, match=r"mine already holds something.*--resume_from_checkpoint true"):
+        choose_run_folder("hift", "mine", None)
+
+
+@pytest.mark.parametrize("resume", [None, "true", "auto"])
+def test_a_file_where_a_folder_is_asked_for_or_above_it_is_called_a_file(resume: str | None) -> None:
+    Path("thesis.txt").touch()
+    with pytest.raises(FileExistsError, match=r"output_dir thesis.txt is a file; name a folder"):
+        choose_run_folder("hift", "thesis.txt", resume)
+    with pytest.raises(
+        FileExistsError, match=r"output_dir thesis.txt/runs/one lies under .*thesis.txt, which is a file"
+    ):
+        choose_run_folder("hift", "thesis.txt/runs/one", resume)
+
+
+def test_a_file_in_the_place_of_all_runs_is_called_a_file() -> None:
+    Path("runs").touch()
+    with pytest.raises(FileExistsError, match=r"output_dir runs/hift lies under .*runs, which is a file"):
+        choose_run_folder("hift", None, None)
+
+
+def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def refuse(path: Path, mode: int) -> bool:
+        asked.append(Path(path))
+        return False
+
+    monkeypatch.setattr("os.access", refuse)
+    with pytest.raises(ValueError, match=r"output_dir there/too can't be written: .* takes no files of this user"):
+        choose_run_folder("hift", "there/too", None)
+    assert asked == [Path.cwd()], "the nearest folder that is there"
+
+
+def test_the_newest_checkpoint_of_the_newest_default_folder_is_continued() -> None:
+    make_checkpoint(Path("runs/hift"), 30)
+    make_checkpoint(Path("runs/hift-2"), 10)
+    Path("runs/hift-3").mkdir()
+    for resume in ("true", "True"):
+        folder = choose_run_folder("hift", None, resume)
+        assert (folder.path, folder.checkpoint) == (Path("runs/hift-2"), Path("runs/hift-2/checkpoint-10"))
+    assert folder.notes == ()
+
+
+def test_nothing_whole_to_continue_is_an_error_with_the_reasons() -> None:
+    with pytest.raises(ValueError, match="nothing whole to resume in runs/hift: it holds no checkpoint"):
+        choose_run_folder("hift", None, "true")
+    make_checkpoint(Path("mine"), 3, marked=False)
+    with pytest.raises(ValueError, match=r"checkpoint-3 is not whole: it has no slivertune_checkpoint\.json"):
+        choose_run_folder("hift", "mine", "true")
+
+
+def test_a_checkpoint_named_by_path_is_continued_where_it_lies_or_elsewhere() -> None:
+    checkpoint = make_checkpoint(Path("mine"), 3)
+    folder = choose_run_folder("hift", None, str(checkpoint))
+    assert (folder.path, folder.checkpoint) == (Path("mine"), checkpoint)
+    folder = choose_run_folder("hift", "elsewhere", str(checkpoint))
+    assert (folder.path, folder.checkpoint) == (Path("elsewhere"), checkpoint)
+    Path("elsewhere").mkdir()
+    Path("elsewhere/other.txt").touch()
+    with pytest.raises(FileExistsError, match="elsewhere already holds something"):
+        choose_run_folder("hift", "elsewhere", str(checkpoint))
+
+
+def test_a_damaged_or_absent_checkpoint_named_by_path_is_refused_and_a_whole_one_named() -> None:
+    make_checkpoint(Path("mine"), 3)
+    damaged = make_checkpoint(Path("mine"), 6)
+    (damaged / "model.bin").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"model\.bin has 5 bytes.*mine/checkpoint-3 is the newest whole one"):
+        choose_run_folder("hift", None, str(damaged))
+    with pytest.raises(ValueError, match="resume_from_checkpoint='mine/checkpoint-9' is no folder"):
+        choose_run_folder("hift", None, "mine/checkpoint-9")
+
+
+def test_newer_whole_checkpoints_are_not_written_over() -> None:
+    older = make_checkpoint(Path("mine"), 3)
+    make_checkpoint(Path("mine"), 9, marked=False)
+    assert choose_run_folder("hift", None, str(older)).checkpoint == older
+    make_checkpoint(Path("mine"), 6)
+    with pytest.raises(ValueError, match="checkpoint-6 is newer than mine/checkpoint-3 and would be written over"):
+        choose_run_folder("hift", None, str(older))
+
+
+def test_auto_begins_where_nothing_lies_and_continues_the_newest_whole_checkpoint() -> None:
+    for asked, path in ((None, Path("runs/hift")), ("mine", Path("mine"))):
+        folder = choose_run_folder("hift", asked, "auto")
+        assert (folder.path, folder.checkpoint, folder.is_finished) == (path, None, False)
+        assert folder.notes == (f"{path} holds no whole checkpoint; this run begins at the start",)
+        wanted = make_checkpoint(path, 3)
+        make_checkpoint(path, 6, marked=False)
+        folder = choose_run_folder("hift", asked, "Auto")
+        assert (folder.path, folder.checkpoint) == (path, wanted)
+        assert len(folder.notes) == 1 and "checkpoint-6 is not whole" in folder.notes[0]
+
+
+def test_auto_begins_again_in_the_folder_of_a_run_that_was_killed_early() -> None:
+    for asked in (None, "mine"):
+        path = choose_run_folder("hift", asked, "auto").path
+        path.mkdir(parents=True)
+        (path / START_NAME).touch()
+        (path / "events.log").touch()
+        assert choose_run_folder("hift", asked, "auto").path == path
+        make_checkpoint(path, 3, marked=False)
+        folder = choose_run_folder("hift", asked, "auto")
+        assert (folder.path, folder.checkpoint) == (path, None)
+        assert "checkpoint-3 is not whole" in folder.notes[0]
+
+
+def test_auto_continues_the_newest_default_folder_and_leaves_what_is_no_run() -> None:
+    make_checkpoint(Path("runs/hift"), 30)
+    Path("runs/hift-2").mkdir()
+    (Path("runs/hift-2") / START_NAME).touch()
+    Path("runs/hift-3").mkdir()
+    Path("runs/hift-3/thesis.txt").touch()
+    Path("runs/hift-4").touch()
+    folder = choose_run_folder("hift", None, "auto")
+    assert (folder.path, folder.checkpoint) == (Path("runs/hift-2"), None)
+    with pytest.raises(FileExistsError, match=r"runs/hift-3 holds no checkpoint and things that are of no run"):
+        choose_run_folder("hift", "runs/hift-3", "auto")
+    with pytest.raises(FileExistsError, match="runs/hift-4"):
+        choose_run_folder("hift", "runs/hift-4", "auto")
+
+
+def test_auto_leaves_a_finished_run_alone_unless_it_has_gone_on() -> None:
+    make_checkpoint(Path("mine"), 3)
+    results = {"num_steps": 3, "command": ["slivertune", "train"]}
+    write_json(Path("mine/results.json"), results)
+    assert choose_run_folder("hift", "mine", "auto").is_finished
+    assert not choose_run_folder("hift", "mine", "true").is_finished
+    later = make_checkpoint(Path("mine"), 5)
+    folder = choose_run_folder("hift", "mine", "auto")
+    assert (folder.is_finished, folder.checkpoint) == (False, later)
+    others = [{**results, key: value} for key in results for value in (None, "3", 3.5, [3], {"a": 1})]
+    for text in ("{", "[]", "{}", "[" * 100_000, *map(json.dumps, others)):
+        Path("mine/results.json").write_text(text)
+        with pytest.raises(ValueError, match=r"mine/results\.json can't be read"):
+            choose_run_folder("hift", "mine", "auto")
+
+
+def test_a_run_that_only_started_leaves_its_default_folder_free() -> None:
+    Path("runs/hift").mkdir(parents=True)
+    (Path("runs/hift") / START_NAME).touch()
+    assert choose_run_folder("hift", None, None).path == Path("runs/hift")
+
+
+def test_what_a_kill_has_left_of_a_write_does_not_keep_a_run_from_its_folder() -> None:
+    left = Path(f"mine/.{START_NAME}.abcdefgh.partial")
+    left.mkdir(parents=True)
+    (left / "lock").touch()
+    assert choose_run_folder("hift", "mine", None).path == Path("mine")
+    assert choose_run_folder("hift", "mine", "auto").path == Path("mine")

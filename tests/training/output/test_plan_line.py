@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from slivertune.planning.make import make_plan
+from slivertune.planning.request import PlanRequest
+from slivertune.training.assemble import assemble
+from slivertune.training.embedded.base_model import save_base_model, train_base_model
+from slivertune.training.options.defaults import BASE_RECIPE
+from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.output import plan_apart, plan_line
+from slivertune.training.output.plan_line import DevicePeak, PlanLine, request_of
+from slivertune.training.ready import Run
+from tests.training.tiny_runs import train, train_arguments, write_classes, write_texts
+
+TOLERANCE = 0.03
+"""What a plan may be off: temporaries inside of a kernel are seen by no one."""
+
+
+@pytest.fixture(scope="module")
+def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded default's model by its sizes, hardly trained: bytes do not depend on what a weight is."""
+    folder = tmp_path_factory.mktemp("embedded") / "base"
+    model = train_base_model(replace(BASE_RECIPE, num_steps=1), ["a text of some length " * 20], lambda *args: None)
+    save_base_model(model, BASE_RECIPE, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--method", "hift"),
+        ("--method", "dense"),
+        ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--stream_bytes", "262144"),
+        ("--method", "dense", "--gradient_accumulation_steps", "2"),
+        ("--method", "sft", "--density", "0.05"),
+        ("--method", "sft", "--density", "0.05", "--reselection_interval", "7"),
+        ("--method", "sft", "--density", "0.05", "--reselection_interval", "0"),
+    ],
+    ids=" ".join,
+)
+def test_the_planned_peak_of_the_embedded_default_is_the_measured_one(
+    words: tuple[str, ...], embedded_base: Path, tmp_path: Path
+) -> None:
+    # The sizes of the run without arguments (256 tokens, 4 rows), two cycles of its 8 groups: in the first, masters and
+    # state are made, in the second they are met.
+    texts = write_texts(tmp_path, count=400)
+    results = train(
+        embedded_base,
+        texts,
+        tmp_path / "out",
+        *("--max_steps", "16", "--max_length", "256", "--packing", "--per_device_train_batch_size", "4"),
+        *("--sample_tokens", "0", *words),
+    )
+    planned, measured = results["planned_peak_bytes"], results["measured_peak_bytes"]
+    assert measured == results["peak_bytes"]["device"]
+    assert planned == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_a_run_says_what_is_planned_before_and_what_was_measured_after(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out")
+    planned, measured = results["planned_peak_bytes"], results["measured_peak_bytes"]
+    out = capsys.readouterr().out
+    start, _, end = out.partition("evaluation before")
+    assert f"  memory  {planned / 1e6:,.1f} MB planned at the peak (weights " in start
+    difference = f"{planned / measured - 1:+.1%}"
+    assert f"{measured / 1e6:,.1f} MB, planned {planned / 1e6:,.1f} MB ({difference})" in end
+
+
+def test_a_plan_that_draws_leaves_the_runs_random_state_as_it_was(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[torch.Tensor] = []
+
+    def draw_and_plan(*args: Any) -> Any:
+        drawn.append(torch.rand(3))
+        return make_plan(*args)
+
+    monkeypatch.setattr(plan_line, "make_plan", draw_and_plan)
+    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")
+    before = torch.get_rng_state()
+    try:
+        line = PlanLine(run)
+    finally:
+        run.close()
+    assert line.plan is not None and len(drawn) == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_without_the_ledger_nothing_is_planned(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_line, "make_plan", None)
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", "--memory_ledger", "off")
+    assert (results["planned_peak_bytes"], results["measured_peak_bytes"]) == (None, None)
+    assert "planned" not in capsys.readouterr().out
+
+
+def test_a_plan_that_fails_is_one_line_and_the_run_goes_on(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("an operator\nwithout sizes")
+
+    monkeypatch.setattr(plan_line, "make_plan", fail)
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out")
+    assert results["planned_peak_bytes"] is None and results["measured_peak_bytes"] > 0
+    out = capsys.readouterr().out
+    assert "  memory  not planned: an operator without sizes\n" in out
+
+
+def die(*args: Any) -> None:
+    os._exit(9)
+
+
+def test_on_ranks_a_plan_is_made_apart_and_may_die(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")
+    planned = make_plan(request_of(run), run.source.config)
+    capfd.readouterr()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    try:
+        assert PlanLine(run).plan == planned
+        monkeypatch.setattr(plan_apart, "_plan", die)
+        assert PlanLine(run).plan is None
+    finally:
+        run.close()
+    assert capfd.readouterr() == ("", "")
+
+
+def assembled(base: Path, data: Path, output: Path, *more: str, method: str = "hift") -> Run:
+    """A run that is ready to start."""
+    words = train_arguments(base, data, output, *more, method=method)[1:]
+    return assemble(parse_train_arguments(words), Console(quiet=True))
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "changes"),
+    [
+        ("hift", (), {"precision": "fp32"}),
+        (
+            "hift",
+            ("--bf16", "--layers_per_group", "2", "--master", "split", "--stream_bytes", "9", "--state", "discard"),
+            {"precision": "mixed_hi", "layers_per_group": 2, "master": "split", "stream_bytes": 9, "state": "discard"},
+        ),
+        ("hift", ("--bf16", "--master", "none"), {"precision": "bf16"}),
+        ("hift", ("--step_in_backward", "true", "--max_grad_norm", "0"), {"step_in_backward": True}),
+        (
+            "dense",
+            ("--gradient_accumulation_steps", "3", "--gradient_checkpointing", "true", "--token_ratio", "0.5"),
+            {"gradient_accumulation_steps": 3, "gradient_checkpointing": True, "token_ratio": 0.5},
+        ),
+        ("dense", ("--optim", "sgd", "--optim_args", "momentum=0.9"), {"optimizer": "sgd_momentum"}),
+        ("dense", ("--optim", "sgd", "--chunked_cross_entropy", "false"),
+         {"optimizer": "sgd", "chunked_cross_entropy": False}),
+        ("dense", ("--weights_dtype", "bf16"), {"precision": "bf16"}),
+        ("dense", ("--bf16", "--use_cpu"), {"precision": "mixed"}),
+        ("lora", ("--lora_rank", "3"), {"lora_rank": 3}),
+    ],
+)  # fmt: skip
+def test_a_run_is_planned_as_what_it_is(
+    method: Any, words: tuple[str, ...], changes: dict[str, Any], tiny_base: Path, tmp_path: Path
+) -> None:
+    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method=method)
+    try:
+        request = request_of(run)
+    finally:
+        run.close()
+    longest = max(len(row["input_ids"]) for row in run.task.train_dataset)
+    assert longest < 128, "the rows are shorter than --max_length, and padded to the longest at most"
+    defaults = {"method": method, "batch_size": 2, "seq_length": longest}
+    assert request == PlanRequest(**{**defaults, **changes})
+
+
+def test_sft_is_planned_with_its_share_of_the_weights(tiny_base: Path, tmp_path: Path) -> None:
+    words = ("--equivalent_lora_rank", "2", "--selection", "momentum")
+    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method="sft")
+    try:
+        request = request_of(run)
+        optimizer: Any = run.trainer.optimizer
+        assert request.density == optimizer.num_weights / sum(optimizer.num_elements.values())
+    finally:
+        run.close()
+    assert (request.method, request.selection) == ("sft", "momentum")
+
+
+def test_a_classifier_is_planned_with_its_classes(tiny_base: Path, tmp_path: Path) -> None:
+    words = ("--task", "classification", "--chunked_cross_entropy", "false")
+    run = assembled(tiny_base, write_classes(tmp_path), tmp_path / "out", *words)
+    try:
+        request = request_of(run)
+    finally:
+        run.close()
+    assert (request.task, request.num_labels) == ("classification", 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "reason"),
+    [
+        ("dense", ("--optim", "rmsprop"), "a plan does not know --optim rmsprop"),
+        ("sft", ("--packed", "true", "--density", "0.1"), "a plan has no word for --packed"),
+        ("lora", ("--lora_target_modules", "q_proj"), "a plan has no word for --lora_target_modules"),
+        ("lora", ("--lora_dropout", "0.1"), "a plan has no word for --lora_dropout"),
+    ],
+)
+def test_what_a_plan_has_no_word_for_is_said_and_trained(
+    method: str, words: tuple[str, ...], reason: str, tiny_base: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method=method)
+    assert results["planned_peak_bytes"] is None
+    assert f"  memory  not planned: {reason}" in capsys.readouterr().out
+
+
+def test_on_cuda_the_largest_allocation_of_an_update_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = DevicePeak()
+    state: Any = None
+    control: Any = None
+    calls: list[str] = []
+    values = iter((7, 9, 8))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(values))
+    arguments: Any = SimpleNamespace(device=torch.device("cuda"))
+    for _ in range(3):
+        peak.on_step_begin(arguments, state, control)
+        peak.on_step_end(arguments, state, control)
+    assert (peak.num_bytes, calls) == (9, ["reset"] * 3)
+    elsewhere, cpu = DevicePeak(), SimpleNamespace(device=torch.device("cpu"))
+    elsewhere.on_step_begin(cpu, state, control)  # type: ignore[arg-type]
+    elsewhere.on_step_end(cpu, state, control)  # type: ignore[arg-type]
+    assert elsewhere.num_bytes is None and len(calls) == 3

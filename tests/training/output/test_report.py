@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slivertune.core.ledger import Census
+from slivertune.training.output.plan_line import Peaks
+from slivertune.training.output.report import Results, Sample, print_results, write_results
+
+RESULTS = Results(
+    method="hift",
+    model="some/model",
+    dataset="rows [odd].csv",
+    num_parameters=7,
+    num_trained=3,
+    device="cpu",
+    world_size=1,
+    layout="single",
+    settings={"seed": 1},
+    before={"eval_loss": 2.0, "eval_accuracy": 0.25},
+    after={"eval_loss": 1.0, "eval_accuracy": 0.75},
+    num_steps=3,
+    steps_per_second=1.5,
+    num_skipped=2,
+    peak=Census(parameters=1_000_000, residual=2_500_000),
+    highest=Census(parameters=1_000_000, residual=3_000_000, disk=4_000_000),
+    peaks=Peaks(planned=3_570_000, measured=3_500_000),
+    model_folder=Path("runs/hift/model"),
+    checkpoint=Path("runs/hift/checkpoint-3"),
+    sample=Sample(prompt="[bold]Q", before="no", after="yes", expected="maybe"),
+)
+
+
+def test_every_figure_is_printed_and_no_text_is_taken_for_markup(tmp_path: Path) -> None:
+    out = io.StringIO()
+    print_results(RESULTS, Console(file=out, width=100), tmp_path / "results.json")
+    text = out.getvalue()
+    for part in (
+        "2.0000", "1.0000", "25.00%", "75.00%", "3.5 MB, planned 3.6 MB (+2.0%)", "3.0 MB", "4.0 MB", "1.50",
+        "2 (a loss or gradient",
+        "runs/hift/model", "runs/hift/checkpoint-3", "rows [odd].csv", "[bold]Q", "no", "yes", "maybe",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_what_was_not_measured_is_not_printed(tmp_path: Path) -> None:
+    out = io.StringIO()
+    results = replace(
+        RESULTS,
+        peak=None,
+        highest=None,
+        peaks=Peaks(planned=None, measured=None),
+        checkpoint=None,
+        sample=None,
+        num_skipped=0,
+        steps_per_second=None,
+    )
+    print_results(results, Console(file=out, width=100), tmp_path / "results.json")
+    for part in ("peak", "checkpoint", "Sample", "skipped", "a second"):
+        assert part not in out.getvalue()
+
+
+def test_a_measured_peak_without_a_plan_stands_alone(tmp_path: Path) -> None:
+    out = io.StringIO()
+    results = replace(RESULTS, peaks=Peaks(planned=None, measured=3_500_000))
+    print_results(results, Console(file=out, width=100), tmp_path / "results.json")
+    assert "3.5 MB" in out.getvalue() and "planned" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ((), "sharded weights don't hold the deltas"),
+        (("--allow_quantized_base",), "4-bit weights can't hold the deltas"),
+    ],
+)
+def test_deltas_without_a_model_come_with_the_command_that_makes_one(
+    option: tuple[str, ...], reason: str, tmp_path: Path
+) -> None:
+    out = io.StringIO()
+    command = ("slivertune", "merge", "runs/sft/my delta", *option)
+    results = replace(RESULTS, model_folder=None, delta_folder=Path("runs/sft/my delta"), merge_command=command)
+    print_results(results, Console(file=out, width=100), tmp_path / "results.json")
+    assert f"not saved, as {reason}" in out.getvalue()
+    assert "slivertune merge 'runs/sft/my delta'" in " ".join(out.getvalue().split())
+    assert "runs/hift/model" not in out.getvalue()
+    values = json.loads(write_results(results, tmp_path).read_text())
+    assert (values["model_folder"], values["delta_folder"]) == (None, "runs/sft/my delta")
+    assert values["merge_command"] == list(command)
+
+
+def test_the_file_has_the_bytes_by_kind(tmp_path: Path) -> None:
+    values = json.loads(write_results(RESULTS, tmp_path).read_text())
+    assert values["peak_bytes"]["device"] == 3_500_000
+    assert values["highest_bytes"]["disk"] == 4_000_000
+    assert (values["planned_peak_bytes"], values["measured_peak_bytes"]) == (3_570_000, 3_500_000)
+    assert values["sample"]["after"] == "yes"
+    assert values["checkpoint"] == "runs/hift/checkpoint-3"

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from slivertune.training.ranks import coordinator as module
+from slivertune.training.ranks.coordinator import Peers, SilentError, join_peers
+
+RANKS = 3
+
+
+def on_each(act: Callable[[Peers], Any], *, one_machine: bool = True) -> list[Any]:
+    """What `act` returns or raises on three processes, played by threads."""
+    store = dist.HashStore()
+    outcomes: list[Any] = [None] * RANKS
+
+    def play(rank: int) -> None:
+        try:
+            outcomes[rank] = act(Peers(rank, RANKS, rank if one_machine else 0, store))
+        except Exception as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a process waits for what never comes"
+    return outcomes
+
+
+def test_a_process_alone_decides_does_and_speaks_for_itself() -> None:
+    peers = Peers()
+    assert peers.is_first and peers.name == ""
+    peers.agree_on("arguments", 1)
+    assert peers.decide("folder", lambda: 7) == 7
+    assert peers.first_here("data", lambda: 8) == 8
+    assert peers.speaks("it broke")
+    peers.reach(1)
+    peers.has_spoken("it broke")
+
+
+def test_what_all_share_is_agreed_on() -> None:
+    assert on_each(lambda peers: peers.agree_on("arguments", ["--seed", "1"])) == [None] * RANKS
+
+
+def test_what_differs_is_named_on_every_process() -> None:
+    outcomes = on_each(lambda peers: peers.agree_on("arguments", peers.rank // 2))
+    text = "the processes were given different arguments: rank 0 0, rank 2 1"
+    assert [(type(each), str(each)) for each in outcomes] == [(ValueError, text)] * RANKS
+
+
+def test_the_first_decides_for_all() -> None:
+    asked: list[int] = []
+
+    def act(peers: Peers) -> str:
+        return peers.decide("folder", lambda: (asked.append(peers.rank), f"chosen by {peers.rank}")[1])
+
+    assert on_each(act) == ["chosen by 0"] * RANKS
+    assert asked == [0]
+
+
+def test_one_of_a_machine_goes_before_the_others() -> None:
+    done: list[int] = []
+
+    def do(peers: Peers) -> int:
+        if peers.rank == 0:
+            time.sleep(0.3)
+        done.append(peers.rank)
+        return peers.rank
+
+    assert on_each(lambda peers: peers.first_here("data", lambda: do(peers))) == [0, 1, 2]
+    assert done[0] == 0
+    done.clear()
+    # Each of these is the first of its machine, and waits for nobody.
+    on_each(lambda peers: peers.first_here("data", lambda: do(peers)), one_machine=False)
+    assert done[-1] == 0
+
+
+@pytest.mark.parametrize("name", ["decide", "first_here"])
+def test_those_who_wait_for_one_that_fails_fail_in_silence(name: str) -> None:
+    def act(peers: Peers) -> Any:
+        def fail() -> None:
+            raise OSError("no room")
+
+        return getattr(peers, name)("data", fail)
+
+    first, *others = on_each(act)
+    assert isinstance(first, OSError)
+    assert all(isinstance(each, SilentError) for each in others)
+
+
+def test_the_first_alone_says_what_all_have_met() -> None:
+    def act(peers: Peers) -> bool:
+        time.sleep(0.2 * (peers.rank == 0))
+        speaks = peers.speaks("unknown option")
+        peers.has_spoken("unknown option")
+        return speaks
+
+    assert on_each(act) == [True, False, False]
+
+
+def test_another_says_what_the_first_has_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.3)
+
+    def act(peers: Peers) -> bool:
+        if peers.is_first:
+            peers.has_spoken("no room on rank 0")
+        return peers.speaks(f"no room on rank {peers.rank}")
+
+    assert on_each(act) == [True, True, True]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_one_that_fails_where_the_first_has_passed_speaks_at_once(stage: int) -> None:
+    def act(peers: Peers) -> float:
+        peers.reach(stage)
+        if peers.is_first:
+            peers.reach(stage + 1)
+            return 0.0
+        began = time.monotonic()
+        assert peers.speaks("a file is missing here")
+        return time.monotonic() - began
+
+    assert max(on_each(act)) < module._START_PATIENCE_S / 2, "it waited as if the first said nothing"
+
+
+def test_one_that_fails_in_training_speaks_when_the_first_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+
+    def act(peers: Peers) -> bool | None:
+        peers.reach(2)
+        return None if peers.is_first else peers.speaks("out of memory")
+
+    assert on_each(act) == [None, True, True]
+    assert Peers(2, RANKS, 2, dist.HashStore()).name == " on rank 2"
+
+
+@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "2"}])
+def test_without_a_launcher_there_are_no_others(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert join_peers().world_size == 1

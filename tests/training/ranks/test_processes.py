@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune.training.ranks.processes import asks_for_deepspeed, asks_for_fsdp, check_processes, device_values
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_gpu(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+
+
+@pytest.mark.parametrize(
+    ("values", "world_size", "has_gpu", "expected"),
+    [
+        ({}, 1, False, {}),
+        ({"deepspeed": "zero2.json"}, 1, True, {}),
+        ({}, 2, True, {"ddp_find_unused_parameters": False}),
+        ({"ddp_find_unused_parameters": True}, 2, True, {"ddp_find_unused_parameters": True}),
+        # Accelerate would let each of these train by itself.
+        ({}, 2, False, {"ddp_find_unused_parameters": False, "use_cpu": True}),
+        ({"use_cpu": True}, 2, True, {"ddp_find_unused_parameters": False, "use_cpu": True}),
+    ],
+)
+def test_several_processes_get_what_they_need_to_find_each_other(
+    values: dict[str, Any], world_size: int, has_gpu: bool, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_gpu(monkeypatch, is_there=has_gpu)
+    assert device_values(values, world_size) == expected
+
+
+def test_deepspeed_on_cpus_talks_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, is_there=False)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    values = device_values({}, 2)
+    assert (values["use_cpu"], values["ddp_backend"]) == (False, "gloo")
+
+
+@pytest.mark.parametrize(
+    ("variable", "asks"), [("ACCELERATE_USE_DEEPSPEED", asks_for_deepspeed), ("ACCELERATE_USE_FSDP", asks_for_fsdp)]
+)
+def test_what_the_launcher_asks_for_counts_too(variable: str, asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not asks({})
+    assert asks({"deepspeed": "zero2.json", "fsdp": "full_shard"})
+    monkeypatch.setenv(variable, "true")
+    assert asks({})
+    monkeypatch.setenv(variable, "false")
+    assert not asks({})
+
+
+def test_fsdp_without_gpus_is_refused_since_accelerate_would_fall_to_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, is_there=False)
+    with pytest.raises(ValueError, match="accelerate shards weights over GPUs alone; take DDP or DeepSpeed"):
+        device_values({"fsdp": "full_shard"}, 2)
+
+
+def test_processes_that_did_not_find_each_other_are_refused() -> None:
+    training: Any = SimpleNamespace(world_size=1)
+    check_processes(training, 1)
+    with pytest.raises(ValueError, match=r"2 processes were started, and torch\.distributed has joined 1: each would"):
+        check_processes(training, 2)

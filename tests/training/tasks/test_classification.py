@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from slivertune.training.data.splits import load_splits
+from slivertune.training.tasks.classification import accuracy, predicted_classes
+from slivertune.training.tasks.task import Task
+from tests.training.tiny import (
+    SENTIMENTS,
+    bert_config,
+    byte_tokenizer,
+    llama_config,
+    prepared,
+    sentiment_splits,
+    splits_of,
+    word_tokenizer,
+)
+
+
+def classified(splits: Any, **options: Any) -> Task:
+    return prepared(splits, word_tokenizer(), bert_config(), task="classification", **options)
+
+
+def test_rows_are_what_the_tokenizer_makes_of_a_sentence_with_its_class() -> None:
+    tokenizer = word_tokenizer()
+    task = classified(sentiment_splits())
+    for row, (sentence, label) in zip(task.train_dataset, SENTIMENTS, strict=True):
+        assert row == {**tokenizer(sentence), "labels": label}
+    assert (task.num_labels, task.id2label, task.label2id) == (2, {0: "0", 1: "1"}, {"0": 0, "1": 1})
+    assert (task.metric_name, task.model_kind, task.pad_token_id) == ("eval_accuracy", "sequence_classification", 0)
+
+
+def test_pairs_carry_the_tokenizers_marks_for_the_second_text() -> None:
+    data = {"premise": ["a film", "a play"], "hypothesis": ["it was", "b c d"], "label": ["yes", "no"]}
+    task = classified(splits_of(data), text_column="premise", text_pair_column="hypothesis")
+    assert task.train_dataset[0] == {**word_tokenizer()("a film", "it was"), "labels": 1}
+    assert 1 in task.train_dataset[0]["token_type_ids"]
+    assert task.id2label == {0: "no", 1: "yes"}
+
+
+def test_labels_are_known_from_all_training_rows_though_few_are_used() -> None:
+    task = classified(sentiment_splits(), max_train_samples=1)
+    assert (len(task.train_dataset), task.num_labels) == (1, 2)
+
+
+def test_labels_that_only_evaluation_has_are_an_error() -> None:
+    train = {"text": ["a", "b"], "label": ["x", "y"]}
+    with pytest.raises(
+        ValueError, match=r"of the eval split holds labels that the train split has not: z \(1 rows: row 1"
+    ):
+        classified(splits_of(train, {"text": ["a", "b"], "label": ["x", "z"]}))
+
+
+def test_a_row_without_text_or_label_is_an_error_or_left_out() -> None:
+    data = {"text": ["a", " ", "c", "d"], "label": [0, 1, None, 1]}
+    with pytest.raises(ValueError, match=r"2 of 4 rows of the train split have nothing in column 'text', 'label'"):
+        classified(splits_of(data))
+    assert list(classified(splits_of(data), skip_empty_rows=True).train_dataset["labels"]) == [0, 1]
+
+
+def test_a_long_row_is_an_error_or_cut_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    data = {"text": ["a " * 10, "b"], "label": [0, 1]}
+    with pytest.raises(ValueError, match=r"1 of 2 rows .* longer than max_length=6 tokens \(row 0, .* with 12 tokens"):
+        classified(splits_of(data), max_length=6)
+    task = classified(splits_of(data), max_length=6, truncate=True)
+    first = list(task.train_dataset[0]["input_ids"])
+    assert (len(first), first[0], first[-1]) == (6, 2, 3), "[CLS] and [SEP] stay"
+    assert "they are cut" in caplog.text
+
+
+def test_a_causal_classifier_is_padded_with_what_its_configuration_must_name() -> None:
+    task = prepared(sentiment_splits(), byte_tokenizer(pad=False), llama_config(), task="classification")
+    assert task.pad_token_id == task.data_collator.pad_token_id == byte_tokenizer().eos_token_id
+
+
+def test_a_column_of_the_data_may_have_any_name() -> None:
+    data = {"labels": ["a film", "a play"], "label": [1, 0]}
+    task = classified(splits_of(data), text_column="labels")
+    assert list(task.train_dataset["labels"]) == [1, 0]
+
+
+def test_accuracy_is_the_share_of_right_classes() -> None:
+    logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.6, 0.4], [0.3, 0.7]])
+    labels = torch.tensor([1, 0, 1, 1])
+    hidden = torch.zeros(4, 7)
+    for given in (logits, (logits, hidden)):
+        predicted = predicted_classes(given, labels)
+        assert accuracy(EvalPrediction(predicted.numpy(), np.asarray(labels))) == {"accuracy": 0.75}
+
+
+def test_the_sentiment_treebank_gets_its_two_classes(shared_data: Path) -> None:
+    splits = load_splits(str(shared_data / "sst2" / "dev.tsv"), column_names=["sentence", "label"])
+    task = prepared(splits, word_tokenizer(), bert_config(positions=128), task="classification")
+    assert task.id2label == {0: "0", 1: "1"}
+    counts = np.bincount([*task.train_dataset["labels"], *task.eval_dataset["labels"]])
+    assert counts.tolist() == [428, 444]

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, T5Config
+
+from slivertune.training.data.labels import LabelSet
+from slivertune.training.tasks.prompting import (
+    Template,
+    cut_to_fit,
+    mask_token_ids,
+    parse_label_words,
+    prompt_model_kind,
+)
+from tests.training.tiny import byte_tokenizer, word_tokenizer
+
+SENTIMENT = LabelSet(column="label", names=("0", "1"))
+
+
+def test_a_template_is_filled_and_nothing_in_a_value_is_a_placeholder() -> None:
+    template = Template.parse("{premise} ? {mask} , {hypothesis} {{x}}")
+    assert template.columns == ("premise", "hypothesis")
+    values = {"premise": "{mask} {0}", "hypothesis": "b", "mask": "a column of that name"}
+    assert template.fill(values, "[M]") == "{mask} {0} ? [M] , b {x}"
+
+
+def test_the_part_before_the_mask_is_what_a_causal_model_reads() -> None:
+    template = Template.parse("{sentence} It was {mask}")
+    assert template.before_mask.fill({"sentence": "Fun."}) == "Fun. It was "
+    assert Template.parse("{a} is {mask} for {b}").before_mask.columns == ("a",)
+    assert Template.parse("{sentence} It was").before_mask.fill({"sentence": "Fun."}) == "Fun. It was"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("It was {mask}.", "names no column"),
+        ("{a} {mask} {mask}", "has {mask} more than once"),
+        ("{a} {", "can't be read"),
+        ("{a:>3} {mask}", "has the placeholder {a:>3}, which is no plain column name"),
+        ("{a!r} {mask}", "has the placeholder {a!r}, which is no plain column name"),
+        ("{} {mask}", "has the placeholder {}, which is no plain column name"),
+    ],
+)
+def test_a_template_that_can_not_be_meant_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Template.parse(text)
+
+
+def test_label_words_go_by_the_order_of_the_labels_or_by_name() -> None:
+    assert parse_label_words("terrible, great", SENTIMENT) == ("terrible", "great")
+    assert parse_label_words("1=great,0=terrible", SENTIMENT) == ("terrible", "great")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("great", "are 1 words for 2 labels (0, 1)"),
+        ("a,b,c", "are 3 words for 2 labels"),
+        ("great,great", "must be different words"),
+        ("great,", "must be different words, none empty"),
+        ("0=bad,2=good", "names the labels 0, 2; the data has 0, 1"),
+        ("0=bad,0=good", "names the labels 0; the data has 0, 1"),
+        ("0=bad,1=good,0=ugly", "names the labels 0, 1; the data has 0, 1, each once"),
+    ],
+)
+def test_label_words_must_match_the_labels_one_to_one(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse_label_words(words, SENTIMENT)
+
+
+def test_the_architecture_tells_a_masked_from_a_causal_model() -> None:
+    assert prompt_model_kind(BertConfig()) == "masked_lm"
+    assert prompt_model_kind(BertConfig(is_decoder=True)) == "causal_lm"
+    assert prompt_model_kind(BertConfig(architectures=["BertLMHeadModel"])) == "causal_lm"
+    assert prompt_model_kind(BertConfig(architectures=["BertForMaskedLM"])) == "masked_lm"
+    assert prompt_model_kind(GPT2Config(architectures=["NewForMaskedLM"])) == "masked_lm"
+    assert prompt_model_kind(LlamaConfig()) == prompt_model_kind(GPT2Config()) == "causal_lm"
+    assert prompt_model_kind(AutoConfig.for_model("roberta")) == "masked_lm"
+    with pytest.raises(ValueError, match="t5 is an encoder-decoder"):
+        prompt_model_kind(T5Config())
+
+
+def test_a_label_word_at_a_mask_takes_the_form_that_the_template_calls_for() -> None:
+    # As in RoBERTa's vocabulary, " great" and "great" are different tokens.
+    tokenizer = byte_tokenizer(corpus=["great great", "bad bad"] * 20)
+    after_space, alone = Template.parse("{s} It was {mask} ."), Template.parse("{mask} : {s}")
+    for template, lead in ((after_space, " "), (alone, "")):
+        ids = mask_token_ids(tokenizer, ("great", "bad"), template)
+        assert [tokenizer.decode([token]) for token in ids] == [lead + "great", lead + "bad"]
+
+
+def test_the_other_form_is_taken_where_the_first_is_no_single_token() -> None:
+    tokenizer = byte_tokenizer(corpus=["a great", "a bad"] * 20)
+    assert len(tokenizer("great")["input_ids"]) > 1
+    ids = mask_token_ids(tokenizer, ("great", "bad"), Template.parse("{mask} : {s}"))
+    assert [tokenizer.decode([token]) for token in ids] == [" great", " bad"]
+
+
+def test_a_label_word_of_several_or_unknown_tokens_is_refused_with_its_tokens() -> None:
+    with pytest.raises(ValueError, match=r"'hi' is \['\u0120', 'h', 'i'\] or \['h', 'i'\]"):
+        mask_token_ids(byte_tokenizer(), ("hi", "x"), Template.parse("{s} {mask}"))
+    with pytest.raises(ValueError, match=r"'superb' is \['\[UNK\]'\]"):
+        mask_token_ids(word_tokenizer(), ("superb", "bad"), Template.parse("{s} {mask}"))
+
+
+def test_values_are_cut_from_the_longest_to_the_largest_size_that_fits() -> None:
+    values = {"premise": "p" * 50, "hypothesis": "h" * 8}
+
+    def fits(row: dict[str, str]) -> bool:
+        return len(row["premise"]) + len(row["hypothesis"]) <= 30
+
+    assert cut_to_fit(values, fits) == {"premise": "p" * 22, "hypothesis": "h" * 8}
+    with pytest.raises(ValueError, match="the template alone is longer than --max_length"):
+        cut_to_fit(values, lambda _: False)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import BloomConfig, GPT2Config, LlamaConfig, RobertaConfig, RobertaForMaskedLM
+
+import slivertune.training.tasks.tokenization as tokenization
+from slivertune.training.tasks.tokenization import (
+    common_prefix_length,
+    leading_special_tokens,
+    padding_id,
+    resolve_max_length,
+    source_digest,
+    usable_positions,
+)
+from tests.training.tiny import byte_tokenizer, word_tokenizer
+
+
+def test_the_positions_of_a_model_are_read_under_every_name() -> None:
+    assert usable_positions(LlamaConfig(max_position_embeddings=77)) == (77, "config.max_position_embeddings=77")
+    assert usable_positions(GPT2Config(n_positions=33)) == (33, "config.n_positions=33")
+    assert usable_positions(BloomConfig()) is None
+
+
+def test_positions_that_start_after_the_padding_id_are_not_counted() -> None:
+    config = RobertaConfig(
+        vocab_size=9, hidden_size=4, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=10, pad_token_id=1,
+    )  # fmt: skip
+    found = usable_positions(config)
+    assert found is not None
+    model = RobertaForMaskedLM(config).eval()
+    model(input_ids=model.dummy_inputs["input_ids"].new_full((1, found[0]), 5))
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model(input_ids=model.dummy_inputs["input_ids"].new_full((1, found[0] + 1), 5))
+
+
+def test_a_length_beyond_the_models_positions_is_an_error_that_names_both() -> None:
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ValueError, match=r"max_length=65 is more than the 64 positions .*max_position_embeddings=64"):
+        resolve_max_length(65, LlamaConfig(max_position_embeddings=64), tokenizer)
+    with pytest.raises(ValueError, match=r"max_length=2000 is more than the 1024 positions .*n_positions=1024"):
+        resolve_max_length(2000, GPT2Config(), tokenizer)
+    with pytest.raises(ValueError, match=r"max_length=1 must be at least 2"):
+        resolve_max_length(1, GPT2Config(), tokenizer)
+    assert resolve_max_length(64, LlamaConfig(max_position_embeddings=64), tokenizer) == 64
+    assert resolve_max_length(4096, BloomConfig(), tokenizer) == 4096
+
+
+def test_the_default_length_is_the_least_of_what_all_sides_take() -> None:
+    tokenizer = byte_tokenizer()
+    assert resolve_max_length(None, LlamaConfig(max_position_embeddings=131072), tokenizer) == 1024
+    assert resolve_max_length(None, LlamaConfig(max_position_embeddings=64), tokenizer) == 64
+    tokenizer.model_max_length = 48
+    assert resolve_max_length(None, LlamaConfig(max_position_embeddings=64), tokenizer) == 48
+
+
+def test_special_tokens_before_a_text_are_told_from_those_after_it() -> None:
+    assert leading_special_tokens(word_tokenizer()) == [word_tokenizer().cls_token_id]
+    assert leading_special_tokens(byte_tokenizer(bos=True)) == [byte_tokenizer(bos=True).bos_token_id]
+    assert leading_special_tokens(byte_tokenizer()) == []
+
+
+def test_padding_falls_back_on_the_end_of_text_token() -> None:
+    assert padding_id(byte_tokenizer(pad=True)) == 1
+    assert padding_id(byte_tokenizer(pad=False)) == 0
+    tokenizer = byte_tokenizer(pad=False)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match=r"neither a pad nor an EOS token; set tokenizer.pad_token"):
+        padding_id(tokenizer)
+
+
+def test_a_common_prefix_ends_at_the_first_difference_or_the_shortest_end() -> None:
+    assert common_prefix_length(([1, 2, 3], [1, 2, 4, 5])) == 2
+    assert common_prefix_length(([1, 2], [1, 2, 3])) == 2
+    assert common_prefix_length(([1], [2])) == 0
+
+
+def test_a_change_of_the_code_changes_the_digest_that_caches_are_kept_under(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization, "__file__", str(tmp_path / "tokenization.py"))
+    (tmp_path / "encoder.py").write_text("A = 1\n", encoding="utf-8")
+    before = source_digest()
+    assert source_digest() == before
+    (tmp_path / "encoder.py").write_text("A = 2\n", encoding="utf-8")
+    assert source_digest() != before
