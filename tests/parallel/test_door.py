@@ -208,13 +208,13 @@ def test_one_process_needs_no_door() -> None:
     hift = HiFT(model, torch.optim.AdamW, **ADAMW)
     model(**token_batches(1)[0]).loss.backward()
     hift.step()
-    assert hift.updates == 1 and not hift.keeps_beside
+    assert hift.updates == 1 and not hift.uses_sidecar
 
 
 def test_what_an_engine_steps_refuses_to_step_by_itself() -> None:
     model = tiny_llama()
     hift = HiFT(model, torch.optim.AdamW, **ADAMW)
-    hift.hand_over("DeepSpeed's ZeRO-2")
+    hift.delegate_to("DeepSpeed's ZeRO-2")
     assert all(parameter.requires_grad for parameter in model.parameters())
     for call in (hift.step, hift.state_dict, lambda: hift.load_state_dict({"hift": {}})):
         with pytest.raises(RuntimeError, match="DeepSpeed's ZeRO-2 steps in HiFT's place"):
@@ -228,7 +228,7 @@ def test_what_an_engine_steps_refuses_to_step_by_itself() -> None:
 def test_a_card_alone_does_not_resume_a_run() -> None:
     model = tiny_llama()
     hift = HiFT(model, torch.optim.AdamW, **ADAMW)
-    hift.stand_beside("DDP")
+    hift.use_sidecar("DDP")
     for batch in token_batches(3):
         model(**batch).loss.backward()
         hift.step()
@@ -237,7 +237,7 @@ def test_a_card_alone_does_not_resume_a_run() -> None:
 
     again = tiny_llama()
     resumed = HiFT(again, torch.optim.AdamW, **{**ADAMW, "lr": 5.0})
-    resumed.stand_beside("DDP")
+    resumed.use_sidecar("DDP")
     resumed.load_state_dict(saved)
     assert resumed.param_groups[0]["lr"] == ADAMW["lr"]
     again(**token_batches(1)[0]).loss.backward()

@@ -89,7 +89,7 @@ def test_on_one_device_load_state_reads_the_folder_that_several_ranks_write_besi
         hift = HiFT(model, torch.optim.AdamW, lr=0.01)
         runs.append((accelerator, hift, *slivertune.prepare(accelerator, model, hift)))
     accelerator, hift, model, optimizer = runs[0]
-    hift.stand_beside("DDP")
+    hift.use_sidecar("DDP")
     train(accelerator, model, optimizer, 4)
     accelerator.save_state(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / FOLDER).is_dir()

@@ -13,15 +13,16 @@ from torch import nn
 
 from slivertune.core.layers import find_layers
 from slivertune.core.ownership import check_free, give_back, take
+from slivertune.core.placeholder_state import PlaceholderState
 from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.door import Door, card, updates_on_card
 from slivertune.hift.freezing import Thaw
 from slivertune.hift.groups import Group, cut_groups, turn_order
 from slivertune.hift.in_backward import BackwardSteps
+from slivertune.hift.integration import Integration
 from slivertune.hift.model_check import ModelCheck
 from slivertune.hift.piece import Weight
 from slivertune.hift.pool import disk_pool, host_pool
@@ -137,7 +138,8 @@ class HiFT(torch.optim.Optimizer):
             self._in_backward.release()
         self._applying: list[LearningRate] = []
         self._check: ModelCheck | None = None
-        self._door = Door()
+        self._integration = Integration()
+        self._placeholder = PlaceholderState("HiFT")
         self._packs_next = False
         self._arrived: list[weakref.ref[torch.Tensor]] = []
         """The gradient that a backward brought last."""
@@ -307,10 +309,10 @@ class HiFT(torch.optim.Optimizer):
         Raises:
             OSError: If `state="disk"` has no room for the group's state; nothing was updated then.
             RuntimeError: If there are several ranks and HiFT was not prepared for them, an engine steps in its place,
-                or only the card of its state was loaded (see `stand_beside`).
+                or only the placeholder of its state was loaded (see `use_sidecar`).
             RuntimeError: With `config.step_in_backward`, if there is a closure, or the update is only half done.
         """
-        self._door.check_step(self.updates)
+        self._check_step()
         if closure is None and self._is_initialising_step():
             self._packs_next = True
             return None
@@ -332,6 +334,10 @@ class HiFT(torch.optim.Optimizer):
         elif missed:
             self._skip()
         return loss
+
+    def _check_step(self) -> None:
+        self._integration.check_step()
+        self._placeholder.check(self.updates)
 
     def _is_initialising_step(self) -> bool:
         """Whether this is no step but torch's, which fills the state of optimizers that have none yet."""
@@ -373,7 +379,7 @@ class HiFT(torch.optim.Optimizer):
             self._skip()
 
     def _begin_update(self) -> None:
-        self._door.check_step(self.updates)  # here already: the weights move in the backward
+        self._check_step()  # here already: the weights move in the backward
         self._residencies[self.active_group].begin_weights()
         self._applying = self._rotation.to_apply(self._scheduled_lr())
 
@@ -400,7 +406,7 @@ class HiFT(torch.optim.Optimizer):
 
         Weights keep what was trained. `step` raises from now on; `reattach` goes on. A second call does nothing.
         """
-        if self._door.is_handed_over or self._is_detached:
+        if self._integration.is_delegated or self._is_detached:
             return
         self._take_off()
         self._give_back()
@@ -432,9 +438,9 @@ class HiFT(torch.optim.Optimizer):
         give_back([weight.trained for weights in self._weights for weight in weights], self)
 
     @property
-    def keeps_beside(self) -> bool:
-        """Whether `state_dict` is a card, and the state is saved in a folder of its own (see `stand_beside`)."""
-        return self._door.keeps_beside
+    def uses_sidecar(self) -> bool:
+        """Whether `state_dict` is a placeholder, and the state is saved in a folder of its own (see `use_sidecar`)."""
+        return self._placeholder.is_used
 
     def listen_to_backward(self, listener: Callable[[], None]) -> None:
         """Be told when a backward of the model begins, whether or not it will reach the group.
@@ -444,32 +450,33 @@ class HiFT(torch.optim.Optimizer):
         """
         self._backward_listeners.append(listener)
 
-    def hand_over(self, door: str) -> None:
+    def delegate_to(self, engine: str) -> None:
         """Let an engine step the groups in HiFT's place.
 
         Nothing is frozen or hooked any more; `step`, `state_dict` and `load_state_dict` raise from now on.
 
         Args:
-            door: What took it over, for the messages.
+            engine: Its name, for the messages.
         """
         self._take_off()
-        self._door.hand_over(door)
+        self._integration.delegate_to(engine)
 
-    def stand_beside(self, door: str) -> None:
-        """Step on several ranks, with the state kept in a folder of its own beside other checkpoints.
+    def use_sidecar(self, layout: str) -> None:
+        """Step on several ranks, with the state saved in a folder of its own, beside other programs' checkpoints.
 
-        From now on `state_dict` returns a card: hyperparameters and the number of updates in torch's own form, which
-        other programs may save, cut up and load as they like. After a card was loaded, `step` raises until
+        From now on `state_dict` returns a placeholder: hyperparameters and the number of updates in torch's own form,
+        which other programs may save, cut up and load as they like. After one was loaded, `step` raises until
         `load_whole_state` has brought what belongs to it.
 
         Args:
-            door: The layout that exchanges the gradients.
+            layout: What exchanges the gradients.
         """
-        self._door.admit(door)
-        self._lay_card()
+        self._integration.use_layout(layout)
+        self._placeholder.is_used = True
+        self._fill_placeholder()
 
-    def let_go(self) -> None:
-        """Forget the model and its parameters, so that they can be replaced; `rebind` gives new ones.
+    def release_parameters(self) -> None:
+        """Forget the model and its parameters, so that they can be replaced; `rebind_parameters` gives new ones.
 
         Raises:
             RuntimeError: After the first update.
@@ -482,10 +489,10 @@ class HiFT(torch.optim.Optimizer):
         self._give_back()
         self._weights, self._residencies = [], []
         self._thaw, self._model, self._check = Thaw(nn.Module(), ()), None, None
-        self._lay_card()
+        self._fill_placeholder()
 
-    def rebind(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
-        """Train these in place of what `let_go` forgot.
+    def rebind_parameters(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
+        """Train these in place of what `release_parameters` forgot.
 
         Args:
             model: The model that holds them.
@@ -493,28 +500,28 @@ class HiFT(torch.optim.Optimizer):
         """
         self._weights = [tuple(weights[name] for name in group.parameter_names) for group in self._groups]
         self._bind(model)
-        self._lay_card()
+        self._fill_placeholder()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that continues the run at this step: plain containers, and tensors by parameter name.
 
         Tensors are the living ones where that is possible, as in torch; save or copy them before the next step.
-        Masters are whole fp32 tensors whatever `master` is. On several ranks it is a card (see `stand_beside`). To
-        `torch.distributed.checkpoint` it is packed (see `pack_state`).
+        Masters are whole fp32 tensors whatever `master` is. On several ranks it is a placeholder (see `use_sidecar`).
+        To `torch.distributed.checkpoint` it is packed (see `pack_state`).
 
         Raises:
             RuntimeError: With `config.step_in_backward`, between a backward and its `step`.
         """
-        if not self._door.keeps_beside:
+        if not self.uses_sidecar:
             packs, self._packs_next = self._packs_next, False
             whole = self.whole_state()
             return pack_state(whole, self.param_groups, self.updates) if packs else whole
-        self._lay_card()
+        self._fill_placeholder()
         return super().state_dict()
 
     def whole_state(self) -> dict[str, Any]:
         """What `state_dict` returns on one process; where weights are sharded, the tensors are this rank's shards."""
-        self._door.check_state()
+        self._integration.check_not_delegated()
         if self._in_backward is not None and self._in_backward.is_open:
             raise RuntimeError("an update is open: a backward has stepped weights; call step() before state_dict()")
         own: dict[int, Any] = {}
@@ -531,7 +538,7 @@ class HiFT(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned; all tensors are copied to where `config.state` keeps them.
 
-        On several ranks a card is taken too (see `stand_beside`).
+        On several ranks a placeholder is taken too (see `use_sidecar`).
 
         Weights that have an fp32 master in the state are set to it, rounded. Place (`state`), piece size and the form
         of the master may differ from the saving run; model, groups, turns and base optimizer may not.
@@ -543,17 +550,17 @@ class HiFT(torch.optim.Optimizer):
         unpacked = unpack_state(state_dict)
         if unpacked is not None:
             state_dict = unpacked
-        updates = updates_on_card(state_dict)
+        updates = self._placeholder.updates_in(state_dict)
         if updates is None:
             self.load_whole_state(state_dict)
             return
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: own_copy(value) for key, value in saved.items() if key != "params"})
-        self._door.await_state(updates)
+        self._placeholder.await_state(updates)
 
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `whole_state` returned; see `load_state_dict`."""
-        self._door.check_state()
+        self._integration.check_not_delegated()
         check_header(state_dict, self._header())
         state = state_dict["state"]
         self._check_weights(state)
@@ -572,16 +579,16 @@ class HiFT(torch.optim.Optimizer):
                     weight.parameter.copy_(state[weight.name]["master"])
         if not self._is_detached:
             self._activate()
-        if self._door.keeps_beside:
-            self._lay_card()
+        if self.uses_sidecar:
+            self._fill_placeholder()
 
-    def _lay_card(self) -> None:
+    def _fill_placeholder(self) -> None:
         """Let `state` tell the number of updates: programs that find it empty step with zero gradients to fill it."""
         self.state.clear()
         # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient.
         places: list[Any] = [weight.trained for weights in self._weights for weight in weights] or ["let go"]
         device = places[0].device if self._weights else torch.device("cpu")
-        self.state.update(dict.fromkeys(places, card(self.updates, device)))
+        self.state.update(dict.fromkeys(places, self._placeholder.of_parameter(self.updates, device)))
 
     def _header(self) -> dict[str, Any]:
         names = {id(weight.trained): weight.name for weights in self._weights for weight in weights}

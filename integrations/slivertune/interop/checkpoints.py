@@ -251,7 +251,7 @@ class KeepHiFT(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint that was just saved. A collective."""
         optimizer = self._optimizer()
-        if optimizer.keeps_beside and not args.save_only_model:
+        if optimizer.uses_sidecar and not args.save_only_model:
             save_hift(optimizer, checkpoint_folder(args, state) / HIFT_FOLDER)
 
 
@@ -287,5 +287,5 @@ class KeepSFT(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint that was just saved. A collective."""
         optimizer = self._optimizer()
-        if optimizer.shows_card and not args.save_only_model:
+        if optimizer.uses_sidecar and not args.save_only_model:
             save_sft(optimizer, checkpoint_folder(args, state) / SFT_FOLDER)

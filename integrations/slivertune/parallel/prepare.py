@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.checkpoint.hift_sidecar import keep_beside as keep_hift_beside
+from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar as keep_hift_beside
 from slivertune.parallel.checkpoint.manifests import seal_states
-from slivertune.parallel.checkpoint.sft_sidecar import keep_beside as keep_sft_beside
+from slivertune.parallel.checkpoint.sft_sidecar import keep_sidecar as keep_sft_beside
 from slivertune.parallel.layout import layout_of
 from slivertune.sft import SFT
 

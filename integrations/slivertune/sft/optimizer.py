@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slivertune.core.ownership import check_free, give_back, take
+from slivertune.core.placeholder_state import PlaceholderState
 from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
 from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
@@ -22,7 +23,6 @@ from slivertune.deltas.names import name_before
 from slivertune.sft.attachment import Attachment
 from slivertune.sft.averaging import Averaging
 from slivertune.sft.base_access import BaseAccess
-from slivertune.sft.card import Card, card_of, updates_on
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.exchange import Exchange
@@ -110,7 +110,7 @@ class SFT(torch.optim.Optimizer):
         parameters = [*(weight.phi for weight in self._weights), self._holder.witness]
         super().__init__([{"params": parameters, **options}], options)
         self._sealed = True
-        self._card = Card()
+        self._placeholder = PlaceholderState("SFT")
         self._packs_next = False
         self._updates = 0
         self._num_idle_steps = 0
@@ -281,15 +281,16 @@ class SFT(torch.optim.Optimizer):
             What the closure returned, or None.
 
         Raises:
-            RuntimeError: If other ranks train too, and the gradients were not averaged over them; if only the card of
-                a state was loaded (see `show_card`); if a trained tensor was replaced or cast; or after `detach`.
+            RuntimeError: If other ranks train too, and the gradients were not averaged over them; if only the
+                placeholder of a state was loaded (see `use_sidecar`); if a trained tensor was replaced or cast; or
+                after `detach`.
         """
         if not self._attachment.is_on:
             raise RuntimeError("step() was called after detach(), which ends SFT's training; build SFT anew to go on")
         self._guard.check()
         self._check_shards()
         self._averaging.exchange.check()
-        self._card.check(self._updates)
+        self._placeholder.check(self._updates)
         if closure is None and is_initialising_step(self.param_groups):
             self._packs_next = True
             return None
@@ -409,35 +410,35 @@ class SFT(torch.optim.Optimizer):
             weight.place(weight.merged and not in_layers, access(weight.target))
         self._attachment.put_on(with_holder=is_shown)
 
-    def show_card(self) -> None:
-        """Let `state_dict` return a card from now on: options and the number of updates, in torch's own form.
+    def use_sidecar(self) -> None:
+        """Let `state_dict` return a placeholder from now on: options and the number of updates, in torch's own form.
 
         For programs that save an optimizer of sharded parameters: they know states by parameter alone, and reshape
-        them. After a card was loaded, `step` raises until `load_state_dict` has brought the `whole_state`.
+        them. After one was loaded, `step` raises until `load_state_dict` has brought the `whole_state`.
         """
-        self._card.is_shown = True
-        self._lay_card()
+        self._placeholder.is_used = True
+        self._fill_placeholder()
 
-    def _lay_card(self) -> None:
+    def _fill_placeholder(self) -> None:
         # Programs that find `state` empty step with zero gradients to fill it, and want one for each parameter.
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = card_of(self._updates, parameter.device)
+            self.state[parameter] = self._placeholder.of_parameter(self._updates, parameter.device)
 
     @property
-    def shows_card(self) -> bool:
-        """Whether `state_dict` is a card, so that the state has to be saved beside it."""
-        return self._card.is_shown
+    def uses_sidecar(self) -> bool:
+        """Whether `state_dict` is a placeholder, so that the state has to be saved beside it."""
+        return self._placeholder.is_used
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that continues the run at this step (`whole_state`); a card where `show_card` was called.
+        """Everything that continues the run at this step (`whole_state`); a placeholder where `use_sidecar` was called.
 
         To `torch.distributed.checkpoint` it is packed (see `pack_state`).
         """
-        if not self._card.is_shown:
+        if not self.uses_sidecar:
             packs, self._packs_next = self._packs_next, False
             whole = self.whole_state()
             return pack_state(whole, self.param_groups, self._updates) if packs else whole
-        self._lay_card()
+        self._fill_placeholder()
         return super().state_dict()
 
     def whole_state(self) -> dict[str, Any]:
@@ -466,10 +467,10 @@ class SFT(torch.optim.Optimizer):
         unpacked = unpack_state(state_dict)
         if unpacked is not None:
             state_dict = unpacked
-        updates = updates_on(state_dict)
+        updates = self._placeholder.updates_in(state_dict)
         if updates is not None:
             self.param_groups[0].update(_without_params(state_dict["param_groups"][0]))
-            self._card.awaits(updates)
+            self._placeholder.await_state(updates)
             return
         names = [weight.name for weight in self._weights]
         check_header(state_dict, self._config.selection, names, len(self.param_groups))

@@ -11,7 +11,7 @@ import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.manifest import DamagedCheckpointError, write_manifest
 from slivertune.parallel.checkpoint import hift_sidecar as beside
-from slivertune.parallel.checkpoint.hift_sidecar import keep_beside, load_hift, save_hift
+from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar, load_hift, save_hift
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
@@ -183,7 +183,7 @@ def test_one_process_keeps_its_state_in_the_optimizers_own_file(tmp_path: Path) 
         model = tiny_llama(torch.bfloat16)
         hift = HiFT(model, torch.optim.AdamW, **ADAMW)
         prepared, optimizer = accelerator.prepare(model, hift)
-        keep_beside(accelerator, hift)
+        keep_sidecar(accelerator, hift)
         accelerator.backward(prepared(**token_batches(1)[0]).loss)
         optimizer.step()
         accelerator.save_state(tmp_path / "state")

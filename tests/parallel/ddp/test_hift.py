@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.ledger import Ledger
-from slivertune.parallel.checkpoint.hift_sidecar import keep_beside
+from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
 from slivertune.parallel.ddp import gradient_sync as exchange_module
 from slivertune.parallel.ddp.hift import share_hift
 from tests.helpers.models import differing, tiny_llama, weights
@@ -221,7 +221,7 @@ def test_one_process_goes_on_from_what_two_saved(resumed: list[dict[str, Any]], 
         model = tiny_llama(torch.bfloat16, seed=5)
         hift = HiFT(model, torch.optim.AdamW, **ADAMW)
         prepared, optimizer, schedule = slivertune.prepare(accelerator, model, hift, LambdaLR(hift, halving))
-        keep_beside(accelerator, hift)  # so that it reads what several ranks have written
+        keep_sidecar(accelerator, hift)  # so that it reads what several ranks have written
         accelerator.load_state(f"{checkpoints}/torch.bfloat16-fp32")
         assert hift.updates == 7
         for update in range(7, 15):

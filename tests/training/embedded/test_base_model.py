@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slivertune.training.embedded.base_model import BaseRecipe, base_model_folder, ensure_base_model, train_base_model
 from slivertune.training.embedded import base_model
+from slivertune.training.embedded.base_model import BaseRecipe, base_model_folder, ensure_base_model, train_base_model
 from slivertune.training.options.defaults import BASE_RECIPE
 from tests.training.tiny_runs import TINY_RECIPE, sentences, train, write_texts
 

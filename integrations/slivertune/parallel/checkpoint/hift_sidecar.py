@@ -42,7 +42,7 @@ _HEADER = "header.pt"
 _FIRST_ROWS = "first_rows"
 
 
-def keep_beside(accelerator: Any, hift: HiFT) -> None:
+def keep_sidecar(accelerator: Any, hift: HiFT) -> None:
     """Let `accelerator.save_state` and `load_state` carry the folder.
 
     Args:
@@ -55,7 +55,7 @@ def keep_beside(accelerator: Any, hift: HiFT) -> None:
         FOLDER,
         save=lambda folder: save_hift(hift, folder),
         load=lambda folder: read_hift(hift, folder),
-        is_kept=lambda: hift.keeps_beside,
+        is_kept=lambda: hift.uses_sidecar,
     )
 
 

@@ -33,7 +33,7 @@ FOLDER = "sft"
 _FILE = "state.pt"
 
 
-def keep_beside(accelerator: Any, sft: SFT) -> None:
+def keep_sidecar(accelerator: Any, sft: SFT) -> None:
     """Let `accelerator.save_state` and `load_state` carry the folder.
 
     Args:
@@ -46,7 +46,7 @@ def keep_beside(accelerator: Any, sft: SFT) -> None:
         FOLDER,
         save=lambda folder: save_sft(sft, folder),
         load=lambda folder: read_sft(sft, folder),
-        is_kept=lambda: sft.shows_card,
+        is_kept=lambda: sft.uses_sidecar,
     )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.checkpoint.hift_sidecar import keep_beside
+from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Whereabouts, guard, world_size
@@ -45,7 +45,7 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     optimizer = accelerator.prepare_optimizer(hift)
     optimizer._is_accelerate_prepared = prepared_model._is_accelerate_prepared = True
     explain_saving(accelerator)
-    keep_beside(accelerator, hift)
+    keep_sidecar(accelerator, hift)
     return replace_each(accelerator, objects, {id(model): prepared_model, id(hift): optimizer})
 
 
@@ -59,7 +59,7 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
     """
     whereabouts = Whereabouts("hift")
     broadcast_from_first(model)
-    hift.stand_beside("DDP")
+    hift.use_sidecar("DDP")
     concord = Concord(hift, whereabouts, with_weights=True)
     exchange = GradientExchange(
         model,

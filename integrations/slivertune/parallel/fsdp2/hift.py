@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from slivertune.hift import HiFT
 from slivertune.hift.model_check import ModelCheck
-from slivertune.parallel.checkpoint.hift_sidecar import keep_beside
+from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain, explain_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Whereabouts, check_agreement, guard
@@ -57,10 +57,10 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     check_hift_agreement(hift)
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else rank 0 alone holds weights, and sends them
         _check_same_weights(model)
-    hift.stand_beside("FSDP2")
+    hift.use_sidecar("FSDP2")
     # Accelerate shards what the optimizer's param groups hold and puts the shards in their place; nothing else may
     # keep the whole weights alive.
-    hift.let_go()
+    hift.release_parameters()
     with guard("sharing the weights out", computes=True), keeping_timeout():
         prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
@@ -75,7 +75,7 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
 
     name_who_is_missing(accelerator, sharded, meet)
     compare_when_saving(accelerator, concord.compare)
-    keep_beside(accelerator, hift)
+    keep_sidecar(accelerator, hift)
     return prepared
 
 
@@ -90,7 +90,7 @@ def share_hift(model: nn.Module, hift: HiFT) -> Concord:
         What compares the ranks.
     """
     warm_up(model)
-    hift.rebind(model, shards_of(model, hift))
+    hift.rebind_parameters(model, shards_of(model, hift))
     return Concord(hift, Whereabouts("hift"), with_weights=False, after_step=lambda: reshard(model))
 
 

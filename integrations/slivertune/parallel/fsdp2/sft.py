@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slivertune.parallel.checkpoint.sft_sidecar import keep_beside
+from slivertune.parallel.checkpoint.sft_sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import guard
@@ -52,10 +52,10 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     exchange.keep_together(sft)
     name_who_is_missing(accelerator, prepared, lambda: exchange.meet(Stage.FORWARD))
     compare_when_saving(accelerator, lambda: exchange.compare_all(sft))
-    sft.show_card()
+    sft.use_sidecar()
     optimizer = accelerator.prepare_optimizer(sft)
     optimizer._is_accelerate_prepared = True
-    keep_beside(accelerator, sft)
+    keep_sidecar(accelerator, sft)
     return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})
 
 

@@ -108,7 +108,7 @@ def rotate(engine: Any, optimizer: HiFT) -> Turns:
         ValueError: If the engine chose an optimizer that can't be rotated.
     """
     check_engine_optimizer(type(engine.optimizer).__name__)
-    optimizer.hand_over(f"DeepSpeed's ZeRO-{engine.zero_optimization_stage()} engine")
+    optimizer.delegate_to(f"DeepSpeed's ZeRO-{engine.zero_optimization_stage()} engine")
     with keeping_timeout():
         turns = Turns(engine, optimizer, engine.module)
     Checkpoints(turns)
