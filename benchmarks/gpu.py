@@ -41,8 +41,8 @@ from llama import LlamaSizes, build_llama, num_parameters, random_batch
 from result_files import RESULTS, write_json
 
 import slivertune as st
-from slivertune.hift.lanes import Lanes
-from slivertune.hift.pool import host_pool
+from slivertune.hift.copy_streams import CopyStreams
+from slivertune.hift.offload_buffer import host_buffer
 
 HOST_BYTES_PER_PARAMETER = 12
 """An fp32 master and AdamW's two moments."""
@@ -83,18 +83,18 @@ class Timeline:
 @contextmanager
 def timed_waits(timeline: Timeline) -> Iterator[None]:
     """Record how long the computing stream waits for the copying ones, as `waits`."""
-    wait = Lanes.compute_after
+    wait = CopyStreams.compute_after
 
-    def compute_after(lanes: Lanes, mark: Any) -> None:
+    def compute_after(streams: CopyStreams, mark: Any) -> None:
         if mark is not None:
             with timeline.span("waits"):
-                wait(lanes, mark)
+                wait(streams, mark)
 
-    Lanes.compute_after = compute_after  # type: ignore[method-assign]
+    CopyStreams.compute_after = compute_after  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Lanes.compute_after = wait  # type: ignore[method-assign]
+        CopyStreams.compute_after = wait  # type: ignore[method-assign]
 
 
 def synchronize(device: torch.device) -> None:
@@ -197,7 +197,7 @@ def measure_dense(model: Any, sizes: LlamaSizes, num_steps: int) -> dict[str, An
 def measure_host_memory(device: torch.device, num_bytes: int) -> dict[str, float]:
     """How fast host memory is pinned, and copied to the device and back, over one buffer of so many bytes."""
     start = time.perf_counter()
-    pool = host_pool(device)
+    pool = host_buffer(device)
     pool.reserve({torch.uint8: num_bytes})
     pinning = time.perf_counter() - start
     waiting = pool.empty_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))

@@ -12,7 +12,7 @@ and the number of ranks, not on the machine; a larger model changes the ratios o
 `bytes_per_step` is the mean over whole cycles of HiFT and over intervals between reselections of SFT; `plain` steps of
 SFT are those without estimation or reselection. A switch is everything HiFT does when the turn passes to another group;
 `beyond_copies` is its time less the copies of masters and state, whose duration is the bus's affair.
-A meeting is what ranks tell each other before a step or an exchange (`Whereabouts.meet`).
+A meeting is what ranks tell each other before a step or an exchange (`Heartbeat.meet`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from traffic import Traffic
 
 import slivertune as st
 from slivertune.parallel.consistency.headers import Header, Stage
-from slivertune.parallel.consistency.heartbeat import Whereabouts
+from slivertune.parallel.consistency.heartbeat import Heartbeat
 
 FULL = LlamaSizes(hidden=256, intermediate=688, blocks=4, heads=4, vocabulary=2048, batch_size=2, length=32)
 QUICK = LlamaSizes(hidden=32, intermediate=64, blocks=2, heads=2, vocabulary=97, batch_size=2, length=8)
@@ -151,11 +151,11 @@ def measure(layout: str, method: str, sizes: LlamaSizes) -> dict[str, Any]:
 
 def meeting_seconds() -> float:
     """Median seconds in which the ranks tell each other where they are, which they do before they share anything."""
-    whereabouts = Whereabouts("benchmark")
+    heartbeat = Heartbeat("benchmark")
     series = []
     for index in range(NUM_MEETINGS):
         start = time.perf_counter()
-        whereabouts.meet(Header(Stage.STEPPING, index), {"lr": 1e-4})
+        heartbeat.meet(Header(Stage.STEPPING, index), {"lr": 1e-4})
         series.append(time.perf_counter() - start)
     return statistics.median(series)
 
@@ -163,7 +163,7 @@ def meeting_seconds() -> float:
 def switch_seconds(layout: str, model: Any, optimizer: Any) -> dict[str, float]:
     """Median seconds of a change of groups, less the copies of state; nothing is trained in it."""
     if layout.startswith("zero"):
-        turns = model.hift_turns
+        turns = model.hift_schedule
         beyond = (turns.switch_seconds - turns.copy_seconds) / turns.num_switches
         return {"beyond_copies": beyond, "num_switches": turns.num_switches}
     series = []

@@ -74,7 +74,7 @@ def main(arguments):
     engine.save_checkpoint(folder)
     engine.save_16bit_model(folder / "model", "pytorch_model.bin")
 
-    turns = engine.hift_turns
+    turns = engine.hift_schedule
     on_host = sum(turns.mover(group).host_bytes() for group in range(optimizer.num_groups))
     if dist.get_rank() == 0:
         print(

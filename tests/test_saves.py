@@ -27,7 +27,7 @@ from slivertune.planning.plot import draw
 from slivertune.tokentune.quality import GradientQuality, QualityRow
 from slivertune.training.embedded.base_model import BaseRecipe, save_base_model
 from slivertune.training.methods.method import DenseMethod
-from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.coordinator import LaunchCoordinator
 from tests.deltas.files import UP, write_deltas
 from tests.helpers.faults import Fault, Operations, counted, denied, error_of, full_disk, hidden, interrupted
 from tests.helpers.models import tiny_llama, token_batches
@@ -90,7 +90,7 @@ def save_model(target: Path, version: int) -> None:
     # Where a run has its own folder, the model lies below it.
     arguments = TrainingArguments(str(target.parent), report_to="none", use_cpu=True)
     trainer = Trainer(tiny_llama(seed=version), arguments)
-    DenseMethod().save(trainer, target.parent, base_name="base", peers=Peers())
+    DenseMethod().save(trainer, target.parent, base_name="base", peers=LaunchCoordinator())
 
 
 def save_cache(target: Path, version: int) -> None:

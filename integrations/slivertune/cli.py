@@ -136,9 +136,9 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 def _train(argv: list[str], *, debug: bool) -> int:
     # Transformers pulls bitsandbytes in through peft, which then warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from slivertune.training.ranks.coordinator import Peers, SilentError, join_peers
+    from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_peers
 
-    peers = Peers()
+    peers = LaunchCoordinator()
     arguments = None
     is_ready = False
     try:

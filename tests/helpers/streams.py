@@ -69,13 +69,13 @@ class Streams(TorchDispatchMode):
         self._clocks[name] = Counter()
         return name
 
-    def mark(self, stream: str) -> Clock:
+    def record(self, stream: str) -> Clock:
         """What has been queued on a stream so far, and all that it waits for."""
         return self._clocks[stream].copy()
 
-    def wait(self, stream: str, mark: Clock) -> None:
+    def wait(self, stream: str, record: Clock) -> None:
         """Let what comes next on a stream come after a mark."""
-        self._clocks[stream] |= mark
+        self._clocks[stream] |= record
 
     def call_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say that a tensor lies in (pinned) host memory."""
@@ -104,7 +104,7 @@ class Streams(TorchDispatchMode):
         read = [] if func.overloadpacket.__name__ in _FORM_ALONE else inputs
         self._note(stream, [*read, *((tensor, True) for tensor in fresh)], str(func))
         if len(places) == 2 and not _is_non_blocking(func, args, kwargs):
-            self.wait(HOST, self.mark(stream))  # such a copy makes the host wait for its stream
+            self.wait(HOST, self.record(stream))  # such a copy makes the host wait for its stream
         return out
 
     def _of(self, tensor: torch.Tensor) -> _Memory:
@@ -164,7 +164,7 @@ def _span(tensor: torch.Tensor) -> Span:
 
 
 class PretendedLanes:
-    """Has the methods of `slivertune.hift.lanes.Lanes`, on pretended streams."""
+    """Has the methods of `slivertune.hift.copy_streams.CopyStreams`, on pretended streams."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -172,22 +172,22 @@ class PretendedLanes:
 
     @contextmanager
     def on(self, lane: str, *after: Clock | None) -> Iterator[None]:
-        for mark in after:
-            if mark is not None:
-                self._streams.wait(self._names[lane], mark)
+        for record in after:
+            if record is not None:
+                self._streams.wait(self._names[lane], record)
         before, self._streams.current = self._streams.current, self._names[lane]
         try:
             yield
         finally:
             self._streams.current = before
 
-    def mark(self, lane: str | None = None) -> Clock:
-        return self._streams.mark(COMPUTING if lane is None else self._names[lane])
+    def record(self, lane: str | None = None) -> Clock:
+        return self._streams.record(COMPUTING if lane is None else self._names[lane])
 
-    def compute_after(self, mark: Clock | None) -> None:
-        if mark is not None:
-            self._streams.wait(COMPUTING, mark)
+    def compute_after(self, record: Clock | None) -> None:
+        if record is not None:
+            self._streams.wait(COMPUTING, record)
 
     def synchronize(self) -> None:
         for name in self._names.values():
-            self._streams.wait(HOST, self._streams.mark(name))
+            self._streams.wait(HOST, self._streams.record(name))

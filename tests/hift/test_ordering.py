@@ -16,7 +16,7 @@ import torch
 from slivertune import HiFT, HiFTConfig
 from slivertune.hift import optimizer as hift_optimizer
 from slivertune.hift import streamed
-from slivertune.hift.pool import Pool
+from slivertune.hift.offload_buffer import OffloadBuffer
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
 from tests.helpers.streams import PretendedLanes, Streams
@@ -31,8 +31,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch, lanes_class: type[PretendedLanes]
     def allocate(num_bytes: int) -> torch.Tensor:
         return streams.call_host(torch.empty(num_bytes, dtype=torch.uint8))
 
-    monkeypatch.setattr(streamed, "Lanes", lambda device: lanes_class(streams))
-    monkeypatch.setattr(hift_optimizer, "host_pool", lambda device: Pool("host", allocate))
+    monkeypatch.setattr(streamed, "CopyStreams", lambda device: lanes_class(streams))
+    monkeypatch.setattr(hift_optimizer, "host_buffer", lambda device: OffloadBuffer("host", allocate))
     with streams:
         yield streams
 

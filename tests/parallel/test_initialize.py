@@ -138,7 +138,7 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
     model = make_model(case)
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, optimizer, _, _ = initialize(model=model, optimizer=plain, config=engine_config(case))
-    results["plain"] = type(optimizer).__name__, hasattr(engine, "hift_turns")
+    results["plain"] = type(optimizer).__name__, hasattr(engine, "hift_schedule")
     engine.destroy()
 
     case = Case(stage=1, bare=True)

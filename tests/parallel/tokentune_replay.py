@@ -52,9 +52,9 @@ def replay(plan: Plan, selections: Selections) -> Replayed:
     model = make_trained_model(plan)
     if plan.method == "hift":
         groups = naive_groups(model, plan.layers_per_group)
-        turns = [torch.optim.AdamW([model.get_parameter(name) for name in names], **OPTIONS) for names in groups]
+        rotated = [torch.optim.AdamW([model.get_parameter(name) for name in names], **OPTIONS) for names in groups]
     else:
-        turns = [make_optimizer(model, plan)]  # SFT alone has references of its own
+        rotated = [make_optimizer(model, plan)]  # SFT alone has references of its own
     network = model.get_base_model() if plan.method == "lora" else model
     losses: list[list[float]] = [[] for _ in selections]
     norms = []
@@ -67,13 +67,13 @@ def replay(plan: Plan, selections: Selections) -> Replayed:
                 losses[rank].append(float(loss.detach()))
                 whole_batch = whole_batch + loss / (len(selections) * plan.accumulation)
         whole_batch.backward()
-        active = turns[update // plan.steps_per_group % len(turns)]
+        active = rotated[update // plan.steps_per_group % len(rotated)]
         if plan.max_norm is not None:
             trained = [parameter for group in active.param_groups for parameter in group["params"]]
             norms.append(float(torch.nn.utils.clip_grad_norm_(trained, plan.max_norm)))
         active.step()
         model.zero_grad()
-    trained_weights = deltas_of(turns[0]) if plan.method == "sft" else weights(model)
+    trained_weights = deltas_of(rotated[0]) if plan.method == "sft" else weights(model)
     return Replayed(weights=trained_weights, losses=losses, masters=trained_weights, norms=norms)
 
 

@@ -183,14 +183,14 @@ class _Trained(ZeroRun):
     """An engine that was trained elsewhere, for `ZeroRun.masters`."""
 
     def __init__(self, engine: Any) -> None:
-        self.turns = engine.hift_turns
-        self.case, self.num_ranks = Case(stage=self.turns.stage), dist.get_world_size()
+        self.group_schedule = engine.hift_schedule
+        self.case, self.num_ranks = Case(stage=self.group_schedule.stage), dist.get_world_size()
         self.names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
 
 
 def masters_of(engine: Any, hift: st.HiFT) -> Rows:
     """The fp32 masters: whole under ZeRO, gathered by every rank together; elsewhere those that HiFT holds here."""
-    if hasattr(engine, "hift_turns"):
+    if hasattr(engine, "hift_schedule"):
         return {name: (0, master) for name, master in _Trained(engine).masters().items()}
     state = hift.whole_state()["state"]
     return {

@@ -164,7 +164,7 @@ def _on_zero(request: PlanRequest, model: nn.Module, optimizer: Any) -> Iterator
 def _made_by_zero(engine: Any, model: nn.Module) -> list[torch.Tensor]:
     """Flat weights, masters and buffers that DeepSpeed's optimizers made before the ledger looked."""
     found: list[torch.Tensor] = [*model.buffers(), *model.parameters()]
-    turns = getattr(engine, "hift_turns", None)
+    turns = getattr(engine, "hift_schedule", None)
     if turns is None:  # SFT: stage 3 keeps a rank's share beside a weight
         return [*found, *(each.ds_tensor for each in model.parameters() if hasattr(each, "ds_tensor"))]
     for group, child in turns.children.items():

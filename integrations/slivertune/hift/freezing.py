@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Thaw:
+class Freezer:
     """Lets one group of parameters at a time have gradients.
 
     Args:

@@ -19,13 +19,13 @@ from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.freezing import Thaw
+from slivertune.hift.freezing import Freezer
 from slivertune.hift.groups import Group, cut_groups, turn_order
 from slivertune.hift.in_backward import BackwardSteps
 from slivertune.hift.integration import Integration
 from slivertune.hift.model_check import ModelCheck
+from slivertune.hift.offload_buffer import disk_buffer, host_buffer
 from slivertune.hift.piece import Weight
-from slivertune.hift.pool import disk_pool, host_pool
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residency import Residency
 from slivertune.hift.resident import ResidentGroup
@@ -152,7 +152,7 @@ class HiFT(torch.optim.Optimizer):
     def _put_on(self, model: nn.Module) -> None:
         """Freeze what waits, and hook the model."""
         weights = [weight for weights in self._weights for weight in weights]
-        thaw = Thaw(model, [weight.trained for weight in weights])
+        freezer = Freezer(model, [weight.trained for weight in weights])
         if self._check is None and all(weight.trained is weight.parameter for weight in weights):
             self._check = ModelCheck(model, weights)
         check = self._check
@@ -160,13 +160,13 @@ class HiFT(torch.optim.Optimizer):
         def before_forward() -> None:
             if check is not None:
                 check()
-            thaw.settle()
+            freezer.settle()
 
         # Not bound to the optimizer, which the model's hooks must not keep alive.
         listeners = self._backward_listeners
 
         def before_backward() -> None:
-            thaw.settle()
+            freezer.settle()
             for listener in listeners:
                 listener()
 
@@ -176,12 +176,12 @@ class HiFT(torch.optim.Optimizer):
             on_forward=before_forward,
             on_backward=before_backward,
         )
-        releases = [thaw.release, watch.release]
+        releases = [freezer.release, watch.release]
         if self._in_backward is not None:
             self._in_backward.attach(model)
             releases.append(self._in_backward.release)
         self._model: nn.Module | None = model
-        self._thaw, self._watch = thaw, watch
+        self._freezer, self._watch = freezer, watch
         take([weight.trained for weight in weights], self)
         # When the optimizer is dropped, too.
         self._take_off = weakref.finalize(self, _call_each, releases)
@@ -206,7 +206,7 @@ class HiFT(torch.optim.Optimizer):
             self._meter,
             master=config.master,
             stream_bytes=config.piece_bytes,
-            make_pool=partial(_disk_pool, Path(config.state_dir or ".")) if on_disk else host_pool,
+            make_buffer=partial(_disk_buffer, Path(config.state_dir or ".")) if on_disk else host_buffer,
             reserve_always=on_disk,
             by_weight=config.step_in_backward,
         )
@@ -488,7 +488,7 @@ class HiFT(torch.optim.Optimizer):
         self._take_off()
         self._give_back()
         self._weights, self._residencies = [], []
-        self._thaw, self._model, self._check = Thaw(nn.Module(), ()), None, None
+        self._freezer, self._model, self._check = Freezer(nn.Module(), ()), None, None
         self._fill_placeholder()
 
     def rebind_parameters(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
@@ -639,7 +639,7 @@ class HiFT(torch.optim.Optimizer):
                 residency.prefetch()
 
         watch.watch(parameters)
-        self._thaw.only(parameters, on_gradient)
+        self._freezer.only(parameters, on_gradient)
 
 
 def _call(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
@@ -656,5 +656,5 @@ def _call_each(functions: list[Callable[[], None]]) -> None:
         function()
 
 
-def _disk_pool(directory: Path, device: torch.device) -> Any:
-    return disk_pool(directory)
+def _disk_buffer(directory: Path, device: torch.device) -> Any:
+    return disk_buffer(directory)

@@ -1,6 +1,7 @@
 """State that waits off the device and passes through it in pieces.
 
-Between its turns a group's state waits in a `Pool`. In a step its pieces pass through two slots on the device:
+Between its turns a group's state waits in an `OffloadBuffer`. In a step its pieces pass through two slots of the
+device:
 
     inbound:    load 0, load 1 |          load 2 ...
     computing:                 | step 0   step 1    step 2 ...
@@ -22,12 +23,13 @@ from typing_extensions import override
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind
+from slivertune.hift.copy_streams import CopyStreams, Event
 from slivertune.hift.cutting import WeightSize, cut_pieces
-from slivertune.hift.lanes import Lanes, Mark
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import unflatten_state
+from slivertune.hift.offload_buffer import Arena, OffloadBuffer, aligned
+from slivertune.hift.offloaded_state import LOW, TIES, OffloadedState
 from slivertune.hift.piece import Piece, Slice, Weight
-from slivertune.hift.pool import Carver, Pool, aligned
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import (
     MASTER,
@@ -39,7 +41,6 @@ from slivertune.hift.residency import (
 )
 from slivertune.hift.rotation import LearningRate
 from slivertune.hift.split import join_master
-from slivertune.hift.waiting import LOW, TIES, WaitingState
 
 Loaded = list[dict[str, torch.Tensor]]
 """For each slice of a piece, its tensors on the device by key."""
@@ -56,7 +57,7 @@ class StreamedGroup(Residency):
         meter: Measures its steps.
         master: What stands behind 16-bit weights.
         stream_bytes: Bytes of a piece on the device; 0 for the whole group.
-        make_pool: Makes the place to wait, for state that computes on a device.
+        make_buffer: Makes the place to wait, for state that computes on a device.
         reserve_always: Whether all bytes must be allocated before the group's first update (files), even where that
             takes an extra step on a dummy weight.
         by_weight: Whether `step_weight` is used, and not `step`; no piece holds slices of two weights then.
@@ -70,7 +71,7 @@ class StreamedGroup(Residency):
         *,
         master: MasterKind,
         stream_bytes: int,
-        make_pool: Callable[[torch.device], Pool],
+        make_buffer: Callable[[torch.device], OffloadBuffer],
         reserve_always: bool,
         by_weight: bool = False,
     ) -> None:
@@ -79,24 +80,24 @@ class StreamedGroup(Residency):
         self._meter = meter
         self._master = master
         self._stream_bytes = stream_bytes
-        self._make_pool = make_pool
+        self._make_buffer = make_buffer
         self._reserve_always = reserve_always
         self._by_weight = by_weight
         self._pieces: list[Piece] = []
         self._turn: list[str] = []
         """Weights stepped by `step_weight` since `end_weights`, in the order in which their gradients came."""
         self._is_first_turn = False
-        self._waiting: WaitingState | None = None
+        self._waiting: OffloadedState | None = None
         self._waiting_for: torch.device | None = None
         self._arriving_own: OwnHyperparameters = {}
         self._awaiting_own: set[int] = set()
         """Pieces, by identity, whose instance has not got `_arriving_own` yet."""
-        self._lanes: Lanes | None = None
+        self._streams: CopyStreams | None = None
         self._slots: list[torch.Tensor] = []
         self._loaded: dict[int, Loaded] = {}
-        self._ready: dict[int, Mark] = {}
-        self._stored: dict[int, Mark] = {}
-        self._left: dict[int, Mark] = {}
+        self._ready: dict[int, Event] = {}
+        self._stored: dict[int, Event] = {}
+        self._left: dict[int, Event] = {}
         """By slot: when what was in it last has left."""
 
     @override
@@ -165,8 +166,8 @@ class StreamedGroup(Residency):
 
     def _end(self) -> None:
         # Before the slots' memory is used again, also where an error leaves loads that no one waited for.
-        for mark in (*self._ready.values(), *self._stored.values()):
-            self._lanes_of_device().compute_after(mark)
+        for record in (*self._ready.values(), *self._stored.values()):
+            self._copy_streams().compute_after(record)
         self._empty_slots()
         self._is_first_turn = False
 
@@ -174,7 +175,7 @@ class StreamedGroup(Residency):
     def export(self) -> dict[str, WeightState]:
         if self._waiting is None:
             return {}
-        self._lanes_of_device().synchronize()
+        self._copy_streams().synchronize()
         return self._waiting.export(self._weights)
 
     @override
@@ -185,15 +186,15 @@ class StreamedGroup(Residency):
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         self.discard()
         if state:
-            waiting = WaitingState(self._make_pool(self._device()), split=self._master == "split")
+            waiting = OffloadedState(self._make_buffer(self._device()), split=self._master == "split")
             waiting.restore(self._weights, state)
             self._waiting, self._waiting_for = waiting, self._device()
         self._arriving_own = own
 
     @override
     def discard(self) -> None:
-        if self._lanes is not None:
-            self._lanes.synchronize()
+        if self._streams is not None:
+            self._streams.synchronize()
         self._empty_slots()
         self._pieces = []
         self._turn = []
@@ -205,7 +206,7 @@ class StreamedGroup(Residency):
         if self._waiting is not None and self._waiting_for != self._device():
             state, own = self.export(), self.own_hyperparameters()
             self.discard()
-            self._lanes = None
+            self._streams = None
             self.restore(state, own)
 
     def _device(self) -> torch.device:
@@ -217,10 +218,10 @@ class StreamedGroup(Residency):
             )
         return devices.pop()
 
-    def _lanes_of_device(self) -> Lanes:
-        if self._lanes is None:
-            self._lanes = Lanes(self._device())
-        return self._lanes
+    def _copy_streams(self) -> CopyStreams:
+        if self._streams is None:
+            self._streams = CopyStreams(self._device())
+        return self._streams
 
     def _on_master(self, weight: Weight) -> bool:
         return self._master != "none" and weight.has_master
@@ -259,7 +260,7 @@ class StreamedGroup(Residency):
             cuttable=parameter.is_contiguous(),
         )
 
-    def _reserved(self) -> WaitingState:
+    def _reserved(self) -> OffloadedState:
         """A place to wait, with room for all that is known to come."""
         num_bytes: Counter[torch.dtype] = Counter()
         for weight in self._weights:
@@ -270,9 +271,9 @@ class StreamedGroup(Residency):
                 needs = self._meter.needs(weight, self._stepped_dtype(weight))
                 for dtype, state_bytes in needs.state_bytes.items():
                     num_bytes[dtype] += aligned(math.ceil(state_bytes)) + _GAPS_BYTES
-        pool = self._make_pool(self._device())
-        pool.reserve(num_bytes)
-        return WaitingState(pool, split=self._master == "split")
+        buffer = self._make_buffer(self._device())
+        buffer.reserve(num_bytes)
+        return OffloadedState(buffer, split=self._master == "split")
 
     # One piece through the device.
 
@@ -282,10 +283,10 @@ class StreamedGroup(Residency):
         waiting = [self._waiting.tensors_of(one) for one in self._pieces[index].slices]
         if not self._slots:
             self._slots = [self._new_slot() for _ in range(min(2, len(self._pieces)))]
-        lanes = self._lanes_of_device()
-        slot = Carver(self._slots[index % 2])
+        streams = self._copy_streams()
+        slot = Arena(self._slots[index % 2])
         loaded: Loaded = []
-        with lanes.on("inbound", lanes.mark(), self._left.get(index % 2)):
+        with streams.on("inbound", streams.record(), self._left.get(index % 2)):
             for tensors in waiting:
                 on_device = {}
                 for key, source in tensors.items():
@@ -293,7 +294,7 @@ class StreamedGroup(Residency):
                     assert target is not None, "a slot has room for the largest piece"
                     on_device[key] = target.copy_(source, non_blocking=True)
                 loaded.append(on_device)
-            self._ready[index] = lanes.mark("inbound")
+            self._ready[index] = streams.record("inbound")
         self._loaded[index] = loaded
 
     def _new_slot(self) -> torch.Tensor:
@@ -311,7 +312,7 @@ class StreamedGroup(Residency):
         """Put a piece's leaves and state on what was loaded, or make its masters."""
         assert self._waiting is not None
         piece = self._pieces[index]
-        self._lanes_of_device().compute_after(self._ready.pop(index, None))
+        self._copy_streams().compute_after(self._ready.pop(index, None))
         states = []
         for position, one in enumerate(piece.slices):
             tensors = dict(self._loaded[index][position]) if index in self._loaded else {}
@@ -334,7 +335,7 @@ class StreamedGroup(Residency):
     def _store(self, index: int) -> None:
         """Write a piece's weights back, queue the copies of its tensors to where they wait, and let go of it."""
         assert self._waiting is not None
-        piece, lanes = self._pieces[index], self._lanes_of_device()
+        piece, streams = self._pieces[index], self._copy_streams()
         self._loaded.pop(index, None)
         slots = {slot.untyped_storage().data_ptr() for slot in self._slots}
         leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -346,12 +347,12 @@ class StreamedGroup(Residency):
             leaving += [(source, target) for _, source, target in self._waiting.receive(one, state)]
             one.drop_gradient()
             one.clear_leaf()
-        with lanes.on("outbound", lanes.mark()):
+        with streams.on("outbound", streams.record()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
-            self._stored[index] = self._left[index % 2] = lanes.mark("outbound")
+            self._stored[index] = self._left[index % 2] = streams.record("outbound")
         if any(source.untyped_storage().data_ptr() not in slots for source, _ in leaving):
-            lanes.compute_after(self._stored[index])  # before the memory of new tensors is used again
+            streams.compute_after(self._stored[index])  # before the memory of new tensors is used again
 
     def _empty_slots(self) -> None:
         self._slots = []

@@ -110,7 +110,7 @@ def _plain_reading(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
         load_sharded_weights(trainer.model if model is None else model, folder)  # type: ignore[arg-type]
 
     def load_schedule(folder: str | None) -> None:
-        # What FSDP2 keeps of the optimizer is a card, in a form of its own.
+        # What FSDP2 keeps of the optimizer is a placeholder, in a form of its own.
         if folder is not None:
             own.lr_scheduler.load_state_dict(load_dictionary(Path(folder) / _SCHEDULE_NAME))
 

@@ -59,7 +59,7 @@ def check_best_model(training: TrainingArguments) -> None:
 
 
 def check_trainer(trainer: Trainer, name: str) -> None:
-    """Refuse Trainers that don't ask for their optimizer, or share the work in a way without a door.
+    """Refuse Trainers that don't ask for their optimizer, or share the work in a way that HiFT and SFT do not know.
 
     Args:
         trainer: Has not trained yet.

@@ -26,7 +26,7 @@ from slivertune.core.layers import find_layers
 from slivertune.planning.gathered_units import can_be_shared
 from slivertune.planning.plan import GroupPlan, Moment, Plan
 from slivertune.planning.request import PlanRequest
-from slivertune.sft.averaging import BUCKET_ELEMENTS
+from slivertune.sft.gradient_sync import BUCKET_ELEMENTS
 
 _MOST_LIVE_ELEMENTS = 10**9
 """Weights that ZeRO-3 leaves gathered for their next use, unless its configuration says otherwise
@@ -136,8 +136,8 @@ def _with_buckets(group: GroupPlan, request: PlanRequest, *, is_estimating: bool
     # Inside of a phase, beside the deltas' gradients, go those of about as many candidates; outside there are none.
     copied = min((2 if is_estimating else 1) * group.gradient_bytes, BUCKET_ELEMENTS * _FP32)
     before = group.before_step or group.peak
-    averaging = _moment(group, "backward", before.parameters, group.gradient_bytes + copied, group.state_bytes, 0)
-    return max(group.peak, averaging, key=lambda moment: moment.total)
+    gradient_sync = _moment(group, "backward", before.parameters, group.gradient_bytes + copied, group.state_bytes, 0)
+    return max(group.peak, gradient_sync, key=lambda moment: moment.total)
 
 
 def _zero_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from slivertune.planning.four_bit import CodedLinear
 from slivertune.sft import SFT, adam
 from slivertune.sft.attachment import Attachment
-from slivertune.sft.exchange import ALONE, Exchange
+from slivertune.sft.communicator import ALONE, Communicator
 from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.linear import DeltaLayer
 from slivertune.sft.moments import SM3Accumulators
@@ -43,7 +43,7 @@ class SizedGrowthEstimator(GrowthEstimator):
 
     @torch.no_grad()
     @override
-    def feed(self, gradient: torch.Tensor, start: int, active: torch.Tensor, exchange: Exchange = ALONE) -> None:
+    def feed(self, gradient: torch.Tensor, start: int, active: torch.Tensor, exchange: Communicator = ALONE) -> None:
         share = gradient.numel() / self._num_elements
         barred = [active[: round(share * active.numel())]]
         if self._indices is not None and self._step is not None:

@@ -1,4 +1,4 @@
-"""What SFT puts on a model: hooks or layers on the trained tensors, and the holder of the deltas."""
+"""What SFT puts on a model: hooks or layers on the trained tensors, and the deltas as parameters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from slivertune.deltas.names import name_before
-from slivertune.sft.averaging import Averaging
 from slivertune.sft.config import PhiGradient
+from slivertune.sft.delta_parameters import HOLDER_NAME, DeltaParameters
+from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.guard import ModelGuard
-from slivertune.sft.holder import HOLDER_NAME, DeltaHolder
 from slivertune.sft.linear import DeltaLayer
 from slivertune.sft.weight import SparseWeight
 
@@ -24,8 +24,8 @@ class Attachment:
     Args:
         model: The model.
         weights: The trained tensors.
-        holder: Holds their deltas.
-        averaging: Is told of each gradient.
+        delta_parameters: Holds their deltas.
+        gradient_sync: Is told of each gradient.
         phi_gradient: How the layer form computes gradients.
         guard: Looks after the model while it is attached.
     """
@@ -37,16 +37,16 @@ class Attachment:
         self,
         model: nn.Module,
         weights: Sequence[SparseWeight],
-        holder: DeltaHolder,
-        averaging: Averaging,
+        delta_parameters: DeltaParameters,
+        gradient_sync: GradientSync,
         phi_gradient: PhiGradient,
         guard: ModelGuard,
     ) -> None:
         self._model = model
         self._guard = guard
         self._weights = weights
-        self._holder = holder
-        self._averaging = averaging
+        self._delta_parameters = delta_parameters
+        self._gradient_sync = gradient_sync
         self._phi_gradient = phi_gradient
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self._is_on = False
@@ -72,12 +72,12 @@ class Attachment:
                 hook = self._taker(at)
                 self._handles.append(weight.target.parameter.register_post_accumulate_grad_hook(hook))
             else:
-                self._layers.append(self.layer_class(weight, at, self._averaging, self._phi_gradient))
-        if not self._averaging.exchange.is_alone:
-            self._handles += self._averaging.watch(self._model)
+                self._layers.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
+        if not self._gradient_sync.communicator.is_alone:
+            self._handles += self._gradient_sync.watch(self._model)
         # On a layer, as a model that is a container would count it among its layers and call it.
         if with_holder:
-            self._owner.add_module(HOLDER_NAME, self._holder)
+            self._owner.add_module(HOLDER_NAME, self._delta_parameters)
         self._guard.put_on(self)
 
     def take_off(self) -> None:
@@ -116,6 +116,6 @@ class Attachment:
 
     def _take(self, at: int, gradient: torch.Tensor) -> None:
         weight = self._weights[at]
-        serial = self._averaging.begin()
+        serial = self._gradient_sync.begin()
         weight.take(gradient)
-        self._averaging.show(at, gradient.reshape(-1), 0, weight.indices, serial)
+        self._gradient_sync.show(at, gradient.reshape(-1), 0, weight.indices, serial)

@@ -126,8 +126,8 @@ def _check_tensors(
 
 def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:
     """The model must hold the pretrained values that the deltas belong to, or already their sum with the deltas."""
-    indices, base, delta = (state[key].to(weight.access.device) for key in ("indices", "base", "delta"))
-    present = weight.access.read(indices)
+    indices, base, delta = (state[key].to(weight.pretrained.device) for key in ("indices", "base", "delta"))
+    present = weight.pretrained.read(indices)
     own_base = weight.base_values()
     if weight.merged and own_base is not None:
         own = contains(weight.indices, indices)

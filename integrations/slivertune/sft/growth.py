@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slivertune.core.ledger import claim
-from slivertune.sft.exchange import ALONE, Exchange
+from slivertune.sft.communicator import ALONE, Communicator
 from slivertune.sft.selection import largest_entries, largest_of
 
 POOL_FACTOR = 2
@@ -86,14 +86,17 @@ class GrowthEstimator:
             self._indices = self._step = None
 
     @torch.no_grad()
-    def feed(self, gradient: torch.Tensor, start: int, active: torch.Tensor, exchange: Exchange = ALONE) -> None:
+    def feed(
+        self, gradient: torch.Tensor, start: int, active: torch.Tensor, communicator: Communicator = ALONE
+    ) -> None:
         """Add a part of one micro-batch's dense gradient; it is only read.
 
         Args:
             gradient: Any floating dtype, shape (n,), contiguous.
             start: Position of its first element in the flattened tensor.
             active: int32, sorted: the tensor's trained positions, which can't be grown.
-            exchange: Reaches the ranks that feed their gradients of the same part; used while there are no candidates.
+            communicator: Reaches the ranks that feed their gradients of the same part; used while there are no
+                candidates.
         """
         known = self._known(start, gradient.numel())
         if self.has_candidates and self._indices is not None and self._step is not None:
@@ -103,32 +106,32 @@ class GrowthEstimator:
         if self._indices is not None:
             barred.append(self._indices[known])
         found = largest_entries(gradient, self._pool_size, [positions.long() - start for positions in barred])
-        self._admit(gradient, start, gradient.numel(), (found + start).int(), exchange)
+        self._admit(gradient, start, gradient.numel(), (found + start).int(), communicator)
 
     @torch.no_grad()
-    def join(self, start: int, length: int, device: torch.device, exchange: Exchange) -> None:
+    def join(self, start: int, length: int, device: torch.device, communicator: Communicator) -> None:
         """Take part in what other ranks feed, where this one has no gradient.
 
         Args:
             start: Position of the part's first element.
             length: Its elements.
             device: Where gradients arrive.
-            exchange: Reaches the other ranks.
+            communicator: Reaches the other ranks.
         """
-        self._admit(None, start, length, torch.empty(0, dtype=torch.int32, device=device), exchange)
+        self._admit(None, start, length, torch.empty(0, dtype=torch.int32, device=device), communicator)
 
     def _admit(
-        self, gradient: torch.Tensor | None, start: int, length: int, found: torch.Tensor, exchange: Exchange
+        self, gradient: torch.Tensor | None, start: int, length: int, found: torch.Tensor, communicator: Communicator
     ) -> None:
         """Average a part's values at the pool's positions and at every rank's largest others, which may enter it."""
-        newcomers = exchange.union(found, min(self._pool_size, length))
+        newcomers = communicator.union(found, min(self._pool_size, length))
         part = self._known(start, length)
         known = newcomers[:0] if self._indices is None else self._indices[part]
         if gradient is None:
             values = torch.zeros(known.numel() + newcomers.numel(), device=found.device)
         else:
             values = gradient.index_select(0, torch.cat([known, newcomers]) - start).float()
-        exchange.mean_([values])
+        communicator.mean_([values])
         if self._step is not None:
             self._step[part] += values[: known.numel()]
         self._entrants.append((newcomers, values[known.numel() :]))

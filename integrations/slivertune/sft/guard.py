@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.sft.holder import DeltaHolder
+from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.weight import SparseWeight
 
 
@@ -28,7 +28,7 @@ class ModelGuard:
     Args:
         model: The model.
         weights: The trained tensors.
-        holder: Holds their deltas.
+        delta_parameters: Holds their deltas.
         optimizer: The one that may step them.
         check_ranks: Raises if other ranks train too and nothing was prepared for them; DDP's wrapper writes deltas.
     """
@@ -37,14 +37,14 @@ class ModelGuard:
         self,
         model: nn.Module,
         weights: Sequence[SparseWeight],
-        holder: DeltaHolder,
+        delta_parameters: DeltaParameters,
         optimizer: torch.optim.Optimizer,
         check_ranks: Callable[[], None],
     ) -> None:
         self._model = model
         self._check_ranks = check_ranks
         self._weights = weights
-        self._holder = holder
+        self._delta_parameters = delta_parameters
         self._optimizer = weakref.ref(optimizer)
         self._handles: list[RemovableHandle] = []
         self._known: dict[int, tuple[nn.Parameter, bool]] = {}
@@ -60,12 +60,12 @@ class ModelGuard:
             companion: Kept alive for as long as the model is guarded.
         """
         self._companion = companion
-        self._is_whole = all(weight.access.is_whole for weight in self._weights)
+        self._is_whole = all(weight.pretrained.is_whole for weight in self._weights)
         self._trained = {id(weight.target.parameter): weight.name for weight in self._weights}
         trained = {id(weight.target.parameter) for weight in self._weights if weight.merged}
         deltas = [weight.phi for weight in self._weights]
         known = [(each, id(each) in trained) for each in self._model.parameters()]
-        known += [(each, True) for each in (*deltas, self._holder.witness)]
+        known += [(each, True) for each in (*deltas, self._delta_parameters.witness)]
         self._known = {id(each): (each, required) for each, required in known}
         # What SFT itself writes into the deltas leaves their versions alone.
         self._versions = [delta._version for delta in deltas]
@@ -135,7 +135,7 @@ class ModelGuard:
             for parameter in module._parameters.values():
                 if id(parameter) in self._known:
                     missing.pop(id(parameter), None)
-                elif parameter is not None and parameter.requires_grad and not isinstance(module, DeltaHolder):
+                elif parameter is not None and parameter.requires_grad and not isinstance(module, DeltaParameters):
                     added.append(parameter)
         if not self._is_whole:
             # FSDP2 puts other tensors in its place for a while, in the same module.

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slivertune.deltas.delta import read_flat
-from slivertune.sft.averaging import Averaging
 from slivertune.sft.config import PhiGradient
+from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.phi_gradient import chunked_gradient, sampled_gradient
 from slivertune.sft.targets import Target
 from slivertune.sft.weight import SparseWeight
@@ -47,14 +47,14 @@ class DeltaLayer:
     Args:
         weight: The layer's weight; its phi gets a gradient from autograd.
         at: The weight's number among the trained ones.
-        averaging: Is told of each gradient.
+        gradient_sync: Is told of each gradient.
         phi_gradient: How phi's gradient is computed.
     """
 
-    def __init__(self, weight: SparseWeight, at: int, averaging: Averaging, phi_gradient: PhiGradient) -> None:
+    def __init__(self, weight: SparseWeight, at: int, gradient_sync: GradientSync, phi_gradient: PhiGradient) -> None:
         self.weight = weight
         self._at = at
-        self._averaging = averaging
+        self._gradient_sync = gradient_sync
         self._phi_gradient = phi_gradient
         self._is_active = True
         module = weight.target.module
@@ -119,14 +119,14 @@ class DeltaLayer:
 
     def phi_gradient(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """The gradient of phi, fp32; shows the dense one to the growth estimators, chunk by chunk."""
-        serial = self._averaging.begin()
+        serial = self._gradient_sync.begin()
         if not self.weight.estimators:
             compute = sampled_gradient if self._phi_gradient == "sampled" else chunked_gradient
             return compute(output_gradient, inputs, self.weight.indices)
         active = self.weight.indices
 
         def show(chunk: torch.Tensor, start: int) -> None:
-            self._averaging.show(self._at, chunk, start, active, serial)
+            self._gradient_sync.show(self._at, chunk, start, active, serial)
 
         return chunked_gradient(output_gradient, inputs, active, show)
 

@@ -21,15 +21,15 @@ from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
 from slivertune.deltas.names import name_before
 from slivertune.sft.attachment import Attachment
-from slivertune.sft.averaging import Averaging
-from slivertune.sft.base_access import BaseAccess
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
+from slivertune.sft.communicator import Communicator
 from slivertune.sft.config import SFTConfig
-from slivertune.sft.exchange import Exchange
+from slivertune.sft.delta_parameters import DeltaParameters
+from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.guard import ModelGuard
-from slivertune.sft.holder import DeltaHolder
 from slivertune.sft.linear import check_layer_form
 from slivertune.sft.options import checked_options
+from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.reselection import Reselection
 from slivertune.sft.schedule import Schedule
 from slivertune.sft.selection import random_indices
@@ -95,7 +95,7 @@ class SFT(torch.optim.Optimizer):
         self._config = config = config or SFTConfig()
         options = checked_options(config, lr, betas, eps, weight_decay, momentum)
         self._schedule = Schedule.of(config, total_steps)
-        if any(isinstance(module, DeltaHolder) for module in model.modules()):
+        if any(isinstance(module, DeltaParameters) for module in model.modules()):
             raise ValueError(f"{type(model).__name__} has SFT attached already; call detach() of that optimizer first")
         check_free(model.named_parameters(), "SFT")
         targets = find_targets(model, config)
@@ -105,9 +105,11 @@ class SFT(torch.optim.Optimizer):
             self._new_weight(target, count, options) for target, count in zip(targets, counts, strict=True)
         ]
         self._reselection = self.reselection_class(self._weights, counts, self._schedule, config)
-        self._holder = DeltaHolder(((each.name, each.phi) for each in self._weights), targets[0].parameter.device)
+        self._delta_parameters = DeltaParameters(
+            ((each.name, each.phi) for each in self._weights), targets[0].parameter.device
+        )
         self._sealed = False
-        parameters = [*(weight.phi for weight in self._weights), self._holder.witness]
+        parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
         super().__init__([{"params": parameters, **options}], options)
         self._sealed = True
         self._placeholder = PlaceholderState("SFT")
@@ -115,10 +117,10 @@ class SFT(torch.optim.Optimizer):
         self._updates = 0
         self._num_idle_steps = 0
         self._grad_norm: torch.Tensor | None = None
-        self._averaging = Averaging(self._weights, self._holder)
-        self._guard = ModelGuard(model, self._weights, self._holder, self, self._averaging.check_ranks)
+        self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
+        self._guard = ModelGuard(model, self._weights, self._delta_parameters, self, self._gradient_sync.check_ranks)
         self._attachment = self.attachment_class(
-            model, self._weights, self._holder, self._averaging, config.phi_gradient, self._guard
+            model, self._weights, self._delta_parameters, self._gradient_sync, config.phi_gradient, self._guard
         )
         self._attachment.put_on()
         take(model.parameters(), self)
@@ -230,7 +232,7 @@ class SFT(torch.optim.Optimizer):
         if self._config.targets is not None:
             config["targets"] = [each if isinstance(each, str) else each.__name__ for each in self._config.targets]
         tensors, hashes = self._bases()
-        if not self._averaging.exchange.is_first:
+        if not self._gradient_sync.communicator.is_first:
             return
         save_pretrained(
             folder,
@@ -246,11 +248,11 @@ class SFT(torch.optim.Optimizer):
         """All tensors of the model by name; where they lie in shards, only what they are like, and their hashes."""
         now = dict(self._model.named_parameters(remove_duplicate=False))
         tensors: dict[str, torch.Tensor] = {name_before(name, self.num_elements): each for name, each in now.items()}
-        apart = [weight for weight in self._weights if not weight.access.is_whole]
+        apart = [weight for weight in self._weights if not weight.pretrained.is_whole]
         for weight in apart:
             like = torch.empty(weight.target.shape, dtype=weight.target.parameter.dtype, device="meta")
             tensors |= {name: like for name, each in tensors.items() if each is weight.target.parameter}
-        return tensors, {weight.name: hash_tensor(weight.access.whole()) for weight in apart}
+        return tensors, {weight.name: hash_tensor(weight.pretrained.whole()) for weight in apart}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: the targets of a run are fixed.
@@ -265,7 +267,7 @@ class SFT(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step; `set_to_none=False` drops them as well."""
         super().zero_grad(set_to_none=True)
-        self._averaging.forget()
+        self._gradient_sync.forget()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -289,7 +291,7 @@ class SFT(torch.optim.Optimizer):
             raise RuntimeError("step() was called after detach(), which ends SFT's training; build SFT anew to go on")
         self._guard.check()
         self._check_shards()
-        self._averaging.exchange.check()
+        self._gradient_sync.communicator.check()
         self._placeholder.check(self._updates)
         if closure is None and is_initialising_step(self.param_groups):
             self._packs_next = True
@@ -302,19 +304,19 @@ class SFT(torch.optim.Optimizer):
             self._note_idle_step()
             return loss
         self._num_idle_steps = 0
-        if self._averaging.has_own:
+        if self._gradient_sync.has_own:
             raise RuntimeError(
                 "the gradients are those of this rank alone, as no backward came to its end while the Accelerator was "
                 "to synchronise gradients; step when accelerator.sync_gradients is true, and drop the gradients of a "
                 "backward that raised with zero_grad()"
             )
         self._grad_norm = self.clip_(self._config.max_grad_norm or math.inf)
-        self._reselection.end_estimates(self._updates, self._holder)
+        self._reselection.end_estimates(self._updates, self._delta_parameters)
         for weight in self._weights:
-            weight.follow(weight.access.device)
+            weight.follow(weight.pretrained.device)
             weight.update(self.param_groups[0], self._updates)
         self._updates += 1
-        self._averaging.exchange.enter(self._updates)
+        self._gradient_sync.communicator.enter(self._updates)
         self.zero_grad()
         if self._updates == self._schedule.next_reselection(self._updates - 1):
             self._reselect()
@@ -348,7 +350,7 @@ class SFT(torch.optim.Optimizer):
 
     def _reselect(self) -> None:
         self._reselection.reselect(self._updates, self.param_groups[0])
-        self._averaging.exchange.compare(self._updates, self.positions())
+        self._gradient_sync.communicator.compare(self._updates, self.positions())
 
     def detach(self, *, merge: bool = True) -> None:
         """Take everything off the model that SFT put there, and let `requires_grad` be as before.
@@ -385,18 +387,18 @@ class SFT(torch.optim.Optimizer):
     @contextmanager
     def moving(
         self,
-        exchange: Exchange,
+        communicator: Communicator,
         *,
         in_layers: bool = False,
-        access: Callable[[Target], BaseAccess] = BaseAccess,
+        pretrained: Callable[[Target], PretrainedValues] = PretrainedValues,
         is_shown: bool = True,
     ) -> Iterator[None]:
         """Follow the model while a layout rearranges it: inside, it is a frozen model with its pretrained weights.
 
         Args:
-            exchange: Reaches the other ranks from then on.
+            communicator: Reaches the other ranks from then on.
             in_layers: Whether the weights can't be written from then on, so that the layers have to add the deltas.
-            access: Makes what reads and writes a tensor's pretrained values from then on.
+            pretrained: Makes what reads and writes a tensor's pretrained values from then on.
             is_shown: Whether the deltas are parameters of the model again afterwards; not where an engine that holds
                 the model would take them for its own.
         """
@@ -405,9 +407,9 @@ class SFT(torch.optim.Optimizer):
             weight.adopt()
             weight.write_base()
         yield
-        self._averaging.exchange = exchange
+        self._gradient_sync.communicator = communicator
         for weight in self._weights:
-            weight.place(weight.merged and not in_layers, access(weight.target))
+            weight.place(weight.merged and not in_layers, pretrained(weight.target))
         self._attachment.put_on(with_holder=is_shown)
 
     def use_sidecar(self) -> None:
@@ -509,7 +511,7 @@ class SFT(torch.optim.Optimizer):
         """
         norm = torch.nn.utils.get_total_norm([w.phi.grad for w in self._weights if w.phi.grad is not None])
         if math.isfinite(max_norm):
-            parameters = [*(weight.phi for weight in self._weights), self._holder.witness]
+            parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 

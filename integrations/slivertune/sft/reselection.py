@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slivertune.sft.allotment import Contender, share_out
+from slivertune.sft.budget import BudgetRequest, share_out
 from slivertune.sft.config import SFTConfig
+from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.growth import POOL_FACTOR, GrowthEstimator
-from slivertune.sft.holder import DeltaHolder
 from slivertune.sft.schedule import Schedule
 from slivertune.sft.selection import largest_of
 from slivertune.sft.weight import Proposal, SparseWeight
@@ -53,20 +53,20 @@ class Reselection:
                     num_elements, num_active, num_spare=num_spare, packed=self._config.packed
                 )
 
-    def end_estimates(self, updates: int, holder: DeltaHolder) -> None:
+    def end_estimates(self, updates: int, delta_parameters: DeltaParameters) -> None:
         """Count the running update's gradients in the phases that it belongs to.
 
         Args:
             updates: Those that are finished.
-            holder: Knows the running one, and what its gradients were multiplied by.
+            delta_parameters: Knows the running one, and what its gradients were multiplied by.
         """
-        scale = holder.scale()
+        scale = delta_parameters.scale()
         for end in self._schedule.open_phases(updates):
             found = {each.name: each.estimators[end] for each in self._weights if end in each.estimators}
             if self._config.redistribute:
                 self._share_candidates(found)
             for estimator in found.values():
-                estimator.end_step(holder.serial, scale)
+                estimator.end_step(delta_parameters.serial, scale)
 
     def _share_candidates(self, estimators: Mapping[str, GrowthEstimator]) -> None:
         """After a phase's first update: as many candidates as ever, but from the tensors with the largest gradients."""
@@ -74,7 +74,7 @@ class Reselection:
         filled = {name: pool for name, pool in pools.items() if pool is not None}
         if not filled:
             return
-        contenders = [Contender(scores=pool, num_kept=0, share=self._shares[name]) for name, pool in filled.items()]
+        contenders = [BudgetRequest(scores=pool, num_kept=0, share=self._shares[name]) for name, pool in filled.items()]
         total = sum(estimators[name].num_candidates for name in filled)
         for name, count in zip(filled, share_out(contenders, total), strict=True):
             estimators[name].num_candidates = count
@@ -103,7 +103,7 @@ class Reselection:
         if not self._config.redistribute or not proposals:
             return dropped
         contenders = [
-            Contender(
+            BudgetRequest(
                 scores=proposal.scores,
                 num_kept=weight.num_active - int(proposal.dropped.sum()),
                 share=self._shares[weight.name],

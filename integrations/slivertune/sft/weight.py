@@ -11,12 +11,12 @@ from torch import nn
 
 from slivertune.core.ledger import claim
 from slivertune.deltas.delta import SparseDelta
-from slivertune.sft.base_access import BaseAccess, bits_differ
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.growth import Estimate, GrowthEstimator
 from slivertune.sft.moments import AdamMoments, Moments, PackedAdamMoments, SM3Accumulators, regrown
 from slivertune.sft.outer_product import largest_products
 from slivertune.sft.packing import PackedPositions, Positions, rounded_at_random, rounding_generator
+from slivertune.sft.pretrained_values import PretrainedValues, bits_differ
 from slivertune.sft.selection import contains, smallest_positions
 from slivertune.sft.targets import Target
 
@@ -62,9 +62,9 @@ class SparseWeight:
         self.target = target
         self.merged = merged
         self.packed = packed
-        self.access = BaseAccess(target)
+        self.pretrained = PretrainedValues(target)
         self._seed = seed
-        device = self.access.device
+        device = self.pretrained.device
         indices = indices.to(device)
         self._positions = PackedPositions(indices, target.num_elements) if packed else Positions(indices)
         dtype = torch.bfloat16 if packed else torch.float32
@@ -76,7 +76,7 @@ class SparseWeight:
         self._dtype = target.parameter.dtype
         self.estimators: dict[int, GrowthEstimator] = {}
         """Open estimation phases by the update count at which they end."""
-        self._base = self.access.read(self.indices) if merged else None
+        self._base = self.pretrained.read(self.indices) if merged else None
         self.claim()
 
     @property
@@ -105,7 +105,7 @@ class SparseWeight:
         Where somebody else has set entries since, as the model's `load_state_dict` does, those are the pretrained ones.
         """
         if self._base is None:
-            return None if self.target.is_4bit else self.access.read(self.indices)
+            return None if self.target.is_4bit else self.pretrained.read(self.indices)
         return self._base if self.num_foreign() == 0 else torch.where(*self._foreign(), self._base)
 
     def num_foreign(self) -> int:
@@ -113,17 +113,17 @@ class SparseWeight:
         if not self.merged or self._base is None:
             return 0
         self._follow_tensor()
-        return int(self.access.differing(self.indices, self._sums()).sum())
+        return int(self.pretrained.differing(self.indices, self._sums()).sum())
 
     def _foreign(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For each active entry whether somebody else has set it, and its present value."""
         self._follow_tensor()
-        present = self.access.read(self.indices)
+        present = self.pretrained.read(self.indices)
         return bits_differ(present, self._sums()), present
 
     def _follow_tensor(self) -> None:
         self.check_tensor()
-        self.follow(self.access.device)
+        self.follow(self.pretrained.device)
 
     def is_changed_in_shards(self) -> torch.Tensor | None:
         """Whether somebody else has set active entries of this rank's share since the weight was shared out.
@@ -131,9 +131,9 @@ class SparseWeight:
         Returns:
             bool, without dimensions; nothing waits for the device. None for a weight that every rank holds.
         """
-        if self.access.is_whole or self._base is None:
+        if self.pretrained.is_whole or self._base is None:
             return None
-        return self.access.differing(self.indices, self._base).any()
+        return self.pretrained.differing(self.indices, self._base).any()
 
     def adopt(self) -> None:
         """Take active entries that somebody else has set for pretrained ones, from where training goes on.
@@ -153,7 +153,7 @@ class SparseWeight:
             RuntimeError: If it is not, as after `model.to(dtype)`, `model.half()` or `resize_token_embeddings`.
         """
         now = self.target.parameter
-        if not self.access.is_whole or self.target.is_4bit:
+        if not self.pretrained.is_whole or self.target.is_4bit:
             return
         self._check_data()
         if now.dtype != self._dtype:
@@ -168,7 +168,7 @@ class SparseWeight:
             )
 
     def _check_data(self) -> None:
-        if self.access.is_whole and self.target.parameter.is_meta:
+        if self.pretrained.is_whole and self.target.parameter.is_meta:
             raise RuntimeError(
                 f"{self.name} has left for the meta device since SFT was built, as accelerate's cpu_offload and "
                 "disk_offload move weights; SFT trains weights that are in memory"
@@ -179,23 +179,23 @@ class SparseWeight:
         """The same where a copy is kept: if the weight holds the sum, or lies in shards; else None."""
         return self._base
 
-    def place(self, merged: bool, access: BaseAccess) -> None:
+    def place(self, merged: bool, pretrained: PretrainedValues) -> None:
         """Follow a model whose weights went elsewhere; they hold the pretrained values, and get the deltas if merged.
 
         Args:
             merged: Whether the weight itself is to hold the sum.
-            access: Reads and writes pretrained values.
+            pretrained: Reads and writes pretrained values.
         """
-        self.merged, self.access = merged, access
+        self.merged, self.pretrained = merged, pretrained
         self._dtype = self.target.parameter.dtype
-        self.follow(access.device)
+        self.follow(pretrained.device)
         self._keep_base()
         self.write()
         self.claim()
 
     def _keep_base(self) -> None:
-        keeps = self.merged or not self.access.is_whole
-        self._base = self.access.read(self.indices) if keeps else None
+        keeps = self.merged or not self.pretrained.is_whole
+        self._base = self.pretrained.read(self.indices) if keeps else None
 
     def delta(self) -> SparseDelta:
         """A copy of positions and deltas."""
@@ -281,7 +281,7 @@ class SparseWeight:
     def write(self) -> None:
         """Set the active entries of a merged weight to W0 + delta, added in fp32 and rounded once."""
         if self.merged and self._base is not None:
-            self.access.write(self.indices, self._sums())
+            self.pretrained.write(self.indices, self._sums())
 
     def _sums(self) -> torch.Tensor:
         """W0 + delta at the active entries, added in fp32 and rounded once."""
@@ -297,12 +297,12 @@ class SparseWeight:
         if base is None:
             return
         sums = base.float() + self.phi.data
-        self.access.write(self.indices, sums.to(base.dtype))
+        self.pretrained.write(self.indices, sums.to(base.dtype))
 
     def write_base(self) -> None:
         """Set the active entries of a merged weight to their pretrained bits."""
         if self.merged and self._base is not None:
-            self.access.write(self.indices, self._base)
+            self.pretrained.write(self.indices, self._base)
 
     def propose(self, end: int, num_replaced: int, breadth: int = 1) -> Proposal | None:
         """Choose what to drop, and what may be grown in its place (SFT, section 3.2 and 3.3).
@@ -383,7 +383,7 @@ class SparseWeight:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checked state; tensors are copied, the weight gets its bits."""
-        device = self.access.device
+        device = self.pretrained.device
         self.adopt()
         self.write_base()
         self._positions.set(state["indices"].to(device, copy=True))
@@ -395,7 +395,7 @@ class SparseWeight:
         if self.merged:
             self.write()
         elif "base" in state and not self.target.is_4bit:
-            self.access.write(self.indices, state["base"].to(device))
+            self.pretrained.write(self.indices, state["base"].to(device))
         self.estimators = {}
         self.claim()
 
@@ -403,7 +403,7 @@ class SparseWeight:
         """Continue the estimation phases that are open; tensors are copied."""
         for end, estimator in self.estimators.items():
             if end in state.get("estimates", {}):
-                estimator.load_state_dict(state["estimates"][end], self.access.device)
+                estimator.load_state_dict(state["estimates"][end], self.pretrained.device)
 
 
 def new_moments(target: Target, num_active: int, config: SFTConfig, options: Mapping[str, Any]) -> Moments:

@@ -23,7 +23,7 @@ from slivertune.training.output.checkpoints import read_facts
 from slivertune.training.output.describe import describe
 from slivertune.training.output.display import Display
 from slivertune.training.output.ledger_lines import LedgerLines
-from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.layouts import settle_layout
 from slivertune.training.ready import Run
 from slivertune.training.tasks.prepare import prepare_task
@@ -34,14 +34,14 @@ _COUNTED_CYCLES = 2
 """Cycles of `--memory_ledger first_cycles`: the first creates the state, the second is like all later ones."""
 
 
-def assemble(arguments: TrainArguments, console: Console, peers: Peers | None = None) -> Run:
+def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoordinator | None = None) -> Run:
     """Load and make everything that a run needs. Trains the embedded base model if it is asked for and not there.
 
     Args:
         arguments: The settings.
         console: Where to write.
-        peers: The processes of this run, where there are several; one of each machine makes the base model and the
-            data's files, while the others wait.
+        coordinator: The processes of this run, where there are several; one of each machine makes the base model and
+            the data's files, while the others wait.
 
     Returns:
         The run.
@@ -52,17 +52,17 @@ def assemble(arguments: TrainArguments, console: Console, peers: Peers | None = 
         ConnectionError: If the hub is needed and can't be reached.
         SilentError: If a process that this one waits for has failed.
     """
-    peers = peers or Peers()
+    coordinator = coordinator or LaunchCoordinator()
     training = arguments.training
     method = choose_method(arguments)
     facts = _facts(arguments, method)
     set_seed(training.seed)
-    bar = not training.disable_tqdm and peers.is_first
+    bar = not training.disable_tqdm and coordinator.is_first
     embedded = None
     if arguments.model.model_name_or_path is None:
-        embedded = peers.first_here("base model", lambda: prepare_base_model(BASE_RECIPE, console, bar=bar))
-    source = peers.first_here("tokenizer", lambda: open_model(arguments.model, embedded))
-    task = peers.first_here("data", lambda: _prepare_data(arguments, source))
+        embedded = coordinator.first_here("base model", lambda: prepare_base_model(BASE_RECIPE, console, bar=bar))
+    source = coordinator.first_here("tokenizer", lambda: open_model(arguments.model, embedded))
+    task = coordinator.first_here("data", lambda: _prepare_data(arguments, source))
     loaded = load_model(
         source,
         task,
@@ -106,7 +106,7 @@ def assemble(arguments: TrainArguments, console: Console, peers: Peers | None = 
     stop_at_the_end(trainer)
     run = Run(
         arguments=arguments,
-        peers=peers,
+        coordinator=coordinator,
         layout=layout,
         source=source,
         task=task,
@@ -119,7 +119,7 @@ def assemble(arguments: TrainArguments, console: Console, peers: Peers | None = 
         display=display,
         guard=guard,
         judge_first=judge_first,
-        ledger=_add_ledger(trainer, arguments, method, display, peers),
+        ledger=_add_ledger(trainer, arguments, method, display, coordinator),
         probe=make_probe(
             trainer,
             task,
@@ -183,15 +183,19 @@ def _settle(arguments: TrainArguments, display: Display) -> None:
 
 
 def _add_ledger(
-    trainer: Trainer, arguments: TrainArguments, method: TrainingMethod, display: Display, peers: Peers
+    trainer: Trainer,
+    arguments: TrainArguments,
+    method: TrainingMethod,
+    display: Display,
+    coordinator: LaunchCoordinator,
 ) -> LedgerLines | None:
     training = arguments.training
     if "logging_steps" not in arguments.given:
         training.logging_steps = method.logging_steps()
-    if arguments.method.memory_ledger == "off" or not peers.is_first:
+    if arguments.method.memory_ledger == "off" or not coordinator.is_first:
         return None
-    if peers.world_size > 1:
-        display.say(f"the memory ledger is rank 0's, one of {peers.world_size}")
+    if coordinator.world_size > 1:
+        display.say(f"the memory ledger is rank 0's, one of {coordinator.world_size}")
     if training.torch_compile:
         display.say("the memory ledger is off: it can't see into what torch.compile makes")
         return None

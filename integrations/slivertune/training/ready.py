@@ -15,7 +15,7 @@ from slivertune.training.models import ModelSource
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.display import Display
 from slivertune.training.output.ledger_lines import LedgerLines
-from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.samples import Probe
 from slivertune.training.tasks.task import Task
 
@@ -25,7 +25,7 @@ class Run:
     """A run that is ready to start."""
 
     arguments: TrainArguments
-    peers: Peers
+    coordinator: LaunchCoordinator
     """The processes of the run; one is alone."""
     layout: str
     """How they share the work."""

@@ -107,7 +107,7 @@ def describe_finished(arguments: TrainArguments) -> str:
 def _execute(run: Run, console: Console) -> Results:
     training = run.arguments.training
     output_folder = Path(str(training.output_dir))
-    if run.peers.is_first:
+    if run.coordinator.is_first:
         output_folder.mkdir(parents=True, exist_ok=True)
         atomic.write_json(output_folder / START_NAME, {"command": run.arguments.command})
     plan_line = PlanLine(run)
@@ -120,7 +120,7 @@ def _execute(run: Run, console: Console) -> Results:
     with atomic.explain_write_errors(output_folder):
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     after = _evaluate(run)
-    saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path, peers=run.peers)
+    saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path, coordinator=run.coordinator)
     sample = None if run.probe is None else _ask_again(run, run.probe)
     results = Results(
         method=run.method.name,
@@ -143,11 +143,11 @@ def _execute(run: Run, console: Console) -> Results:
         model_folder=saved.model,
         delta_folder=saved.deltas,
         merge_command=saved.merge_command,
-        checkpoint=newest_whole(output_folder, read_files=False)[0] if run.peers.is_first else None,
+        checkpoint=newest_whole(output_folder, read_files=False)[0] if run.coordinator.is_first else None,
         sample=sample,
         command=run.arguments.command,
     )
-    if run.peers.is_first:
+    if run.coordinator.is_first:
         print_results(results, console, write_results(results, output_folder))
     return results
 

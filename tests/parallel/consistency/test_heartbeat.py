@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slivertune.parallel.consistency.heartbeat import Whereabouts, check_agreement, digest, world_size
+from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, digest, world_size
 from tests.helpers.ranks import RankError, run_ranks
 
 
@@ -23,13 +23,13 @@ def _message(call: Any) -> str:
 def agree_and_drift(rank: int, num_ranks: int) -> dict[str, str]:
     same = {"seed": 3, "groups": [["a"], ["b"]]}
     check_agreement(same)
-    whereabouts = Whereabouts("test")
-    whereabouts.enter(5, "group 1")
-    whereabouts.compare({"updates": 5, "indices": "abc"})
+    heartbeat = Heartbeat("test")
+    heartbeat.enter(5, "group 1")
+    heartbeat.compare({"updates": 5, "indices": "abc"})
     return {
         "settings": _message(lambda: check_agreement({**same, "seed": rank})),
         "missing": _message(lambda: check_agreement(same if rank else {**same, "extra": 1})),
-        "drift": _message(lambda: whereabouts.compare({"updates": 5 + (rank == 2)})),
+        "drift": _message(lambda: heartbeat.compare({"updates": 5 + (rank == 2)})),
     }
 
 
@@ -55,16 +55,16 @@ def test_ranks_that_have_drifted_are_told_where_and_by_what(messages: list[dict[
 
 
 def die_before_the_collective(rank: int, num_ranks: int) -> tuple[str, float]:
-    whereabouts = Whereabouts("test")
-    whereabouts.enter(7, "group 2")
+    heartbeat = Heartbeat("test")
+    heartbeat.enter(7, "group 2")
     if rank == 1:
         time.sleep(1)
         os._exit(1)
-    whereabouts.enter(8, "group 0")
+    heartbeat.enter(8, "group 0")
     begin = time.monotonic()
 
     def reduce() -> None:
-        with whereabouts.guard("averaging the gradients of group 0"):
+        with heartbeat.guard("averaging the gradients of group 0"):
             dist.all_reduce(torch.ones(3))
 
     return _message(reduce), time.monotonic() - begin
@@ -79,14 +79,14 @@ def test_a_rank_that_died_is_named_and_where_it_was_last_seen() -> None:
 
 
 def stay_behind(rank: int, num_ranks: int) -> str:
-    whereabouts = Whereabouts("test")
-    whereabouts.enter(3 - rank, f"group {rank}")
+    heartbeat = Heartbeat("test")
+    heartbeat.enter(3 - rank, f"group {rank}")
     if rank == 1:
         time.sleep(6)
         return ""
 
     def reduce() -> None:
-        with whereabouts.guard("averaging"):
+        with heartbeat.guard("averaging"):
             dist.all_reduce(torch.ones(3))
 
     return _message(reduce)
@@ -100,10 +100,10 @@ def test_a_rank_that_stays_behind_is_named_when_the_timeout_ends() -> None:
 def test_one_process_agrees_with_itself() -> None:
     assert world_size() == 1
     check_agreement({"seed": 0})
-    whereabouts = Whereabouts("alone")
-    whereabouts.enter(0, "group 0")
-    whereabouts.compare({"updates": 0})
-    with pytest.raises(RuntimeError, match=r"^broken$"), whereabouts.guard("averaging"):
+    heartbeat = Heartbeat("alone")
+    heartbeat.enter(0, "group 0")
+    heartbeat.compare({"updates": 0})
+    with pytest.raises(RuntimeError, match=r"^broken$"), heartbeat.guard("averaging"):
         raise RuntimeError("broken")
 
 

@@ -16,9 +16,9 @@ from torch import nn
 import slivertune
 from slivertune import SFT, HiFT, SFTConfig
 from slivertune.parallel.consistency.headers import NO_GROUP, Header, Stage, find_difference, short_hash
-from slivertune.parallel.consistency.heartbeat import Whereabouts
+from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.liveness import own_identity, what_became_of
-from slivertune.parallel.ddp.gradient_sync import GradientExchange
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from tests.helpers.models import differing, tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.parallel.ddp.test_gradient_sync import Sent, rows, shared
@@ -170,13 +170,13 @@ def apart_in_the_exchange(rank: int) -> dict[str, Any]:
     model = shared()
     for parameter in model.layers[rank].parameters() if rank else [model.scale]:
         parameter.requires_grad_(False)
-    whereabouts = Whereabouts("unit")
-    GradientExchange(
+    heartbeat = Heartbeat("unit")
+    BucketedAllReduce(
         model,
         list(model.parameters()),
-        whereabouts,
+        heartbeat,
         bucket_bytes=32,
-        meet=lambda: whereabouts.meet(Header(Stage.AVERAGING, 4, rank)),
+        meet=lambda: heartbeat.meet(Header(Stage.AVERAGING, 4, rank)),
     )
     with Sent() as sent:
         message = message_of(lambda: model(rows(rank))["loss"].backward())
@@ -274,14 +274,14 @@ def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket(told: list
 
 
 def end_one_of_three(rank: int, num_ranks: int, how: str) -> str:
-    whereabouts = Whereabouts("test")
-    whereabouts.enter(3, "group 1")
-    whereabouts.meet(Header(Stage.FORWARD, 3, 1))
+    heartbeat = Heartbeat("test")
+    heartbeat.enter(3, "group 1")
+    heartbeat.meet(Header(Stage.FORWARD, 3, 1))
     if rank == 2:
         if how == "dies":
             os._exit(1)
         os.kill(os.getpid(), signal.SIGSTOP)
-    return message_of(lambda: whereabouts.meet(Header(Stage.AVERAGING, 3, 1)))
+    return message_of(lambda: heartbeat.meet(Header(Stage.AVERAGING, 3, 1)))
 
 
 @pytest.mark.parametrize(("how", "said"), [("dies", "rank 2 has ended"), ("stops", "rank 2 is stopped (SIGSTOP")])

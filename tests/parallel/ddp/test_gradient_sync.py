@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from slivertune.parallel.consistency.heartbeat import Whereabouts
+from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp import gradient_sync as exchange_module
-from slivertune.parallel.ddp.gradient_sync import GradientExchange, _fill_buckets
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce, _fill_buckets
 from tests.helpers.models import differing, odd_model, token_batches
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import sum_limit
@@ -67,8 +67,8 @@ def alone(rank: int, **forward: Any) -> Gradients:
     return gradients(model)
 
 
-def exchanged(model: nn.Module, **options: Any) -> GradientExchange:
-    return GradientExchange(model, list(model.parameters()), Whereabouts("test"), **options)
+def exchanged(model: nn.Module, **options: Any) -> BucketedAllReduce:
+    return BucketedAllReduce(model, list(model.parameters()), Heartbeat("test"), **options)
 
 
 class Sent:
@@ -97,7 +97,7 @@ def checkpointing(rank: int, num_ranks: int) -> dict[str, Any]:
         model = shared(reentrant)
         # The scale last, so that its bucket is the first to start: before the layers' parts of its gradient have come.
         parameters = [*model.layers.parameters(), model.scale]
-        GradientExchange(model, parameters, Whereabouts("test"), bucket_bytes=64)
+        BucketedAllReduce(model, parameters, Heartbeat("test"), bucket_bytes=64)
         with Sent() as sent:
             model(rows(rank))["loss"].backward()
         got = gradients(model)

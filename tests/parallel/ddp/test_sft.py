@@ -147,7 +147,7 @@ def train_otherwise(rank: int, num_ranks: int) -> dict[str, Any]:
         model(**token_batches(1)[0]).loss.backward()
         sft.step()
     except RuntimeError as error:
-        found["no door"] = str(error)
+        found["unprepared"] = str(error)
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         wrapped(**token_batches(1)[0]).loss.backward()
@@ -218,7 +218,7 @@ def otherwise() -> list[dict[str, Any]]:
     return run_ranks(train_otherwise, 2)
 
 
-@pytest.mark.parametrize("how", ["no door", "plain DDP"])
+@pytest.mark.parametrize("how", ["unprepared", "plain DDP"])
 def test_without_a_door_the_first_step_raises_and_names_the_doors(how: str, otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
         assert "slivertune.prepare" in found[how] and "slivertune.initialize" in found[how]

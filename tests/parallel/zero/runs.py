@@ -202,7 +202,7 @@ class Run:
             self.accelerator = make_accelerator(case)
             made = DummyScheduler(self.hift) if case.config_schedule else LambdaLR(self.hift, factor)
             self.engine, self.optimizer, self.schedule = prepare(self.accelerator, self.model, self.hift, made)
-        self.turns = self.engine.hift_turns
+        self.group_schedule = self.engine.hift_schedule
         self.backward_reached: set[int] = set()
         """Blocks through whose output backward has gone since this was last emptied."""
         for index, block in enumerate(self.model.model.layers):  # type: ignore[arg-type,union-attr]
@@ -247,7 +247,7 @@ class Run:
     def masters(self) -> dict[str, torch.Tensor]:
         """Every fp32 master, gathered from the ranks, by name."""
         found: dict[str, torch.Tensor] = {}
-        for child in self.turns.children.values():
+        for child in self.group_schedule.children.values():
             found.update(self._stage3_masters(child) if self.case.stage == 3 else self._stage12_masters(child))
         return found
 

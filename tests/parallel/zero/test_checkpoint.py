@@ -55,8 +55,8 @@ def end(run: Run) -> Ended:
         weights=run.weights(),
         state={
             f"{group}.{index}.{key}": value.clone()
-            for group, child in run.turns.children.items()
-            for index, master in enumerate(run.turns.mover(group).masters)
+            for group, child in run.group_schedule.children.items()
+            for index, master in enumerate(run.group_schedule.mover(group).masters)
             for key, value in child.optimizer.state[master].items()
         },
         losses=run.losses[-AFTER:],
@@ -102,7 +102,7 @@ def save_and_resume(rank: int, num_ranks: int, stage: int, folder: str) -> dict[
             assert loaded is not None
         else:
             resumed.accelerator.load_state(place)
-        results[f"{way}, at the save"] = resumed.hift.updates, resumed.turns.active
+        results[f"{way}, at the save"] = resumed.hift.updates, resumed.group_schedule.active
         resumed.train(AFTER)
         results[f"{way}, resumed"] = end(resumed)
         resumed.close()
@@ -164,7 +164,7 @@ def refusals(rank: int, num_ranks: int, stage: int, folder: str) -> dict[str, st
         own.with_suffix(".away").rename(own)
     dist.barrier()
     # Nothing was changed by what was refused.
-    messages["state"] = f"{run.hift.updates} updates, group {run.turns.active}"
+    messages["state"] = f"{run.hift.updates} updates, group {run.group_schedule.active}"
     run.close()
     return messages
 

@@ -43,19 +43,19 @@ def train(rank: int, num_ranks: int, stage: int, folder: str) -> dict[str, Any]:
     while run.hift.updates < STEPS and len(attempts) < 80:
         update, group = run.hift.updates, run.hift.active_group
         scale = float(run.engine.optimizer.loss_scale)
-        before = [master.detach().clone() for master in run.turns.mover(group).masters]
+        before = [master.detach().clone() for master in run.group_schedule.mover(group).masters]
         run.train(1)
-        after = run.turns.mover(group).masters
+        after = run.group_schedule.mover(group).masters
         same = all(torch.equal(a, b.detach()) for a, b in zip(before, after, strict=True))
         attempts.append(Attempt(update, group, scale, run.engine.was_step_applied(), same))
     run.engine.save_checkpoint(folder)
-    masters, scalers = run.masters(), {id(child.loss_scaler) for child in run.turns.children.values()}
+    masters, scalers = run.masters(), {id(child.loss_scaler) for child in run.group_schedule.children.values()}
     scale = float(run.engine.optimizer.loss_scale)
     run.close()
     resumed = Run(case_of(stage), rank, num_ranks)
     resumed.engine.load_checkpoint(folder)
-    resumed_scales = {float(child.loss_scale) for child in resumed.turns.children.values()}
-    resumed_scalers = {id(child.loss_scaler) for child in resumed.turns.children.values()}
+    resumed_scales = {float(child.loss_scale) for child in resumed.group_schedule.children.values()}
+    resumed_scalers = {id(child.loss_scaler) for child in resumed.group_schedule.children.values()}
     resumed.close()
     return {
         "attempts": attempts,

@@ -76,7 +76,7 @@ def train_all(rank: int, num_ranks: int, cases: dict[str, Case]) -> dict[str, Ou
         reached: list[tuple[int, frozenset[int]]] = []
 
         def note(run: Run = run, reached: list[tuple[int, frozenset[int]]] = reached) -> None:
-            reached.append((run.turns.active, frozenset(run.backward_reached)))
+            reached.append((run.group_schedule.active, frozenset(run.backward_reached)))
             run.backward_reached.clear()
 
         began = time.perf_counter()
@@ -86,8 +86,8 @@ def train_all(rank: int, num_ranks: int, cases: dict[str, Case]) -> dict[str, Ou
             masters=run.masters(),
             weights=run.weights(),
             losses=run.losses,
-            num_switches=run.turns.num_switches,
-            overhead_seconds=run.turns.switch_seconds - run.turns.copy_seconds,
+            num_switches=run.group_schedule.num_switches,
+            overhead_seconds=run.group_schedule.switch_seconds - run.group_schedule.copy_seconds,
             seconds=seconds,
             reached=reached,
             learning_rates=[group["lr"] for group in run.optimizer.param_groups] + run.hift.held_lr[:1],
@@ -171,12 +171,12 @@ def test_the_turn_changes_every_steps_per_group_updates(stage: int, outcomes: Ou
     for name, case in cases_of(stage).items():
         groups = [group for group, _ in outcomes(stage)[0][name].reached[:: case.accumulation]]
         num_groups = -(-(BLOCKS + 2) // case.layers_per_group)
-        turns = groups[:: case.steps_per_group]
-        assert groups == [turns[update // case.steps_per_group] for update in range(case.steps)]
-        assert sorted(turns[:num_groups]) == list(range(num_groups))
-        assert turns == [turns[index % num_groups] for index in range(len(turns))]
-        assert (turns[:num_groups] == list(range(num_groups))) == (case.order == "bottom2up")
-        assert outcomes(stage)[0][name].num_switches == len(turns) - 1
+        group_schedule = groups[:: case.steps_per_group]
+        assert groups == [group_schedule[update // case.steps_per_group] for update in range(case.steps)]
+        assert sorted(group_schedule[:num_groups]) == list(range(num_groups))
+        assert group_schedule == [group_schedule[index % num_groups] for index in range(len(group_schedule))]
+        assert (group_schedule[:num_groups] == list(range(num_groups))) == (case.order == "bottom2up")
+        assert outcomes(stage)[0][name].num_switches == len(group_schedule) - 1
 
 
 @pytest.mark.parametrize("stage", STAGES)

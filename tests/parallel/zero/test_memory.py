@@ -45,7 +45,7 @@ class Counted:
     """Elements of each group."""
     padding: int
     """Elements by which DeepSpeed may have rounded a group's share up."""
-    turns: list[Turn]
+    group_schedule: list[Turn]
     weight_bytes: int
     """Of this rank's share of the weights under ZeRO-3, of all weights else."""
     host_bytes: int
@@ -62,7 +62,7 @@ def count(run: Run) -> Counted:
     num_groups = run.hift.num_groups
     parameters = [[weight.parameter for weight in run.hift.weights_of(group)] for group in range(num_groups)]
     run.train(num_groups)
-    turns = []
+    group_schedule = []
     for _ in range(num_groups):
         with watched_buckets(run) as seen, Ledger(run.model) as ledger:
             # Made before the ledger looked; what moves from now on, it sees.
@@ -70,8 +70,8 @@ def count(run: Run) -> Counted:
             ledger.reset_peak()
             run.train(1)
             flat = flat_gradient_bytes(run)
-            turns.append(Turn(run.turns.active, ledger.current(), ledger.highest, flat, max(seen)))
-    children = run.turns.children.values()
+            group_schedule.append(Turn(run.group_schedule.active, ledger.current(), ledger.highest, flat, max(seen)))
+    children = run.group_schedule.children.values()
     flats = [
         flat.untyped_storage()
         for child in children
@@ -80,9 +80,9 @@ def count(run: Run) -> Counted:
     counted = Counted(
         sizes=[sum(int(getattr(p, "ds_numel", p.numel())) for p in group) for group in parameters],
         padding=NUM_RANKS * max(len(group) for group in parameters),
-        turns=turns,
+        group_schedule=group_schedule,
         weight_bytes=sum({flat.data_ptr(): flat.nbytes() for flat in flats}.values()),
-        host_bytes=sum(run.turns.mover(group).host_bytes() for group in range(num_groups)),
+        host_bytes=sum(run.group_schedule.mover(group).host_bytes() for group in range(num_groups)),
         hooks=len(run.model.get_submodule("model.layers.0.mlp")._forward_pre_hooks),
     )
     run.close()
@@ -90,8 +90,8 @@ def count(run: Run) -> Counted:
 
 
 def state_tensors(run: Run) -> Iterator[torch.Tensor]:
-    for group, child in run.turns.children.items():
-        for master in run.turns.mover(group).masters:
+    for group, child in run.group_schedule.children.items():
+        for master in run.group_schedule.mover(group).masters:
             yield master.data
             yield from (value for value in child.optimizer.state[master].values() if value.dim())
         if run.case.stage == 3:
@@ -101,7 +101,9 @@ def state_tensors(run: Run) -> Iterator[torch.Tensor]:
 def flat_gradient_bytes(run: Run) -> int:
     if run.case.stage != 3:
         return 0
-    return sum(child.grad_partitions_flat_buffer.untyped_storage().nbytes() for child in run.turns.children.values())
+    return sum(
+        child.grad_partitions_flat_buffer.untyped_storage().nbytes() for child in run.group_schedule.children.values()
+    )
 
 
 @contextmanager
@@ -110,7 +112,7 @@ def watched_buckets(run: Run) -> Iterator[list[int]]:
     seen: list[int] = []
 
     def look(_: torch.Tensor) -> None:
-        buckets = [bucket for child in run.turns.children.values() for bucket in child.ipg_buckets.values()]
+        buckets = [bucket for child in run.group_schedule.children.values() for bucket in child.ipg_buckets.values()]
         buffers = [b for each in buckets for b in (each.buffer if isinstance(each.buffer, list) else [each.buffer])]
         seen.append(sum({b.data_ptr(): b.numel() for b in buffers if b is not None}.values()))
 
@@ -134,18 +136,18 @@ def counted() -> list[dict[str, Counted]]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_rank_holds_its_share_of_the_active_groups_masters_and_state(name: str, counted: Any) -> None:
     for each in (rank[name] for rank in counted):
-        for turn in each.turns:
+        for turn in each.group_schedule:
             share = each.sizes[turn.group] / NUM_RANKS
             # 12 bytes an element: fp32 master, two moments.
             assert 12 * share <= turn.after.state <= 12 * (share + each.padding)
-        assert len({turn.group for turn in each.turns}) == len(each.sizes)
+        assert len({turn.group for turn in each.group_schedule}) == len(each.sizes)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_groups_are_never_on_the_device_together(name: str, counted: Any) -> None:
     for each in (rank[name] for rank in counted):
         largest = 12 * (max(each.sizes) / NUM_RANKS + each.padding)
-        for turn in each.turns:
+        for turn in each.group_schedule:
             before = each.sizes[turn.group - 1] if turn.group else each.sizes[-1]
             # What leaves is gone before what comes is there.
             assert turn.highest.state <= largest
@@ -158,7 +160,7 @@ def test_the_others_wait_on_the_host(name: str, counted: Any) -> None:
         everything = 12 * sum(each.sizes) / NUM_RANKS
         # The active group's places stay allocated, so that nothing is pinned anew.
         assert everything <= each.host_bytes <= everything + 12 * each.padding * len(each.sizes)
-        for turn in each.turns:
+        for turn in each.group_schedule:
             assert turn.after.host >= everything - 12 * each.sizes[turn.group] / NUM_RANKS
 
 
@@ -166,7 +168,7 @@ def test_the_others_wait_on_the_host(name: str, counted: Any) -> None:
 def test_only_the_active_group_has_gradients(name: str, counted: Any) -> None:
     byte, stage = CASES[name].dtype.itemsize, CASES[name].stage
     for each in (rank[name] for rank in counted):
-        for turn in each.turns:
+        for turn in each.group_schedule:
             size = each.sizes[turn.group]
             # Stage 3 keeps a flat gradient of the group's share, and lets gradients lie in its bucket, which stays.
             kept = byte * (size / NUM_RANKS + each.padding + BUCKET) if stage == 3 else 0
@@ -179,7 +181,7 @@ def test_only_the_active_group_has_gradients(name: str, counted: Any) -> None:
 def test_one_reduce_bucket_is_all_there_is(name: str, counted: Any) -> None:
     for each in (rank[name] for rank in counted):
         assert min(each.sizes) > BUCKET, "a bucket of the whole model would not show"
-        for turn in each.turns:
+        for turn in each.group_schedule:
             assert turn.bucket_elements == BUCKET
 
 
@@ -197,6 +199,6 @@ def test_weights_are_held_once_and_under_zero3_shared_out(name: str, counted: An
         slack = byte * each.padding * len(each.sizes)
         assert ideal <= each.weight_bytes <= ideal + slack
         if stage < 3:
-            for turn in each.turns:
+            for turn in each.group_schedule:
                 # And a few hundred bytes of buffers.
                 assert turn.after.parameters <= ideal + slack + 1024

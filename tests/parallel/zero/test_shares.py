@@ -48,8 +48,8 @@ def case_of(stage: int) -> Case:
 def gathered(run: Run, key: str) -> dict[str, torch.Tensor]:
     """One kind of optimizer state of all parameters, put together from the ranks as `Run.masters` does it."""
     found = {}
-    for group, child in run.turns.children.items():
-        for index, master in enumerate(run.turns.mover(group).masters):
+    for group, child in run.group_schedule.children.items():
+        for index, master in enumerate(run.group_schedule.mover(group).masters):
             if key not in child.optimizer.state[master]:
                 continue
             flat = child.optimizer.state[master][key]
@@ -77,9 +77,9 @@ def held(run: Run) -> dict[str, Any]:
         "exp_avg_sq": gathered(run, "exp_avg_sq"),
         "steps": {
             group: sorted({float(state["step"]) for state in child.optimizer.state.values() if "step" in state})
-            for group, child in run.turns.children.items()
+            for group, child in run.group_schedule.children.items()
         },
-        "turn": [run.hift.updates, run.turns.active],
+        "turn": [run.hift.updates, run.group_schedule.active],
         "rates": [float(rate) for rate in run.hift.held_lr],
     }
 

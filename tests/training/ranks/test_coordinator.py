@@ -9,19 +9,19 @@ import pytest
 import torch.distributed as dist
 
 from slivertune.training.ranks import coordinator as module
-from slivertune.training.ranks.coordinator import Peers, SilentError, join_peers
+from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_peers
 
 RANKS = 3
 
 
-def on_each(act: Callable[[Peers], Any], *, one_machine: bool = True) -> list[Any]:
+def on_each(act: Callable[[LaunchCoordinator], Any], *, one_machine: bool = True) -> list[Any]:
     """What `act` returns or raises on three processes, played by threads."""
     store = dist.HashStore()
     outcomes: list[Any] = [None] * RANKS
 
     def play(rank: int) -> None:
         try:
-            outcomes[rank] = act(Peers(rank, RANKS, rank if one_machine else 0, store))
+            outcomes[rank] = act(LaunchCoordinator(rank, RANKS, rank if one_machine else 0, store))
         except Exception as error:
             outcomes[rank] = error
 
@@ -35,22 +35,22 @@ def on_each(act: Callable[[Peers], Any], *, one_machine: bool = True) -> list[An
 
 
 def test_a_process_alone_decides_does_and_speaks_for_itself() -> None:
-    peers = Peers()
-    assert peers.is_first and peers.name == ""
-    peers.agree_on("arguments", 1)
-    assert peers.decide("folder", lambda: 7) == 7
-    assert peers.first_here("data", lambda: 8) == 8
-    assert peers.speaks("it broke")
-    peers.reach(1)
-    peers.has_spoken("it broke")
+    coordinator = LaunchCoordinator()
+    assert coordinator.is_first and coordinator.name == ""
+    coordinator.agree_on("arguments", 1)
+    assert coordinator.decide("folder", lambda: 7) == 7
+    assert coordinator.first_here("data", lambda: 8) == 8
+    assert coordinator.speaks("it broke")
+    coordinator.reach(1)
+    coordinator.has_spoken("it broke")
 
 
 def test_what_all_share_is_agreed_on() -> None:
-    assert on_each(lambda peers: peers.agree_on("arguments", ["--seed", "1"])) == [None] * RANKS
+    assert on_each(lambda coordinator: coordinator.agree_on("arguments", ["--seed", "1"])) == [None] * RANKS
 
 
 def test_what_differs_is_named_on_every_process() -> None:
-    outcomes = on_each(lambda peers: peers.agree_on("arguments", peers.rank // 2))
+    outcomes = on_each(lambda coordinator: coordinator.agree_on("arguments", coordinator.rank // 2))
     text = "the processes were given different arguments: rank 0 0, rank 2 1"
     assert [(type(each), str(each)) for each in outcomes] == [(ValueError, text)] * RANKS
 
@@ -58,8 +58,10 @@ def test_what_differs_is_named_on_every_process() -> None:
 def test_the_first_decides_for_all() -> None:
     asked: list[int] = []
 
-    def act(peers: Peers) -> str:
-        return peers.decide("folder", lambda: (asked.append(peers.rank), f"chosen by {peers.rank}")[1])
+    def act(coordinator: LaunchCoordinator) -> str:
+        return coordinator.decide(
+            "folder", lambda: (asked.append(coordinator.rank), f"chosen by {coordinator.rank}")[1]
+        )
 
     assert on_each(act) == ["chosen by 0"] * RANKS
     assert asked == [0]
@@ -68,27 +70,27 @@ def test_the_first_decides_for_all() -> None:
 def test_one_of_a_machine_goes_before_the_others() -> None:
     done: list[int] = []
 
-    def do(peers: Peers) -> int:
-        if peers.rank == 0:
+    def do(coordinator: LaunchCoordinator) -> int:
+        if coordinator.rank == 0:
             time.sleep(0.3)
-        done.append(peers.rank)
-        return peers.rank
+        done.append(coordinator.rank)
+        return coordinator.rank
 
-    assert on_each(lambda peers: peers.first_here("data", lambda: do(peers))) == [0, 1, 2]
+    assert on_each(lambda coordinator: coordinator.first_here("data", lambda: do(coordinator))) == [0, 1, 2]
     assert done[0] == 0
     done.clear()
     # Each of these is the first of its machine, and waits for nobody.
-    on_each(lambda peers: peers.first_here("data", lambda: do(peers)), one_machine=False)
+    on_each(lambda coordinator: coordinator.first_here("data", lambda: do(coordinator)), one_machine=False)
     assert done[-1] == 0
 
 
 @pytest.mark.parametrize("name", ["decide", "first_here"])
 def test_those_who_wait_for_one_that_fails_fail_in_silence(name: str) -> None:
-    def act(peers: Peers) -> Any:
+    def act(coordinator: LaunchCoordinator) -> Any:
         def fail() -> None:
             raise OSError("no room")
 
-        return getattr(peers, name)("data", fail)
+        return getattr(coordinator, name)("data", fail)
 
     first, *others = on_each(act)
     assert isinstance(first, OSError)
@@ -96,10 +98,10 @@ def test_those_who_wait_for_one_that_fails_fail_in_silence(name: str) -> None:
 
 
 def test_the_first_alone_says_what_all_have_met() -> None:
-    def act(peers: Peers) -> bool:
-        time.sleep(0.2 * (peers.rank == 0))
-        speaks = peers.speaks("unknown option")
-        peers.has_spoken("unknown option")
+    def act(coordinator: LaunchCoordinator) -> bool:
+        time.sleep(0.2 * (coordinator.rank == 0))
+        speaks = coordinator.speaks("unknown option")
+        coordinator.has_spoken("unknown option")
         return speaks
 
     assert on_each(act) == [True, False, False]
@@ -108,23 +110,23 @@ def test_the_first_alone_says_what_all_have_met() -> None:
 def test_another_says_what_the_first_has_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.3)
 
-    def act(peers: Peers) -> bool:
-        if peers.is_first:
-            peers.has_spoken("no room on rank 0")
-        return peers.speaks(f"no room on rank {peers.rank}")
+    def act(coordinator: LaunchCoordinator) -> bool:
+        if coordinator.is_first:
+            coordinator.has_spoken("no room on rank 0")
+        return coordinator.speaks(f"no room on rank {coordinator.rank}")
 
     assert on_each(act) == [True, True, True]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_one_that_fails_where_the_first_has_passed_speaks_at_once(stage: int) -> None:
-    def act(peers: Peers) -> float:
-        peers.reach(stage)
-        if peers.is_first:
-            peers.reach(stage + 1)
+    def act(coordinator: LaunchCoordinator) -> float:
+        coordinator.reach(stage)
+        if coordinator.is_first:
+            coordinator.reach(stage + 1)
             return 0.0
         began = time.monotonic()
-        assert peers.speaks("a file is missing here")
+        assert coordinator.speaks("a file is missing here")
         return time.monotonic() - began
 
     assert max(on_each(act)) < module._START_PATIENCE_S / 2, "it waited as if the first said nothing"
@@ -133,12 +135,12 @@ def test_one_that_fails_where_the_first_has_passed_speaks_at_once(stage: int) ->
 def test_one_that_fails_in_training_speaks_when_the_first_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
 
-    def act(peers: Peers) -> bool | None:
-        peers.reach(2)
-        return None if peers.is_first else peers.speaks("out of memory")
+    def act(coordinator: LaunchCoordinator) -> bool | None:
+        coordinator.reach(2)
+        return None if coordinator.is_first else coordinator.speaks("out of memory")
 
     assert on_each(act) == [None, True, True]
-    assert Peers(2, RANKS, 2, dist.HashStore()).name == " on rank 2"
+    assert LaunchCoordinator(2, RANKS, 2, dist.HashStore()).name == " on rank 2"
 
 
 @pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "2"}])

@@ -166,7 +166,7 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
 
     hook = accelerator.register_load_state_pre_hook(read_weights)
     accelerator._load_model_state_pre_hook.move_to_end(hook.id, last=False)  # weights first, and then what trains them
-    # What FSDP2 keeps of the optimizer is a card, in a form of its own.
+    # What FSDP2 keeps of the optimizer is a placeholder, in a form of its own.
     optimizers, accelerator._optimizers = accelerator._optimizers, []
     try:
         yield

@@ -86,17 +86,17 @@ def gather_objects(value: _Value, doing: str) -> list[_Value]:
 
 @contextmanager
 def guard(doing: str, *, computes: bool = False) -> Iterator[None]:
-    """As `Whereabouts.guard`, with the notes of whatever was prepared last.
+    """As `Heartbeat.guard`, with the notes of whatever was prepared last.
 
     Args:
         doing: What the collective is for.
         computes: Whether other work is done beside it, whose errors are to stay as they are.
     """
-    with (Whereabouts.latest() or Whereabouts("ranks")).guard(doing, computes=computes):
+    with (Heartbeat.latest() or Heartbeat("ranks")).guard(doing, computes=computes):
         yield
 
 
-class Whereabouts:
+class Heartbeat:
     """Keeps track of where this rank is in the run, so that a collective that fails can say who is missing.
 
     Notes go to the process group's store, one small message an update; nothing is written on one process.
@@ -105,7 +105,7 @@ class Whereabouts:
         name: What the notes are about; each instance of a run needs its own.
     """
 
-    _latest: ClassVar[tuple[Any, Whereabouts] | None] = None
+    _latest: ClassVar[tuple[Any, Heartbeat] | None] = None
 
     def __init__(self, name: str) -> None:
         self._prefix = f"slivertune/{name}"
@@ -117,10 +117,10 @@ class Whereabouts:
             # There is no public way to the store that every process group has; torchrun's own agent uses this one.
             self._store = dist.distributed_c10d._get_default_store()
             self._store.set(f"{self._prefix}/process/{dist.get_rank()}", own_identity())
-            Whereabouts._latest = (self._store, self)
+            Heartbeat._latest = (self._store, self)
 
     @classmethod
-    def latest(cls) -> Whereabouts | None:
+    def latest(cls) -> Heartbeat | None:
         """What was made last in the process group that is there; None if nothing was."""
         if cls._latest is None or world_size() == 1:
             return None

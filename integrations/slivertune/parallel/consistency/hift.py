@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.hift import HiFT
 from slivertune.parallel.consistency.headers import Header, Stage
-from slivertune.parallel.consistency.heartbeat import Whereabouts, check_agreement, comparable
+from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, comparable
 
 _MAY_DIFFER = frozenset({"state_dir"})
 
@@ -41,7 +41,7 @@ def check_hift_agreement(hift: HiFT) -> None:
     check_agreement(facts)
 
 
-class Concord:
+class ConsistencyCheck:
     """Notes where this rank is, and compares the ranks; `remove` ends it.
 
     Before every step: where they are and what they apply. At the end of every cycle, and whenever `compare` is called:
@@ -49,7 +49,7 @@ class Concord:
 
     Args:
         hift: The optimizer that steps on every rank.
-        whereabouts: Where to note.
+        heartbeat: Where to note.
         with_weights: Whether every rank holds the same whole weights, whose bits are compared too.
         after_step: Called after each step.
     """
@@ -57,13 +57,13 @@ class Concord:
     def __init__(
         self,
         hift: HiFT,
-        whereabouts: Whereabouts,
+        heartbeat: Heartbeat,
         *,
         with_weights: bool,
         after_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._hift = hift
-        self._whereabouts = whereabouts
+        self._heartbeat = heartbeat
         self._with_weights = with_weights
         self._after_step = after_step
         self._steps = hift.rotation.steps
@@ -90,7 +90,7 @@ class Concord:
         Raises:
             RuntimeError: On every rank, saying where each is.
         """
-        self._whereabouts.meet(self._header(stage))
+        self._heartbeat.meet(self._header(stage))
 
     @torch.no_grad()
     def compare(self) -> None:
@@ -103,7 +103,7 @@ class Concord:
         if self._with_weights:
             for weight in (each for group in self._hift.groups for each in self._hift.weights_of(group.index)):
                 fingerprint[f"the sum of the bits of {weight.name}"] = int(sum_of_bits(weight.trained))
-        self._whereabouts.compare(fingerprint, self._header(Stage.SAVING))
+        self._heartbeat.compare(fingerprint, self._header(Stage.SAVING))
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._steps, self._group = self._hift.rotation.steps, self._hift.active_group
@@ -111,7 +111,7 @@ class Concord:
         if all(closure is None for closure in (*args[1:], kwargs.get("closure"))):
             weights = self._hift.weights_of(self._group)
             header = header._replace(gradients=int(any(weight.trained.grad is not None for weight in weights)))
-        self._whereabouts.meet(header, applied_settings(self._hift))
+        self._heartbeat.meet(header, applied_settings(self._hift))
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Concord:
             if self._bits is not None:
                 fingerprint["the sum of the weights' bits"] = int(self._bits)
             self._bits = None
-            self._whereabouts.compare(fingerprint, self._header(Stage.COMPARING))
+            self._heartbeat.compare(fingerprint, self._header(Stage.COMPARING))
 
     def _fingerprint(self) -> dict[str, object]:
         return {
@@ -142,7 +142,7 @@ class Concord:
         return Header(stage, self._hift.updates, self._hift.active_group, skipped)
 
     def _note(self) -> None:
-        self._whereabouts.enter(self._hift.updates, f"group {self._hift.active_group}")
+        self._heartbeat.enter(self._hift.updates, f"group {self._hift.active_group}")
 
 
 def applied_settings(hift: HiFT) -> dict[str, object]:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.outputs import tensors_of
-from slivertune.parallel.consistency.heartbeat import Whereabouts
+from slivertune.parallel.consistency.heartbeat import Heartbeat
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket; what DistributedDataParallel takes."""
@@ -25,7 +25,7 @@ BUCKET_BYTES = 25 * 2**20
 _MOST_UNDER_WAY = 2
 
 
-class GradientExchange:
+class BucketedAllReduce:
     """Averages gradients over the ranks; `remove` takes it off the model.
 
     When a backward pass ends, the gradient of every parameter that trains is the mean over the ranks, where a rank
@@ -35,7 +35,7 @@ class GradientExchange:
     Args:
         model: Its outputs tell when a backward pass begins.
         parameters: What may train, in the same order on every rank; those that require a gradient are exchanged.
-        whereabouts: Explains a collective that fails.
+        heartbeat: Explains a collective that fails.
         is_due: Whether the backward pass that begins now ends with an exchange; the same on every rank.
         meet: Called when one begins; raises where the ranks are not at the same place, before anything is averaged.
         bucket_bytes: Bytes of one bucket; larger gradients are cut. None takes `BUCKET_BYTES`.
@@ -45,14 +45,14 @@ class GradientExchange:
         self,
         model: nn.Module,
         parameters: Iterable[nn.Parameter],
-        whereabouts: Whereabouts,
+        heartbeat: Heartbeat,
         *,
         is_due: Callable[[], bool] = lambda: True,
         meet: Callable[[], None] = lambda: None,
         bucket_bytes: int | None = None,
     ) -> None:
         self._parameters = tuple(parameters)
-        self._whereabouts = whereabouts
+        self._heartbeat = heartbeat
         self._is_due = is_due
         self._meet = meet
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
@@ -115,7 +115,7 @@ class GradientExchange:
         self._num_started += 1
 
     def _start(self, bucket: _Bucket) -> None:
-        with self._whereabouts.guard("averaging gradients"):
+        with self._heartbeat.guard("averaging gradients"):
             while len(self._under_way) >= _MOST_UNDER_WAY:
                 self._under_way.popleft().settle()
             bucket.work = dist.all_reduce(bucket.fill(), async_op=True)
@@ -132,7 +132,7 @@ class GradientExchange:
         self._is_running = False
 
     def _settle_all(self) -> None:
-        with self._whereabouts.guard("averaging gradients"):
+        with self._heartbeat.guard("averaging gradients"):
             while self._under_way:
                 self._under_way.popleft().settle()
 

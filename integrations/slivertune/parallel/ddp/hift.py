@@ -1,7 +1,7 @@
 """HiFT on ranks that each hold the whole model (DDP), without the buckets of DistributedDataParallel.
 
 DistributedDataParallel decides when it wraps a model what has gradients, and keeps buckets as large as all of it. Here
-the gradients of the active group alone are averaged, by hooks (`GradientExchange`), so a rank holds what one process
+the gradients of the active group alone are averaged, by hooks (`BucketedAllReduce`), so a rank holds what one process
 does and two buckets. Buffers (running means of a batch norm, say) are sent from rank 0 once, when training is prepared.
 """
 
@@ -18,9 +18,9 @@ from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
 from slivertune.parallel.consistency.headers import Stage
-from slivertune.parallel.consistency.heartbeat import Whereabouts, guard, world_size
-from slivertune.parallel.consistency.hift import Concord, check_hift_agreement
-from slivertune.parallel.ddp.gradient_sync import GradientExchange
+from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
+from slivertune.parallel.consistency.hift import ConsistencyCheck, check_hift_agreement
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.objects import refuse_step_in_backward, replace_each, the_model_and_hift
 
 
@@ -57,20 +57,20 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
         hift: Built over the model.
         accelerator: Says which micro-batch is an update's last; without one every backward pass is averaged.
     """
-    whereabouts = Whereabouts("hift")
+    heartbeat = Heartbeat("hift")
     broadcast_from_first(model)
     hift.use_sidecar("DDP")
-    concord = Concord(hift, whereabouts, with_weights=True)
-    exchange = GradientExchange(
+    consistency = ConsistencyCheck(hift, heartbeat, with_weights=True)
+    communicator = BucketedAllReduce(
         model,
         [weight.trained for group in hift.groups for weight in hift.weights_of(group.index)],
-        whereabouts,
+        heartbeat,
         is_due=lambda: not hift.is_detached and (accelerator is None or bool(accelerator.sync_gradients)),
-        meet=lambda: concord.meet(Stage.AVERAGING),
+        meet=lambda: consistency.meet(Stage.AVERAGING),
     )
-    hift.listen_to_backward(exchange.begin_backward)
+    hift.listen_to_backward(communicator.begin_backward)
     if accelerator is not None:
-        compare_when_saving(accelerator, concord.compare)
+        compare_when_saving(accelerator, consistency.compare)
 
 
 @torch.no_grad()

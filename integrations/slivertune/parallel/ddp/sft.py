@@ -9,7 +9,7 @@ from torch import nn
 from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
 from slivertune.parallel.ddp.hift import broadcast_from_first
 from slivertune.parallel.objects import replace_each
-from slivertune.parallel.sft.communicator import RankExchange
+from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.sft import SFT
 
 
@@ -25,13 +25,13 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     Returns:
         The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
     """
-    exchange = RankExchange(lambda: bool(accelerator.sync_gradients))
-    with sft.moving(exchange):
+    communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
+    with sft.moving(communicator):
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         broadcast_from_first(model)
-    exchange.keep_together(sft)
+    communicator.keep_together(sft)
     explain_saving(accelerator)
-    compare_when_saving(accelerator, lambda: exchange.compare_all(sft))
+    compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
     optimizer = accelerator.prepare_optimizer(sft)
     optimizer._is_accelerate_prepared = prepared._is_accelerate_prepared = True
     return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})

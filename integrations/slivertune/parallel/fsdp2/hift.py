@@ -24,8 +24,8 @@ from slivertune.hift.model_check import ModelCheck
 from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain, explain_saving
 from slivertune.parallel.consistency.headers import Stage
-from slivertune.parallel.consistency.heartbeat import Whereabouts, check_agreement, guard
-from slivertune.parallel.consistency.hift import Concord, check_hift_agreement, sum_of_bits
+from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, guard
+from slivertune.parallel.consistency.hift import ConsistencyCheck, check_hift_agreement, sum_of_bits
 from slivertune.parallel.consistency.timeouts import keeping_timeout
 from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight, shard_of
 from slivertune.parallel.fsdp2.units import check_units
@@ -64,22 +64,22 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     with guard("sharing the weights out", computes=True), keeping_timeout():
         prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
-    concord = share_hift(sharded, hift)
+    consistency = share_hift(sharded, hift)
 
     check = _model_check(sharded, hift)
 
     def meet() -> None:
         if not hift.is_detached:
             check()
-            concord.meet(Stage.FORWARD)
+            consistency.meet(Stage.FORWARD)
 
     name_who_is_missing(accelerator, sharded, meet)
-    compare_when_saving(accelerator, concord.compare)
+    compare_when_saving(accelerator, consistency.compare)
     keep_sidecar(accelerator, hift)
     return prepared
 
 
-def share_hift(model: nn.Module, hift: HiFT) -> Concord:
+def share_hift(model: nn.Module, hift: HiFT) -> ConsistencyCheck:
     """Let HiFT step this rank's rows of a model that `fully_shard` was applied to while everything trained.
 
     Args:
@@ -91,7 +91,7 @@ def share_hift(model: nn.Module, hift: HiFT) -> Concord:
     """
     warm_up(model)
     hift.rebind_parameters(model, shards_of(model, hift))
-    return Concord(hift, Whereabouts("hift"), with_weights=False, after_step=lambda: reshard(model))
+    return ConsistencyCheck(hift, Heartbeat("hift"), with_weights=False, after_step=lambda: reshard(model))
 
 
 def _model_check(model: nn.Module, hift: HiFT) -> Callable[[], None]:

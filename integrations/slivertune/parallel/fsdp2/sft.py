@@ -17,8 +17,8 @@ from slivertune.parallel.fsdp2.hift import name_who_is_missing, reshard
 from slivertune.parallel.fsdp2.sharded_weight import first_row_of
 from slivertune.parallel.fsdp2.units import check_units
 from slivertune.parallel.objects import replace_each
-from slivertune.parallel.sft.communicator import RankExchange
-from slivertune.parallel.sft.sharded_base import ShardedBase
+from slivertune.parallel.sft.communicator import RankCommunicator
+from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
 from slivertune.parallel.sft.unsupported import check_layers
 from slivertune.sft import SFT
 from slivertune.sft.targets import Target
@@ -42,16 +42,16 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     """
     check_layers(sft, "FSDP2")
     check_units(accelerator, model)
-    exchange = RankExchange(lambda: bool(accelerator.sync_gradients))
+    communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
 
-    def access(target: Target) -> ShardedBase:
+    def pretrained(target: Target) -> ShardedPretrainedValues:
         return _Rows(target, accelerator.device, prepared)
 
-    with sft.moving(exchange, in_layers=True, access=access):
+    with sft.moving(communicator, in_layers=True, pretrained=pretrained):
         prepared = _sharded(accelerator, model)
-    exchange.keep_together(sft)
-    name_who_is_missing(accelerator, prepared, lambda: exchange.meet(Stage.FORWARD))
-    compare_when_saving(accelerator, lambda: exchange.compare_all(sft))
+    communicator.keep_together(sft)
+    name_who_is_missing(accelerator, prepared, lambda: communicator.meet(Stage.FORWARD))
+    compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
     sft.use_sidecar()
     optimizer = accelerator.prepare_optimizer(sft)
     optimizer._is_accelerate_prepared = True
@@ -67,7 +67,7 @@ def _sharded(accelerator: Any, model: nn.Module) -> Any:
     return prepared
 
 
-class _Rows(ShardedBase):
+class _Rows(ShardedPretrainedValues):
     """A parameter of which FSDP2 gives some rows to each rank."""
 
     def __init__(self, target: Target, device: torch.device, model: nn.Module) -> None:

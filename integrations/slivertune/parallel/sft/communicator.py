@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from slivertune.core.ledger import claim
 from slivertune.parallel.consistency.headers import Header, Stage
-from slivertune.parallel.consistency.heartbeat import Whereabouts, comparable, digest
+from slivertune.parallel.consistency.heartbeat import Heartbeat, comparable, digest
 from slivertune.sft import SFT
-from slivertune.sft.exchange import NOWHERE, Exchange, Place
+from slivertune.sft.communicator import NOWHERE, ChunkKey, Communicator
 
 _NO_POSITION = -1
 
 
-class RankExchange(Exchange):
+class RankCommunicator(Communicator):
     """Exchanges over the default process group.
 
     Bytes that a rank contributes: 4 for each trained weight in an update, 8 in an estimation phase; in the first update
@@ -31,8 +31,8 @@ class RankExchange(Exchange):
 
     def __init__(self, is_last: Callable[[], bool]) -> None:
         self._is_last = is_last
-        self._whereabouts = Whereabouts("sft")
-        self._whereabouts.enter(0, "before its first update")
+        self._heartbeat = Heartbeat("sft")
+        self._heartbeat.enter(0, "before its first update")
         self._updates = 0
 
     @property
@@ -49,7 +49,7 @@ class RankExchange(Exchange):
 
     def meet(self, stage: Stage = Stage.AVERAGING, settings: Mapping[str, object] | None = None) -> None:
         """Check that all ranks are about to do the same, at the same update and with the same settings."""
-        self._whereabouts.meet(Header(stage, self._updates), settings)
+        self._heartbeat.meet(Header(stage, self._updates), settings)
 
     def keep_together(self, sft: SFT) -> None:
         """Compare, before every step from now on, where the ranks are and what they apply.
@@ -74,7 +74,7 @@ class RankExchange(Exchange):
             RuntimeError: On every rank, if they have drifted apart.
         """
         deltas = {name: delta.values for name, delta in sft.deltas().items()}
-        self._whereabouts.compare(
+        self._heartbeat.compare(
             {
                 "updates": sft.updates,
                 "the positions of the trained weights": digest(sft.positions()),
@@ -83,20 +83,20 @@ class RankExchange(Exchange):
             Header(Stage.SAVING, sft.updates),
         )
 
-    def earliest(self, place: Place, device: torch.device) -> Place:
+    def earliest(self, place: ChunkKey, device: torch.device) -> ChunkKey:
         """Where the rank is whose turn comes first."""
         own = torch.tensor(place, dtype=torch.int64, device=device)
-        with self._whereabouts.guard(f"choosing candidates in {_named(place)}"):
+        with self._heartbeat.guard(f"choosing candidates in {_named(place)}"):
             rows = own.new_empty(dist.get_world_size(), own.numel())
             dist.all_gather(list(rows), own)
             places = rows.tolist()
-        return min((Place(*each) for each in places), key=Place.turn)
+        return min((ChunkKey(*each) for each in places), key=ChunkKey.turn)
 
     def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
         """All ranks' positions, each once, sorted."""
         padded = positions.new_full((most,), _NO_POSITION)
         padded[: positions.numel()] = positions
-        with self._whereabouts.guard("gathering the positions of candidates"):
+        with self._heartbeat.guard("gathering the positions of candidates"):
             rows = padded.new_empty(dist.get_world_size(), most)
             dist.all_gather(list(rows), padded)
         found: torch.Tensor = rows.unique()
@@ -108,7 +108,7 @@ class RankExchange(Exchange):
         claim(flat, "gradients")
         # Divided before the sum, which then has the range of one gradient.
         flat.div_(dist.get_world_size())
-        with self._whereabouts.guard("averaging the gradients of the deltas"):
+        with self._heartbeat.guard("averaging the gradients of the deltas"):
             dist.all_reduce(flat)
         for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(mean.view(tensor.shape))
@@ -116,11 +116,11 @@ class RankExchange(Exchange):
     def enter(self, updates: int) -> None:
         """Note that this rank works on the update after so many."""
         self._updates = updates
-        self._whereabouts.enter(updates, "training")
+        self._heartbeat.enter(updates, "training")
 
     def compare(self, updates: int, fingerprint: Mapping[str, torch.Tensor]) -> None:
         """Check that all ranks hold the same."""
-        self._whereabouts.compare(
+        self._heartbeat.compare(
             {"updates": updates, "the positions of the trained weights": digest(fingerprint)},
             Header(Stage.COMPARING, updates),
         )
@@ -131,5 +131,5 @@ def options_of(sft: SFT) -> dict[str, Any]:
     return {key: value for key, value in sft.param_groups[0].items() if key != "params"}
 
 
-def _named(place: Place) -> str:
+def _named(place: ChunkKey) -> str:
     return "no tensor, at the end of a backward" if place == NOWHERE else f"tensor {place.weight}"

@@ -20,7 +20,7 @@ from slivertune.hift.rotation import own_copy
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
-from slivertune.parallel.zero.schedule import Turns
+from slivertune.parallel.zero.schedule import GroupSchedule
 from slivertune.parallel.zero.shares import Piece, SavedShares, pieces_of
 
 
@@ -28,12 +28,12 @@ class Checkpoints:
     """Saves and loads all groups through the engine's own methods, which it overrides on this engine alone.
 
     Args:
-        turns: The rotation on the engine.
+        schedule: The rotation on the engine.
     """
 
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-        engine = turns.engine
+    def __init__(self, schedule: GroupSchedule) -> None:
+        self._schedule = schedule
+        engine = schedule.engine
         self._engine_save, self._engine_load = engine.save_checkpoint, engine.load_checkpoint
         self._engine_destroy = engine.destroy
         engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
@@ -47,11 +47,11 @@ class Checkpoints:
         exclude_frozen_parameters: bool = False,
     ) -> Any:
         """As DeepSpeed's; a collective."""
-        turns = self._turns
-        turns.follow_counters()
-        for group in turns.children:
-            turns.mover(group).follow_weights()
-        tag = f"global_step{turns.engine.global_steps}" if tag is None else str(tag)
+        schedule = self._schedule
+        schedule.follow_counters()
+        for group in schedule.children:
+            schedule.mover(group).follow_weights()
+        tag = f"global_step{schedule.engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
         folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
@@ -63,7 +63,7 @@ class Checkpoints:
         with new_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as aside:
             torch.save(self._export(), aside)
         # Groups that wait are frozen, but must not be left out.
-        with turns.all_thawed(exclude_frozen_parameters):
+        with schedule.all_thawed(exclude_frozen_parameters):
             return self._engine_save(
                 str(save_dir),
                 tag,
@@ -88,7 +88,7 @@ class Checkpoints:
             ValueError: If the checkpoint is not one of HiFT, or of other groups; on all ranks, before anything is
                 changed.
         """
-        turns = self._turns
+        schedule = self._schedule
         rest = {
             "load_module_strict": load_module_strict,
             "load_lr_scheduler_states": load_lr_scheduler_states,
@@ -98,8 +98,8 @@ class Checkpoints:
             return self._engine_load(str(load_dir), tag, **rest)
         saved = None if load_module_only else self._read(Path(load_dir) / str(tag))
         if saved is not None:
-            turns.restore(saved)
-            for outer, values in zip(turns.optimizer.param_groups, saved["param_groups"], strict=True):
+            schedule.restore(saved)
+            for outer, values in zip(schedule.optimizer.param_groups, saved["param_groups"], strict=True):
                 outer.update({key: own_copy(value) for key, value in values.items() if key != "params"})
             num_saved = saved_ranks(Path(load_dir) / str(tag))
             if num_saved is not None and num_saved != dist.get_world_size():
@@ -112,44 +112,46 @@ class Checkpoints:
             **rest,
         )
         if saved is None or not load_optimizer_states:
-            for child in turns.children.values():
+            for child in schedule.children.values():
                 child.refresh_fp32_params()
             return loaded
-        for group in turns.children:
+        for group in schedule.children:
             if str(group) in saved["groups"]:
                 self._import(group, saved["groups"][str(group)])
-            turns.adopt(group, saved["own"][str(group)])
+            schedule.adopt(group, saved["own"][str(group)])
         return loaded
 
     def _load_from_others(
         self, load_dir: Path, tag: str, num_saved: int, load_states: bool, rest: Mapping[str, Any]
     ) -> Any:
         """Load what another number of ranks has saved: every share anew, out of all their files."""
-        turns, folder = self._turns, load_dir / tag
+        schedule, folder = self._schedule, load_dir / tag
         shares = SavedShares(folder, num_saved)
-        zero: Any = turns.engine.optimizer
-        if turns.stage == 3:
+        zero: Any = schedule.engine.optimizer
+        if schedule.stage == 3:
             zero.checkpoint_event_prologue()
-        with reading_first(turns.engine, folder):
-            loaded = turns.engine._load_checkpoint(str(load_dir), tag, load_optimizer_states=True, **rest)
-        turns.follow_counters()
+        with reading_first(schedule.engine, folder):
+            loaded = schedule.engine._load_checkpoint(str(load_dir), tag, load_optimizer_states=True, **rest)
+        schedule.follow_counters()
         for name, value in shares.first["scaler"].items():
-            setattr(turns.children[turns.active].loss_scaler, name, value)
-        for group in turns.children:
+            setattr(schedule.children[schedule.active].loss_scaler, name, value)
+        for group in schedule.children:
             self._fill(group, shares, load_states)
             own = shares.first["own"][str(group)]
-            turns.adopt(group, own if load_states else [{} for _ in own])
-        if turns.stage == 3:
-            trained = {id(each.parameter) for group in turns.children for each in turns.optimizer.weights_of(group)}
-            fill_frozen(turns.engine, folder, num_saved, trained)
+            schedule.adopt(group, own if load_states else [{} for _ in own])
+        if schedule.stage == 3:
+            trained = {
+                id(each.parameter) for group in schedule.children for each in schedule.optimizer.weights_of(group)
+            }
+            fill_frozen(schedule.engine, folder, num_saved, trained)
             zero.checkpoint_event_epilogue()
         return loaded
 
     def _fill(self, group: int, shares: SavedShares, load_states: bool) -> None:
-        turns = self._turns
-        mover, child = turns.mover(group), turns.children[group]
+        schedule = self._schedule
+        mover, child = schedule.mover(group), schedule.children[group]
         mover.to_device()
-        with turns.all_masters_listed(group) as optimizer:
+        with schedule.all_masters_listed(group) as optimizer:
             state: dict[int, Any] = {}
             for index, (master, own) in enumerate(zip(mover.masters, self._pieces(group), strict=True)):
                 whole = master.detach().cpu().clone()
@@ -163,25 +165,25 @@ class Checkpoints:
                 for mine, theirs in zip(inner, exported["optimizer"]["param_groups"], strict=True):
                     mine.update({key: own_copy(value) for key, value in theirs.items() if key != "params"})
                 optimizer.load_state_dict({"state": state, "param_groups": inner})
-        if turns.stage == 3:
+        if schedule.stage == 3:
             for index in range(len(mover.masters)):
                 child._reassign_or_swap_out_partitioned_parameters(index)
 
     def _pieces(self, group: int) -> list[list[Piece]]:
-        names = {id(each): name for name, each in self._turns.engine.module.named_parameters()}
-        return pieces_of(self._turns.children[group], self._turns.stage, names)
+        names = {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
+        return pieces_of(self._schedule.children[group], self._schedule.stage, names)
 
     def _destroy(self) -> None:
         """As DeepSpeed's."""
-        self._turns.destroy()
+        self._schedule.destroy()
         self._engine_destroy()
 
     def _export(self) -> dict[str, Any]:
-        turns = self._turns
-        rotation = turns.optimizer.rotation
-        waiting = [group for group in turns.children if group != turns.active]
+        schedule = self._schedule
+        rotation = schedule.optimizer.rotation
+        waiting = [group for group in schedule.children if group != schedule.active]
         for group in waiting:
-            turns.mover(group).settle()
+            schedule.mover(group).settle()
         return {
             "version": VERSION,
             "identity": self._identity(),
@@ -191,53 +193,53 @@ class Checkpoints:
             "skipped_in_cycle": dict(rotation.skipped_in_cycle),
             "param_groups": [
                 {key: own_copy(value) for key, value in group.items() if key != "params"}
-                for group in turns.optimizer.param_groups
+                for group in schedule.optimizer.param_groups
             ],
             "groups": {str(group): self._export_group(group) for group in waiting},
             # DeepSpeed's files have it too, in a form that only as many ranks read.
-            "active": self._export_group(turns.active),
+            "active": self._export_group(schedule.active),
             "pieces": {
-                str(group): [list(map(tuple, each)) for each in self._pieces(group)] for group in turns.children
+                str(group): [list(map(tuple, each)) for each in self._pieces(group)] for group in schedule.children
             },
             "shapes": self._shapes(),
             "scaler": {
                 name: value
-                for name, value in vars(turns.children[turns.active].loss_scaler).items()
+                for name, value in vars(schedule.children[schedule.active].loss_scaler).items()
                 if isinstance(value, (bool, int, float))
             },
-            "own": {str(group): turns.own_hyperparameters(group) for group in turns.children},
+            "own": {str(group): schedule.own_hyperparameters(group) for group in schedule.children},
         }
 
     def _shapes(self) -> dict[str, dict[str, list[int]]]:
         """The parameters' shapes by group and name."""
-        turns = self._turns
-        names = {id(each): name for name, each in turns.engine.module.named_parameters()}
+        schedule = self._schedule
+        names = {id(each): name for name, each in schedule.engine.module.named_parameters()}
         return {
             str(group): {
                 names[id(each.parameter)]: list(getattr(each.parameter, "ds_shape", each.parameter.shape))
-                for each in turns.optimizer.weights_of(group)
+                for each in schedule.optimizer.weights_of(group)
             }
-            for group in turns.children
+            for group in schedule.children
         }
 
     def _export_group(self, group: int) -> dict[str, Any]:
-        turns = self._turns
-        with turns.all_masters_listed(group) as optimizer:
+        schedule = self._schedule
+        with schedule.all_masters_listed(group) as optimizer:
             return {
                 "optimizer": optimizer.state_dict(),
-                "masters": [master.detach() for master in turns.mover(group).masters],
+                "masters": [master.detach() for master in schedule.mover(group).masters],
             }
 
     def _import(self, group: int, saved: Mapping[str, Any]) -> None:
-        turns = self._turns
-        child = turns.children[group]
+        schedule = self._schedule
+        child = schedule.children[group]
         # Torch puts loaded state where the weights are, and some of it (a fused step count) has to be on the device.
-        turns.mover(group).to_device()
-        with turns.all_masters_listed(group) as optimizer:
+        schedule.mover(group).to_device()
+        with schedule.all_masters_listed(group) as optimizer:
             optimizer.load_state_dict(saved["optimizer"])
-        for index, (master, value) in enumerate(zip(turns.mover(group).masters, saved["masters"], strict=True)):
+        for index, (master, value) in enumerate(zip(schedule.mover(group).masters, saved["masters"], strict=True)):
             master.data.copy_(value)
-            if turns.stage == 3:
+            if schedule.stage == 3:
                 # DeepSpeed restores these weights as frozen ones, unless those were left out of the checkpoint.
                 child._reassign_or_swap_out_partitioned_parameters(index)
 
@@ -278,11 +280,11 @@ class Checkpoints:
         return saved
 
     def _check_shares(self, path: Path, saved: Mapping[str, Any]) -> None:
-        turns = self._turns
-        for group in turns.children:
+        schedule = self._schedule
+        for group in schedule.children:
             theirs = saved["groups"].get(str(group), saved["active"])["masters"]
             is_same = [tuple(each.shape) for each in theirs] == [
-                tuple(each.shape) for each in turns.mover(group).masters
+                tuple(each.shape) for each in schedule.mover(group).masters
             ]
             pieces = [[Piece(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
             if not is_same or pieces != self._pieces(group):
@@ -292,7 +294,7 @@ class Checkpoints:
                 )
 
     def _identity(self) -> dict[str, Any]:
-        return {"stage of ZeRO": self._turns.stage, **identity(self._turns.optimizer)}
+        return {"stage of ZeRO": self._schedule.stage, **identity(self._schedule.optimizer)}
 
 
 def identity(optimizer: HiFT) -> dict[str, Any]:

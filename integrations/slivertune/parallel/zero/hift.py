@@ -20,7 +20,7 @@ from slivertune.parallel.consistency.heartbeat import check_agreement, guard
 from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero.checkpoint import Checkpoints
 from slivertune.parallel.zero.engine import drive_by_config, take_place
-from slivertune.parallel.zero.schedule import Turns, optimizer_of_group
+from slivertune.parallel.zero.schedule import GroupSchedule, optimizer_of_group
 from slivertune.parallel.zero.unsupported import (
     check_engine_config,
     check_engine_optimizer,
@@ -94,7 +94,7 @@ def check_before(optimizer: HiFT, config: dict[str, Any]) -> None:
     check_agreement(facts_to_agree_on(optimizer, config))
 
 
-def rotate(engine: Any, optimizer: HiFT) -> Turns:
+def rotate(engine: Any, optimizer: HiFT) -> GroupSchedule:
     """Put HiFT's rotation on an engine that was built over the first group.
 
     Args:
@@ -102,7 +102,7 @@ def rotate(engine: Any, optimizer: HiFT) -> Turns:
         optimizer: HiFT; the engine steps in its place from now on.
 
     Returns:
-        The rotation; the engine keeps it, as `engine.hift_turns`.
+        The rotation; the engine keeps it, as `engine.hift_schedule`.
 
     Raises:
         ValueError: If the engine chose an optimizer that can't be rotated.
@@ -110,11 +110,11 @@ def rotate(engine: Any, optimizer: HiFT) -> Turns:
     check_engine_optimizer(type(engine.optimizer).__name__)
     optimizer.delegate_to(f"DeepSpeed's ZeRO-{engine.zero_optimization_stage()} engine")
     with keeping_timeout():
-        turns = Turns(engine, optimizer, engine.module)
-    Checkpoints(turns)
+        schedule = GroupSchedule(engine, optimizer, engine.module)
+    Checkpoints(schedule)
     seal_engine(engine)
     explain_engine(engine)
     follow_default_timeout([engine.seq_data_parallel_group, engine.data_parallel_group])
-    engine.hift_turns = turns
+    engine.hift_schedule = schedule
     drive_by_config(engine, optimizer)
-    return turns
+    return schedule

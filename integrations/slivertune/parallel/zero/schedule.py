@@ -14,13 +14,13 @@ from torch import nn
 
 from slivertune.hift import HiFT
 from slivertune.hift.backward_watch import BackwardWatch
-from slivertune.hift.freezing import Thaw
+from slivertune.hift.freezing import Freezer
 from slivertune.hift.model_check import ModelCheck
 from slivertune.hift.piece import Weight, differs
 from slivertune.hift.rotation import LearningRate, own_copy
 from slivertune.hift.skipping import SkipNotices
 from slivertune.parallel.consistency.headers import Header, Stage
-from slivertune.parallel.consistency.heartbeat import Whereabouts
+from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import applied_settings
 from slivertune.parallel.zero.state_mover import StateMover
 
@@ -51,7 +51,7 @@ def optimizer_of_group(optimizer: HiFT, group: int) -> torch.optim.Optimizer:
     )
 
 
-class Turns:
+class GroupSchedule:
     """Gives the engine the ZeRO optimizer of the group whose turn it is.
 
     The turn follows from the engine's own counters of applied steps, which DeepSpeed saves, and changes right before a
@@ -72,11 +72,11 @@ class Turns:
         self.switch_seconds = 0.0
         """Time in switches so far, copies included; without them it is this less `copy_seconds`."""
         self._weights = [tuple(w.parameter for w in optimizer.weights_of(g)) for g in range(optimizer.num_groups)]
-        self._thaw = Thaw(model, [parameter for weights in self._weights for parameter in weights])
+        self._freezer = Freezer(model, [parameter for weights in self._weights for parameter in weights])
         self._waits_on_host = optimizer.config.state == "host"
         self._pushed: dict[tuple[int, int], dict[str, Any]] = {}
         self._applied: list[LearningRate] = []
-        self._whereabouts = Whereabouts(f"hift-zero-{next(_numbers)}")
+        self._heartbeat = Heartbeat(f"hift-zero-{next(_numbers)}")
         self._noted = -1
         self._notices = SkipNotices(optimizer.groups)
         self._has_run = self._is_reached = self._is_reached_now = False
@@ -200,18 +200,18 @@ class Turns:
         try:
             yield
         finally:
-            self._thaw.only(self._weights[self.active], self._note_gradient)
+            self._freezer.only(self._weights[self.active], self._note_gradient)
 
     def destroy(self) -> None:
         """Take the waiting groups' hooks from the model; the engine destroys the active group's optimizer itself."""
         for group, child in self.children.items():
             if group != self.active:
                 child.destroy()
-        self._thaw.release()
+        self._freezer.release()
         self._watch.release()
 
     def _build(self, group: int, first: Any) -> None:
-        self._thaw.only(self._weights[group], _nothing)
+        self._freezer.only(self._weights[group], _nothing)
         child = self.engine._configure_zero_optimizer(optimizer_of_group(self.optimizer, group))
         child.register_grad_acc_post_hook(self.engine._backward_post_hook)
         if self.stage == 3:
@@ -242,7 +242,7 @@ class Turns:
         self._movers[group].drop_gradients()
 
     def _wake(self, group: int) -> None:
-        self._thaw.only(self._weights[group], self._note_gradient)
+        self._freezer.only(self._weights[group], self._note_gradient)
         if self._waits_on_host:
             self._movers[group].to_device()
         self._movers[group].take_gradients()
@@ -258,7 +258,7 @@ class Turns:
         self._check()
         if self.stage < 3:
             self._check_memory()
-        self._thaw.settle()
+        self._freezer.settle()
 
     def _check_memory(self) -> None:
         """Check that the weights still lie in DeepSpeed's flat memory, which is what it steps."""
@@ -278,12 +278,12 @@ class Turns:
             self._check_model()
         if self.optimizer.rotation.steps != self._noted:
             self._noted = self.optimizer.rotation.steps
-            self._whereabouts.enter(self.optimizer.updates, f"group {self.active}")
+            self._heartbeat.enter(self.optimizer.updates, f"group {self.active}")
 
     def _guarded(self, method: Callable[..., Any], doing: str) -> Callable[..., Any]:
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            with self._whereabouts.guard(f"{doing} group {self.active}", computes=True):
+            with self._heartbeat.guard(f"{doing} group {self.active}", computes=True):
                 return method(*args, **kwargs)
 
         return guarded
@@ -305,7 +305,7 @@ class Turns:
         rotation = self.optimizer.rotation
         self._notices.unreached(rotation.unreached)
         if rotation.starts_cycle:
-            self._whereabouts.compare(
+            self._heartbeat.compare(
                 {"updates": rotation.updates, "order": rotation.order, "held_lr": [str(lr) for lr in rotation.held_lr]},
                 self._header(Stage.COMPARING),
             )
@@ -315,7 +315,7 @@ class Turns:
         return Header(stage, self.optimizer.updates, self.active, skipped)
 
     def _note_backward(self) -> None:
-        self._thaw.settle()
+        self._freezer.settle()
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._is_reached_now = task, False
@@ -330,7 +330,7 @@ class Turns:
         if self.stage == 1 and not self._is_boundary():
             return
         reached = self._is_reached if self.stage == 1 else self._is_reached_now
-        self._whereabouts.meet(self._header(Stage.AVERAGING)._replace(gradients=int(reached)))
+        self._heartbeat.meet(self._header(Stage.AVERAGING)._replace(gradients=int(reached)))
 
     def _is_boundary(self) -> bool:
         engine = self.engine
@@ -342,7 +342,7 @@ class Turns:
     def _step(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_boundary():
             is_missed = self._has_run and not self._is_reached
-            self._whereabouts.meet(
+            self._heartbeat.meet(
                 self._header(Stage.STEPPING)._replace(gradients=int(self._is_reached)), applied_settings(self.optimizer)
             )
             self._has_run = self._is_reached = False
@@ -350,7 +350,7 @@ class Turns:
                 self._skip()
                 return None
             self._movers[self.active].follow_weights()
-        with self._whereabouts.guard(f"stepping group {self.active}", computes=True):
+        with self._heartbeat.guard(f"stepping group {self.active}", computes=True):
             result = self._engine_step(*args, **kwargs)
         if self.engine.was_step_applied():
             self._movers[self.active].claim_device()

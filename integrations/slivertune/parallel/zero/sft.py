@@ -23,14 +23,14 @@ from slivertune.parallel.checkpoint.manifests import seal_engine
 from slivertune.parallel.consistency.explain import compare_before_saving, explain_engine, explain_saving
 from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
-from slivertune.parallel.sft.communicator import RankExchange
-from slivertune.parallel.sft.sharded_base import ShardedBase
+from slivertune.parallel.sft.communicator import RankCommunicator
+from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
 from slivertune.parallel.sft.unsupported import check_layers, check_zero_config
 from slivertune.parallel.zero.engine import drive_by_config, take_place
 from slivertune.parallel.zero.other_ranks import fill_frozen, first_states, ranks_of_states, reading_first
 from slivertune.parallel.zero.unsupported import fill_clipping
 from slivertune.sft import SFT
-from slivertune.sft.base_access import BaseAccess
+from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.targets import Target
 
 _PLACEHOLDER = "slivertune_placeholder"
@@ -109,12 +109,12 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
         # Where the caller alone knows which backward is the last, the mean is taken after each.
         return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
 
-    def access(target: Target) -> BaseAccess:
-        return _Partition(target, built[0]) if stage == 3 else BaseAccess(target)
+    def pretrained(target: Target) -> PretrainedValues:
+        return _Partition(target, built[0]) if stage == 3 else PretrainedValues(target)
 
     model = sft.model
-    exchange = RankExchange(is_last)
-    with sft.moving(exchange, in_layers=stage == 3, access=access, is_shown=False):
+    communicator = RankCommunicator(is_last)
+    with sft.moving(communicator, in_layers=stage == 3, pretrained=pretrained, is_shown=False):
         device = next(model.parameters()).device
         placeholder = nn.Parameter(torch.zeros(1, dtype=next(model.parameters()).dtype, device=device))
         model.register_parameter(_PLACEHOLDER, placeholder)
@@ -125,10 +125,10 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
         drive_by_config(engine, sft)
         _read_by_any_ranks(engine, stage)
         seal_engine(engine)
-        exchange.keep_together(sft)
+        communicator.keep_together(sft)
         explain_engine(engine)
         follow_default_timeout([engine.seq_data_parallel_group, engine.data_parallel_group])
-        compare_before_saving(engine, lambda: exchange.compare_all(sft))
+        compare_before_saving(engine, lambda: communicator.compare_all(sft))
 
 
 def _read_by_any_ranks(engine: Any, stage: int) -> None:
@@ -259,7 +259,7 @@ class EngineStep:
         self._sft.load_state_dict(found[0])
 
 
-class _Partition(ShardedBase):
+class _Partition(ShardedPretrainedValues):
     """A parameter that ZeRO-3 cuts into one flat part a rank."""
 
     def __init__(self, target: Target, engine: Any) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.masters import refresh_master
-from slivertune.hift.pool import Pool, aligned, host_pool
+from slivertune.hift.offload_buffer import OffloadBuffer, aligned, host_buffer
 
 _Key = tuple[int, str]
 """Index of a master, and the name of a state of it; "" is the master itself."""
@@ -37,7 +37,7 @@ class StateMover:
         self._optimizer = optimizer
         self._stage = stage
         self._device = device
-        self._pool: Pool = host_pool(device)
+        self._buffer: OffloadBuffer = host_buffer(device)
         self._waiting: dict[_Key, torch.Tensor] = {}
         self.copy_seconds = 0.0
         """Time spent copying, or on CUDA queueing copies, since the mover was made."""
@@ -58,7 +58,7 @@ class StateMover:
         self._reserve([tensor for key, tensor in moving if key not in self._waiting])
         for key, tensor in moving:
             if key not in self._waiting:
-                self._waiting[key] = self._pool.empty_like(tensor.detach())
+                self._waiting[key] = self._buffer.empty_like(tensor.detach())
             place = self._waiting[key]
             self._copy(place, tensor.data)
             tensor.data = place
@@ -147,7 +147,7 @@ class StateMover:
         for tensor in tensors:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + aligned(tensor.numel() * tensor.dtype.itemsize)
         if sizes:
-            self._pool.reserve(sizes)
+            self._buffer.reserve(sizes)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         start = time.perf_counter()

@@ -85,7 +85,7 @@ class HiFTMethod(TrainingMethod):
         return {**asdict(self._arguments), "num_groups": self.optimizer.num_groups}
 
     def close(self) -> None:
-        """Thaw the model."""
+        """Freezer the model."""
         if self._attached is not None:
             self._attached.detach()
 

@@ -16,7 +16,7 @@ from slivertune.parallel.layout import layout_of
 from slivertune.training.options.checks import enum_value
 from slivertune.training.options.method import Method
 from slivertune.training.output.ledger_lines import Cycle, DenseCycle
-from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.layouts import save_whole_model
 from slivertune.training.tasks.task import Task
 
@@ -131,18 +131,20 @@ class TrainingMethod:
         """What decides the figures; plain JSON."""
         return {}
 
-    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, peers: Peers) -> Saved:
+    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
         """Write what was trained, when it is. All processes call it, and the first writes.
 
         Args:
             trainer: Holds the trained model.
             output_folder: The run's folder.
             base_name: Folder or hub id of the model that was fine-tuned.
-            peers: The processes of the run.
+            coordinator: The processes of the run.
         """
         folder = output_folder / MODEL_FOLDER
         with ExitStack() as stack:
-            new = peers.decide("folder aside of the model", lambda: stack.enter_context(atomic.folder_aside(folder)))
+            new = coordinator.decide(
+                "folder aside of the model", lambda: stack.enter_context(atomic.folder_aside(folder))
+            )
             save_whole_model(trainer, new)
         return Saved(model=folder)
 

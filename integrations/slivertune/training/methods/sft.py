@@ -22,7 +22,7 @@ from slivertune.training.methods.four_bit import SilenceAboutCodes, admitted_by_
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, TrainingMethod
 from slivertune.training.options.method import Method
 from slivertune.training.options.sft import SFTArguments
-from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import Task
 
 DELTA_FOLDER = "delta"
@@ -146,12 +146,12 @@ class SFTMethod(TrainingMethod):
         """All of SFT's settings, and the number of tensors with trained weights."""
         return {**asdict(self._arguments), "num_tensors": len(self.optimizer.num_elements)}
 
-    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, peers: Peers) -> Saved:
+    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
         """Write the deltas, and beside them the model with the deltas merged, if its weights hold them."""
         folder = output_folder / DELTA_FOLDER
         self.optimizer.save_pretrained(folder, base_model_name=base_name)
         if self._is_merged:
-            saved = super().save(trainer, output_folder, base_name=base_name, peers=peers)
+            saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)
             return Saved(model=saved.model, deltas=folder)
         command = ["slivertune", "merge", str(folder), "--model_name_or_path", base_name]
         command += ["--allow_quantized_base"] if self._has_4bit else []

@@ -30,7 +30,7 @@ from slivertune.training.options.sft import SFTArguments, check_sft
 from slivertune.training.options.tokens import TokenArguments
 from slivertune.training.output.folders import RunFolder, choose_run_folder
 from slivertune.training.precision import Precision, choose_precision
-from slivertune.training.ranks.coordinator import Peers
+from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
     asks_for_deepspeed,
     check_engine_precision,
@@ -93,12 +93,12 @@ class _Parser(HfArgumentParser):
         raise ValueError(f"{message}; see slivertune train --help")
 
 
-def parse_train_arguments(argv: Sequence[str], peers: Peers | None = None) -> TrainArguments:
+def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | None = None) -> TrainArguments:
     """Read and check the arguments of `slivertune train`; `--help` prints them all and exits.
 
     Args:
         argv: What follows `slivertune train`.
-        peers: The processes of this run, where there are several; the first chooses the folder.
+        coordinator: The processes of this run, where there are several; the first chooses the folder.
 
     Returns:
         The settings, with the defaults of the method and of the embedded model filled in.
@@ -109,7 +109,7 @@ def parse_train_arguments(argv: Sequence[str], peers: Peers | None = None) -> Tr
         ImportError: If an argument needs a library that is not installed.
         SilentError: If the first process found no folder.
     """
-    peers = peers or Peers()
+    coordinator = coordinator or LaunchCoordinator()
     values = _given_values(argv)
     given = frozenset(values)
     embedded_data = "dataset" not in given
@@ -138,7 +138,7 @@ def parse_train_arguments(argv: Sequence[str], peers: Peers | None = None) -> Tr
     )
     check_engine_precision(values, precision.autocast)
     asked = values.get("output_dir"), values.get("resume_from_checkpoint")
-    folder = peers.decide("the run's folder", lambda: choose_run_folder(method.method, *asked))
+    folder = coordinator.decide("the run's folder", lambda: choose_run_folder(method.method, *asked))
     training_values = {
         **training_defaults(
             method.method,
@@ -153,8 +153,8 @@ def parse_train_arguments(argv: Sequence[str], peers: Peers | None = None) -> Tr
         "output_dir": str(folder.path),
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
-    training = _build(TrainingArguments, training_values | device_values(values, peers.world_size))
-    check_processes(training, peers.world_size)
+    training = _build(TrainingArguments, training_values | device_values(values, coordinator.world_size))
+    check_processes(training, coordinator.world_size)
     if model.load_in_4bit:
         check_four_bit(training)
     training.mixed_precision = precision.autocast

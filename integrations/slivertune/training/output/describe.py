@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slivertune import __version__
-from slivertune.sft.holder import HOLDER_NAME
+from slivertune.sft.delta_parameters import HOLDER_NAME
 from slivertune.training.options.checks import enum_value
 from slivertune.training.ready import Run
 

@@ -76,7 +76,7 @@ class PlanLine:
     def __init__(self, run: Run) -> None:
         self._run = run
         # The figures are the first rank's, and so is what is said.
-        self._is_on = run.arguments.method.memory_ledger != "off" and run.peers.is_first
+        self._is_on = run.arguments.method.memory_ledger != "off" and run.coordinator.is_first
         self._device_peak = DevicePeak()
         self.plan = self._make() if self._is_on else None
         """What was planned; None where nothing is, or can be."""

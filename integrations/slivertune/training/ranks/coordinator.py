@@ -33,7 +33,7 @@ class SilentError(Exception):
     """Another process has failed, and says why."""
 
 
-class Peers:
+class LaunchCoordinator:
     """This process among those of a run.
 
     Args:
@@ -178,7 +178,7 @@ class Peers:
         return pickle.loads(self._store.get(name))
 
 
-def join_peers() -> Peers:
+def join_peers() -> LaunchCoordinator:
     """Find the other processes of this run, where a launcher has started several.
 
     Returns:
@@ -186,7 +186,7 @@ def join_peers() -> Peers:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return Peers()
+        return LaunchCoordinator()
     rank = int(os.environ["RANK"])
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=_JOIN_TIMEOUT))
-    return Peers(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), PrefixStore("slivertune", store))
+    return LaunchCoordinator(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), PrefixStore("slivertune", store))

@@ -126,7 +126,7 @@ class ClassificationProbe:
     Args:
         trainer: Judges it.
         task: Knows the rows and the classes.
-        tokenizer: Turns the row back into text.
+        tokenizer: GroupSchedule the row back into text.
     """
 
     def __init__(self, trainer: Trainer, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,8 +14,8 @@ import torch
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
+from slivertune.hift.offload_buffer import OffloadBuffer, aligned
 from slivertune.hift.piece import Slice, Weight
-from slivertune.hift.pool import Pool, aligned
 from slivertune.hift.residency import MASTER, WeightState
 from slivertune.hift.split import join_master, split_master
 
@@ -28,16 +28,16 @@ Move = tuple[str, torch.Tensor, torch.Tensor]
 """A key, the tensor on the device, and where it is to wait."""
 
 
-class WaitingState:
+class OffloadedState:
     """What waits of one group.
 
     Args:
-        pool: Where tensors with dimensions wait.
+        buffer: Where tensors with dimensions wait.
         split: Whether masters wait as their lower 16 bits.
     """
 
-    def __init__(self, pool: Pool, *, split: bool) -> None:
-        self._pool = pool
+    def __init__(self, buffer: OffloadBuffer, *, split: bool) -> None:
+        self._buffer = buffer
         self._split = split
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
@@ -130,7 +130,7 @@ class WaitingState:
             for key, value in values.items():
                 if _has_extent(key, value):
                     num_bytes[value.dtype] += aligned(value.nbytes)
-        self._pool.reserve(num_bytes)
+        self._buffer.reserve(num_bytes)
         for weight in weights:
             values = arriving.get(weight.name, {})
             self._scalars[weight.name, _WHOLE] = {
@@ -144,14 +144,14 @@ class WaitingState:
                     self._whole(weight, key, value).copy_(value)
 
     def _at_rest(self, value: Any) -> Any:
-        return self._pool.small(value) if isinstance(value, torch.Tensor) else value
+        return self._buffer.small(value) if isinstance(value, torch.Tensor) else value
 
     def _whole(self, weight: Weight, key: str, model: torch.Tensor) -> torch.Tensor:
         """Where all of a weight's state under `key` waits; made like `model` if it is new or has changed."""
         tensors = self._tensors.setdefault(weight.name, {})
         known = tensors.get(key)
         if known is None or known.shape != model.shape or known.dtype != model.dtype:
-            tensors[key] = self._pool.empty_like(model)
+            tensors[key] = self._buffer.empty_like(model)
         return tensors[key]
 
 

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.sft.exchange import ALONE, NOWHERE, Exchange, Place
+from slivertune.sft.communicator import ALONE, NOWHERE, ChunkKey, Communicator
+from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.guard import tensors_in
-from slivertune.sft.holder import DeltaHolder
 from slivertune.sft.weight import SparseWeight
 
 BUCKET_ELEMENTS = 2**24
 """Elements that are averaged together, 64 MiB; bounds the temporary of an update's averages."""
 
 
-class Averaging:
+class GradientSync:
     """Averages the gradients of the deltas over the ranks, so that every rank does the same update and selection.
 
     - At the end of the backward that is the last before an update: the deltas' gradients, and those of the growth
@@ -36,13 +36,13 @@ class Averaging:
 
     Args:
         weights: The trained tensors.
-        holder: Counts updates.
+        delta_parameters: Counts updates.
     """
 
-    def __init__(self, weights: Sequence[SparseWeight], holder: DeltaHolder) -> None:
-        self.exchange: Exchange = ALONE
+    def __init__(self, weights: Sequence[SparseWeight], delta_parameters: DeltaParameters) -> None:
+        self.communicator: Communicator = ALONE
         self._weights = weights
-        self._holder = holder
+        self._delta_parameters = delta_parameters
         self._waits_for_end = False
         self._has_own = False
 
@@ -52,7 +52,7 @@ class Averaging:
         Raises:
             RuntimeError: If they do.
         """
-        self.exchange.check()
+        self.communicator.check()
 
     @property
     def has_own(self) -> bool:
@@ -86,12 +86,12 @@ class Averaging:
         Raises:
             RuntimeError: If other ranks train, and nothing averages.
         """
-        if self.exchange.is_alone:
-            self.exchange.check()
+        if self.communicator.is_alone:
+            self.communicator.check()
         else:
             self._has_own = True
             self._await_end()
-        return self._holder.begin()
+        return self._delta_parameters.begin()
 
     def forget(self) -> None:
         """The gradients were dropped."""
@@ -113,30 +113,30 @@ class Averaging:
             if estimator.has_candidates:
                 estimator.feed(gradient, start, active)
             else:
-                feed = partial(estimator.feed, gradient, start, active, self.exchange)
-                self._in_turn(Place(at, end, start, gradient.numel()), feed)
+                feed = partial(estimator.feed, gradient, start, active, self.communicator)
+                self._in_turn(ChunkKey(at, end, start, gradient.numel()), feed)
                 if is_end:
                     estimator.end_backward()
 
-    def _in_turn(self, place: Place, act: Callable[[], None]) -> None:
-        while (first := self.exchange.earliest(place, self._weights[0].device)) != place:
+    def _in_turn(self, place: ChunkKey, act: Callable[[], None]) -> None:
+        while (first := self.communicator.earliest(place, self._weights[0].device)) != place:
             self._join(first)
         act()
 
-    def _join(self, place: Place) -> None:
+    def _join(self, place: ChunkKey) -> None:
         weight = self._weights[place.weight]
         estimator = weight.estimators[place.end]
         weight.follow(weight.device)
-        estimator.begin(self._holder.begin())
-        estimator.join(place.start, place.length, weight.device, self.exchange)
+        estimator.begin(self._delta_parameters.begin())
+        estimator.join(place.start, place.length, weight.device, self.communicator)
         if place.start + place.length == weight.target.num_elements:
             estimator.end_backward()
 
     def _await_end(self) -> None:
-        if self._waits_for_end or self.exchange.is_alone:
+        if self._waits_for_end or self.communicator.is_alone:
             return
         if self._is_shared():
-            self.exchange.meet()
+            self.communicator.meet()
         self._waits_for_end = True
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(self._end_backward)
@@ -146,14 +146,14 @@ class Averaging:
         self._waits_for_end = False
         if self._lacks_candidates():
             self._in_turn(NOWHERE, lambda: None)
-        if self.exchange.is_last():
+        if self.communicator.is_last():
             for bucket in _buckets(self._weights):
                 self._average(bucket)
             self._has_own = False
 
     def _is_shared(self) -> bool:
         """Whether the ranks meet in the backward that runs."""
-        return self.exchange.is_last() or self._lacks_candidates()
+        return self.communicator.is_last() or self._lacks_candidates()
 
     def _lacks_candidates(self) -> bool:
         return any(not estimator.has_candidates for estimator in self._estimators())
@@ -165,11 +165,11 @@ class Averaging:
     def _average(self, weights: Sequence[SparseWeight]) -> None:
         """Average what some tensors gathered; where no rank has a gradient for a tensor, it stays without."""
         is_present = torch.tensor([float(weight.phi.grad is not None) for weight in weights], device=weights[0].device)
-        gathered = [weight.gathered(self._holder.serial) for weight in weights]
-        self.exchange.mean_([is_present, *(tensor for tensors in gathered for tensor in tensors)])
+        gathered = [weight.gathered(self._delta_parameters.serial) for weight in weights]
+        self.communicator.mean_([is_present, *(tensor for tensors in gathered for tensor in tensors)])
         for weight, tensors, share in zip(weights, gathered, is_present.tolist(), strict=True):
             if share:
-                weight.accept(tensors, self._holder.begin())
+                weight.accept(tensors, self._delta_parameters.begin())
 
 
 def _buckets(weights: Sequence[SparseWeight]) -> Iterator[list[SparseWeight]]:

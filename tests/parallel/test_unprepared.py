@@ -1,4 +1,4 @@
-"""HiFT on several ranks: the door has to be taken, with the same settings on every rank, and no rank may vanish."""
+"""HiFT on ranks that nothing has prepared, that were prepared with other settings, or of which one vanishes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
-from slivertune.hift.door import Door, card, updates_on_card
+from slivertune.core.placeholder_state import PlaceholderState
 from tests.helpers.models import differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.reference import ADAMW, batch_of, on_fsdp2_ranks, on_ranks
@@ -29,7 +29,7 @@ def message_of(call: Any) -> str:
     return ""
 
 
-def step_without_a_door(rank: int, num_ranks: int) -> dict[str, Any]:
+def step_unprepared(rank: int, num_ranks: int) -> dict[str, Any]:
     messages = {}
     for name in ("plain", "accelerator.prepare"):
         model = tiny_llama()
@@ -108,7 +108,7 @@ def drift(rank: int, num_ranks: int) -> dict[str, Any]:
 
 def doors(rank: int, num_ranks: int) -> dict[str, Any]:
     return {
-        "without": step_without_a_door(rank, num_ranks),
+        "without": step_unprepared(rank, num_ranks),
         "disagree": disagree(rank, num_ranks),
         "drift": drift(rank, num_ranks),
     }
@@ -122,9 +122,9 @@ def told() -> list[dict[str, Any]]:
 def test_a_step_on_ranks_that_were_not_prepared_names_the_doors(told: list[dict[str, Any]]) -> None:
     for each in told:
         for way in ("plain", "accelerator.prepare"):
-            for door in ("slivertune.prepare", "slivertune.initialize", "slivertune.attach"):
+            for way_out in ("slivertune.prepare", "slivertune.initialize", "slivertune.attach"):
                 assert each["without"][way].startswith("RuntimeError: HiFT runs on 2 ranks")
-                assert door in each["without"][way]
+                assert way_out in each["without"][way]
 
 
 @pytest.mark.parametrize("layout", ON_RANKS)
@@ -202,7 +202,7 @@ def test_a_rank_that_dies_under_fsdp2_is_named_at_once() -> None:
     assert seconds < 30
 
 
-def test_one_process_needs_no_door() -> None:
+def test_one_process_needs_no_preparation() -> None:
     assert not dist.is_initialized()
     model = tiny_llama()
     hift = HiFT(model, torch.optim.AdamW, **ADAMW)
@@ -225,7 +225,7 @@ def test_what_an_engine_steps_refuses_to_step_by_itself() -> None:
     assert weights(model).keys() == before.keys()
 
 
-def test_a_card_alone_does_not_resume_a_run() -> None:
+def test_a_placeholder_alone_does_not_resume_a_run() -> None:
     model = tiny_llama()
     hift = HiFT(model, torch.optim.AdamW, **ADAMW)
     hift.use_sidecar("DDP")
@@ -233,7 +233,8 @@ def test_a_card_alone_does_not_resume_a_run() -> None:
         model(**batch).loss.backward()
         hift.step()
     saved, whole = hift.state_dict(), hift.whole_state()
-    assert updates_on_card(saved) == 3 and updates_on_card(whole) is None
+    placeholder = PlaceholderState("HiFT")
+    assert placeholder.updates_in(saved) == 3 and placeholder.updates_in(whole) is None
 
     again = tiny_llama()
     resumed = HiFT(again, torch.optim.AdamW, **{**ADAMW, "lr": 5.0})
@@ -250,10 +251,11 @@ def test_a_card_alone_does_not_resume_a_run() -> None:
     assert resumed.updates == 4
 
 
-def test_a_state_that_is_no_card_is_not_taken_for_one() -> None:
-    assert updates_on_card({"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}) is None
-    assert updates_on_card({"state": {0: card(4, torch.device("cpu"))}, "param_groups": []}) == 4
-    door = Door()
-    door.await_state(4)
-    door.check_step(4)
-    door.check_step(5)  # only the first step after a load is held against it
+def test_a_state_that_is_no_placeholder_is_not_taken_for_one() -> None:
+    placeholder = PlaceholderState("HiFT")
+    assert placeholder.updates_in({"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}) is None
+    of_parameter = placeholder.of_parameter(4, torch.device("cpu"))
+    assert placeholder.updates_in({"state": {0: of_parameter}, "param_groups": []}) == 4
+    placeholder.await_state(4)
+    placeholder.check(4)
+    placeholder.check(5)  # only the first step after a load is held against it

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 
-class Place(NamedTuple):
+class ChunkKey(NamedTuple):
     """A part of a dense gradient, as every rank names it."""
 
     weight: int
@@ -26,11 +26,11 @@ class Place(NamedTuple):
         return -self.weight, self.end, self.start
 
 
-NOWHERE = Place(-1, 0, 0, 0)
+NOWHERE = ChunkKey(-1, 0, 0, 0)
 """After all places: where a rank is that has no more gradients in this backward."""
 
 
-class Exchange:
+class Communicator:
     """One process: every sum is its own.
 
     `slivertune.parallel` has the one for ranks. The methods from `meet` on are collectives there: all ranks call
@@ -77,7 +77,7 @@ class Exchange:
             RuntimeError: If they are not, before anything was averaged.
         """
 
-    def earliest(self, place: Place, device: torch.device) -> Place:
+    def earliest(self, place: ChunkKey, device: torch.device) -> ChunkKey:
         """Where the rank is whose turn comes first.
 
         Args:
@@ -117,5 +117,5 @@ class Exchange:
         """
 
 
-ALONE = Exchange()
+ALONE = Communicator()
 """The exchange of one process."""

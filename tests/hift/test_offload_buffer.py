@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.hift.pool import host_pool
+from slivertune.hift.offload_buffer import host_buffer
 
 CUDA = torch.device("cuda", 1)
 
@@ -45,9 +45,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_registrations_are_whole_pages_of_their_own(calls: list[tuple[Any, ...]]) -> None:
-    pool = host_pool(CUDA)
+    buffer = host_buffer(CUDA)
     tensors = [
-        pool.empty_like(torch.empty(shape, dtype=dtype)) for shape, dtype in ((100, torch.int8), (3000, torch.float32))
+        buffer.empty_like(torch.empty(shape, dtype=dtype))
+        for shape, dtype in ((100, torch.int8), (3000, torch.float32))
     ]
     assert ("device", CUDA) in calls
     ranges = [(address, address + size) for kind, address, *rest in calls if kind == "register" for size in rest]
@@ -59,11 +60,11 @@ def test_registrations_are_whole_pages_of_their_own(calls: list[tuple[Any, ...]]
 
 
 def test_memory_is_unpinned_before_it_is_freed_and_after_all_copies(calls: list[tuple[Any, ...]]) -> None:
-    pool = host_pool(CUDA)
-    pool.reserve({torch.float32: 1000})
-    part = pool.empty_like(torch.empty(10))
+    buffer = host_buffer(CUDA)
+    buffer.reserve({torch.float32: 1000})
+    part = buffer.empty_like(torch.empty(10))
     (address,) = [call[1] for call in calls if call[0] == "register"]
-    del pool
+    del buffer
     gc.collect()
     assert calls[-1][0] == "register", "a tensor of it lives"
     del part
@@ -72,6 +73,6 @@ def test_memory_is_unpinned_before_it_is_freed_and_after_all_copies(calls: list[
 
 
 def test_memory_that_cannot_be_pinned_names_the_way_out(calls: list[tuple[Any, ...]]) -> None:
-    pool = host_pool(CUDA)
+    buffer = host_buffer(CUDA)
     with pytest.raises(RuntimeError, match=r"4,096 bytes of host memory .* can't be pinned .* state=\"disk\""):
-        pool.reserve({torch.float32: 64, torch.int16: 64, torch.uint8: 4096})
+        buffer.reserve({torch.float32: 64, torch.int16: 64, torch.uint8: 4096})

@@ -14,7 +14,7 @@ def bits_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.view(bits) != right.view(bits)
 
 
-class BaseAccess:
+class PretrainedValues:
     """Reads and writes entries of a tensor that lies whole in its module.
 
     `slivertune.parallel` has others for tensors in shards, whose methods are collectives.

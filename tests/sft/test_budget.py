@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from slivertune import SFT, SFTConfig
-from slivertune.sft.allotment import Contender, share_out
+from slivertune.sft.budget import BudgetRequest, share_out
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
 
 
-def contender(scores: list[float], kept: int, share: int) -> Contender:
-    return Contender(scores=torch.tensor(scores), num_kept=kept, share=share)
+def contender(scores: list[float], kept: int, share: int) -> BudgetRequest:
+    return BudgetRequest(scores=torch.tensor(scores), num_kept=kept, share=share)
 
 
 def test_the_highest_scores_win_over_all_tensors() -> None:

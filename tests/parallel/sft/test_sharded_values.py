@@ -14,16 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from slivertune import SFT, SFTConfig
-from slivertune.parallel.sft.sharded_base import ShardedBase
-from slivertune.sft.base_access import BaseAccess
-from slivertune.sft.exchange import ALONE
+from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
+from slivertune.sft.communicator import ALONE
+from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.targets import Target
 from tests.helpers.models import bits
 
 NUM_ELEMENTS = 13 * 17
 
 
-class Cut(ShardedBase):
+class Cut(ShardedPretrainedValues):
     """A tensor of 13 x 17 whose elements are cut anywhere."""
 
     def __init__(self, whole: torch.Tensor, first: int, length: int) -> None:
@@ -61,7 +61,7 @@ def test_each_rank_reads_and_writes_its_own_entries(dtype: torch.dtype, cuts: tu
     assert torch.equal(torch.cat([shard.part for shard in shards]), expected)
 
 
-class Elsewhere(BaseAccess):
+class Elsewhere(PretrainedValues):
     """The fp32 values of a tensor of which the module has a bf16 copy, as FSDP2's mixed precision gathers it."""
 
     is_whole = False

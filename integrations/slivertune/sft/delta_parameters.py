@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 HOLDER_NAME = "slivertune_sft"
-"""The holder's name among the modules of the first target's layer while SFT is attached."""
+"""Their name among the modules of the first target's layer while SFT is attached."""
 
 _WITNESS_GRADIENT = 2.0**-100
 """Its square vanishes in an fp32 norm, and scaling it by any factor above 2^-26 is exact."""
 
 
-class DeltaHolder(nn.Module):
+class DeltaParameters(nn.Module):
     """Shows the deltas (phi) to whatever walks over `model.parameters()`: clipping, loss scaling, `model.zero_grad()`.
 
     Their `.grad` is the gradient of the trained weights and of nothing else, so a norm over the model's parameters is
@@ -63,7 +63,7 @@ class DeltaHolder(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DeltaHolder:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DeltaParameters:
         for parameter in self.parameters():
             device = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).device
             parameter.data = parameter.data.to(device)

@@ -24,7 +24,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Carver:
+class Arena:
     """Cuts tensors from one flat buffer, front to back.
 
     Args:
@@ -47,7 +47,7 @@ class Carver:
         return flat.as_strided(dense.shape, dense.stride())
 
 
-class Pool:
+class OffloadBuffer:
     """Owns one group's waiting tensors.
 
     Args:
@@ -58,7 +58,7 @@ class Pool:
     def __init__(self, place: Place, allocate: Callable[[int], torch.Tensor]) -> None:
         self._place = place
         self._allocate = allocate
-        self._carvers: dict[torch.dtype, Carver] = {}
+        self._carvers: dict[torch.dtype, Arena] = {}
 
     def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
         """Allocate ahead for the tensors to come, so that a lack of memory shows now.
@@ -69,7 +69,7 @@ class Pool:
             buffers = {dtype: self._allocate(size) for dtype, size in num_bytes.items() if size}
         for dtype, buffer in buffers.items():
             claim(buffer, "state", self._place)
-            self._carvers[dtype] = Carver(buffer)
+            self._carvers[dtype] = Arena(buffer)
 
     def empty_like(self, model: torch.Tensor) -> torch.Tensor:
         """A tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
@@ -89,18 +89,18 @@ class Pool:
         return copy
 
 
-def host_pool(device: torch.device) -> Pool:
+def host_buffer(device: torch.device) -> OffloadBuffer:
     """A pool in host memory, pinned when `device` is a CUDA device so that copies run beside the computation."""
-    return Pool("host", partial(_pinned, device) if device.type == "cuda" else _pageable)
+    return OffloadBuffer("host", partial(_pinned, device) if device.type == "cuda" else _pageable)
 
 
-def disk_pool(directory: Path) -> Pool:
+def disk_buffer(directory: Path) -> OffloadBuffer:
     """A pool in memory-mapped files under `directory`.
 
     Files are allocated whole (a full disk is an error, never a SIGBUS) and unlinked as soon as they are mapped, so
     that nothing stays behind, however the process ends.
     """
-    return Pool("disk", lambda num_bytes: _mapped(directory, num_bytes))
+    return OffloadBuffer("disk", lambda num_bytes: _mapped(directory, num_bytes))
 
 
 def _pageable(num_bytes: int) -> torch.Tensor:

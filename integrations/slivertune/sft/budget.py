@@ -16,7 +16,7 @@ MOST_SHARE = 4.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contender:
+class BudgetRequest:
     """A tensor that takes part in sharing out."""
 
     scores: torch.Tensor
@@ -27,7 +27,7 @@ class Contender:
     """Weights that it began with."""
 
 
-def share_out(contenders: Sequence[Contender], total: int) -> list[int]:
+def share_out(contenders: Sequence[BudgetRequest], total: int) -> list[int]:
     """Give positions to the highest scores over all tensors, within each tensor's bounds.
 
     A tensor ends with a quarter to four times its share, as far as its positions and the total allow.

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.sft.base_access import BaseAccess, bits_differ
+from slivertune.sft.pretrained_values import PretrainedValues, bits_differ
 from slivertune.sft.targets import Target
 
 
-class ShardedBase(BaseAccess):
+class ShardedPretrainedValues(PretrainedValues):
     """Reads and writes entries of a tensor whose flattened elements are shared out in one run to each rank.
 
     Args:
