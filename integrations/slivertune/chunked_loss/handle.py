@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
+from slivertune.core.module_hook import ModuleHook
 
 
 def attach_chunked_cross_entropy(
@@ -152,8 +153,8 @@ class ChunkedCrossEntropyHandle:
         self._undo.append(self._head.take_off)
         _swap_loss(model, ForCausalLMLoss, self._loss)
         self._undo.append(lambda: _swap_loss(model, self._loss, ForCausalLMLoss))
-        self._undo.append(model.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True).remove)
-        self._undo.append(model.register_forward_hook(_Hook(self._end), always_call=True).remove)
+        self._undo.append(model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True).remove)
+        self._undo.append(model.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         wanted = (model.training and torch.is_grad_enabled()) or (self._evaluation and not torch.is_grad_enabled())
@@ -290,22 +291,6 @@ class _Loss:
                 "forward was replaced after the handle was attached"
             )
         return chunked
-
-
-class _Hook:
-    """A hook of a module; in a copy of the model it does nothing, since a copy has no handle."""
-
-    def __init__(self, function: Callable[..., Any] | None) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return None if self.function is None else self.function(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None)
-
-    def __reduce__(self) -> Any:
-        return _Hook, (None,)
 
 
 def _own_forward(module: nn.Module) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
-# What torch.compile, checkpointing, FSDP and PEFT put into the names of a model's parameters.
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "base_layer"}
+from slivertune.core.parameter_names import WRAPPERS, without_wrappers
+
+_WRAPPERS = WRAPPERS | {"_fsdp_wrapped_module", "base_layer"}
+"""With those of FSDP and PEFT."""
 
 
 def name_before(name: str, known: Container[str]) -> str:
@@ -15,9 +17,7 @@ def name_before(name: str, known: Container[str]) -> str:
         name: As it is called now.
         known: Names from before; one of them stays as it is.
     """
-    if name in known:
-        return name
-    return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))
+    return name if name in known else without_wrappers(name)
 
 
 class NameIndex:

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.backward import at_end_of_backward, running_backward
 from slivertune.core.layers import Layer
-from slivertune.hift.hooks import ModuleHook
-from slivertune.hift.outputs import tensors_of, with_tensors_replaced
+from slivertune.core.module_hook import ModuleHook
+from slivertune.core.outputs import tensors_of, with_tensors_replaced
 
 
 class BackwardWatch:
@@ -121,13 +122,12 @@ class BackwardWatch:
         return made
 
     def _begin_backward(self, gradient: torch.Tensor | None = None) -> None:
-        task = torch._C._current_graph_task_id()
+        task = running_backward()
         if task != self._task:
             self._task = task
             self._on_backward()
             # Called when the whole backward is over, unless it has failed.
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         self._ran = True

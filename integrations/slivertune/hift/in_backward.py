@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.backward import NO_BACKWARD, at_end_of_backward, running_backward
 from slivertune.core.ledger import claim
-from slivertune.hift.hooks import ModuleHook
-from slivertune.hift.outputs import tensors_of
+from slivertune.core.module_hook import ModuleHook
+from slivertune.core.outputs import tensors_of
 from slivertune.hift.piece import Weight
 
 _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start anew"
@@ -141,7 +142,7 @@ class BackwardSteps:
         self._hooks = []
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        if not self._stepped and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if not self._stepped and torch.is_grad_enabled() and running_backward() == NO_BACKWARD:
             # Backward passes that failed before they stepped anything.
             self._running.clear()
 
@@ -153,12 +154,11 @@ class BackwardSteps:
 
     def _watch_backward(self) -> None:
         """Note that the running backward has begun, and let it tell when it ends without an error."""
-        task = torch._C._current_graph_task_id()
+        task = running_backward()
         if task == -1 or task in self._running:
             return
         self._running.add(task)
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(lambda: self._running.discard(task))
+        at_end_of_backward(lambda: self._running.discard(task))
 
 
 def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:

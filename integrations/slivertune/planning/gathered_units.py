@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from slivertune.core.backward import at_end_of_backward
 from slivertune.core.ledger import Kind, claim, claimed_at_birth
 
 
@@ -187,8 +188,7 @@ class GatheredUnits:
             return
         if not self._is_running:
             self._is_running = True
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
         unit.phase = "backward"
         self._gather(unit)
         self._copy_out(unit)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.backward import at_end_of_backward
 from slivertune.core.ledger import claimed_at_birth
 from slivertune.planning.gathered_units import GatheredUnits
 from slivertune.planning.request import PlanRequest
@@ -51,8 +52,7 @@ class _AtGradients:
     def _arrived(self, parameter: torch.Tensor) -> None:
         if not self._is_running:
             self._is_running = True
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._ended)
+            at_end_of_backward(self._ended)
             self.begin()
         self.arrive(parameter)
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.backward import at_end_of_backward
+from slivertune.core.outputs import tensors_of
 from slivertune.sft.communicator import ALONE, NOWHERE, ChunkKey, Communicator
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.growth import GrowthEstimator
-from slivertune.sft.guard import tensors_in
 from slivertune.sft.weight import SparseWeight
 
 BUCKET_ELEMENTS = 2**24
@@ -71,7 +72,7 @@ class GradientSync:
             self._waits_for_end = False
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            for leaf in tensors_in(output):
+            for leaf in tensors_of(output):
                 if leaf.requires_grad:
                     leaf.register_hook(lambda gradient: self._await_end())
 
@@ -138,8 +139,7 @@ class GradientSync:
         if self._is_shared():
             self.communicator.meet()
         self._waits_for_end = True
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(self._end_backward)
+        at_end_of_backward(self._end_backward)
 
     @torch.no_grad()
     def _end_backward(self) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.module_hook import ModuleHook
+from slivertune.core.outputs import tensors_of
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.weight import SparseWeight
 
@@ -69,12 +70,19 @@ class ModelGuard:
         self._known = {id(each): (each, required) for each, required in known}
         # What SFT itself writes into the deltas leaves their versions alone.
         self._versions = [delta._version for delta in deltas]
-        step_hook = register_optimizer_step_pre_hook(_Hook(self, "before_foreign_step"))
-        # The model may outlive this, or go with it; the optimizers' hook would stay for ever.
+        # The model may outlive this, or go with it; optimizers' hooks are global, and would keep it alive for ever.
+        alive = weakref.ref(self)
+
+        def before_step(*args: Any) -> None:
+            guard = alive()
+            if guard is not None:
+                guard.before_foreign_step(*args)
+
+        step_hook = register_optimizer_step_pre_hook(before_step)
         weakref.finalize(self, step_hook.remove)
         self._handles = [
-            self._model.register_forward_pre_hook(_Hook(self, "before_forward")),
-            self._model.register_forward_hook(_Hook(self, "after_forward")),
+            self._model.register_forward_pre_hook(ModuleHook(self.before_forward)),
+            self._model.register_forward_hook(ModuleHook(self.after_forward)),
             step_hook,
         ]
 
@@ -86,7 +94,7 @@ class ModelGuard:
 
     def before_forward(self, module: nn.Module, inputs: Any) -> None:
         """See to a training forward."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.check()
             self.freeze()
 
@@ -95,9 +103,9 @@ class ModelGuard:
 
         Where a training forward has met nothing that is trained, the user's backward finds an end nevertheless.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
-        tensors = [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
+        tensors = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]
         followed = [leaf for leaf in tensors if leaf.requires_grad]
         for leaf in followed:
             leaf.register_hook(lambda gradient: self.freeze())
@@ -176,37 +184,3 @@ class ModelGuard:
                         "attached; call detach() of the SFT (or of what slivertune.attach returned) before anything "
                         "else trains the model, and build that optimizer afterwards"
                     )
-
-
-class _Hook:
-    """A hook of the guard; in a copy of the model, or a pickled one, it does nothing."""
-
-    def __init__(self, guard: ModelGuard, method: str) -> None:
-        # Optimizers' hooks are global, and must not keep the model alive.
-        self._guard = weakref.ref(guard) if method == "before_foreign_step" else lambda: guard
-        self._method = method
-
-    def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        guard = self._guard()
-        if guard is not None:
-            getattr(guard, self._method)(*arguments)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _idle_hook, ()
-
-
-def _idle_hook() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*arguments: Any) -> None:
-    pass
-
-
-def tensors_in(output: Any) -> list[torch.Tensor]:
-    """The tensors in a model's output, each once, whatever holds them."""
-    # Some models' outputs are plain objects that no tree knows.
-    leaves = tree_leaves(output if not hasattr(output, "__dict__") else [output, list(vars(output).values())])
-    return [leaf for leaf in {id(leaf): leaf for leaf in leaves}.values() if isinstance(leaf, torch.Tensor)]

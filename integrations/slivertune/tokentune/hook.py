@@ -14,6 +14,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
+from slivertune.core.backward import at_end_of_backward
+from slivertune.core.module_hook import ModuleHook
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
 from slivertune.tokentune.call import Call, by_name, check_call, find_real, tokens_shape
 from slivertune.tokentune.config import Pattern, TokenTune
@@ -174,9 +176,11 @@ class TokenTuneHandle:
         holder = next(module for module in model.modules() if self._layers in list(module.children()))
         self._holder = holder
         self._containers = _containers(self._layers, self._wrapped)
-        self._undo.append(holder.register_forward_hook(_Hook(self._leave_layers)).remove)
-        self._undo.append(model.register_forward_pre_hook(_Hook(self._begin), with_kwargs=True, prepend=True).remove)
-        self._undo.append(model.register_forward_hook(_Hook(self._end), always_call=True).remove)
+        self._undo.append(holder.register_forward_hook(ModuleHook(self._leave_layers)).remove)
+        self._undo.append(
+            model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True, prepend=True).remove
+        )
+        self._undo.append(model.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
         if self._head == "causal":
             self._undo.append(_replace_loss(model, lambda: None if self._call is None else self._call.targets))
 
@@ -186,7 +190,7 @@ class TokenTuneHandle:
 
         # As SFT's layers under ZeRO-3, whose deltas the engine must not see.
         layer_rows.has_other_forwards = any("forward" in vars(module) for module in layer.modules())
-        self._undo.append(layer.register_forward_pre_hook(_Hook(enter), with_kwargs=True).remove)
+        self._undo.append(layer.register_forward_pre_hook(ModuleHook(enter), with_kwargs=True).remove)
         for parent, name, in_attention in token_wise_children(layer):
             child = getattr(parent, name)
             checkpointed = self.settings.checkpoint_mlp and not in_attention and _is_composite(child)
@@ -367,23 +371,6 @@ def _uncompiled(module: nn.Module | None) -> nn.Module | None:
     return None if module is None else module._modules.get("_orig_mod", module)
 
 
-class _Hook:
-    """A hook of a module; in a copy of the model it does nothing, since a copy is not hooked."""
-
-    def __init__(self, function: Callable[..., Any] | None) -> None:
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return None if self.function is None else self.function(*args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
-        return _Hook(None)
-
-    def __reduce__(self) -> Any:
-        """A model that is read from a pickle is not hooked, either."""
-        return _Hook, (None,)
-
-
 class _Passed(torch.autograd.Function):
     """The layers' output. When the backward passes it, layers that it computes again are this forward's.
 
@@ -407,8 +394,7 @@ class _Passed(torch.autograd.Function):
             )
         selection.of_backward = ctx.rows
         # At the end of this backward, so that nothing of the forward is kept alive by it.
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(selection.leave_backward)
+        at_end_of_backward(selection.leave_backward)
         return gradient, None, None
 
 

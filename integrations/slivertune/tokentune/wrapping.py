@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from slivertune.core.backward import NO_BACKWARD, running_backward
 from slivertune.tokentune.rows import Layout, Rows
 
 _ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
@@ -48,7 +49,7 @@ class Selection:
 
 def in_backward() -> bool:
     """Whether this thread runs a part of a backward, as when a checkpoint computes a layer again."""
-    return torch._C._current_graph_task_id() != -1
+    return running_backward() != NO_BACKWARD
 
 
 class LayerRows:

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.backward import at_end_of_backward
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.hift.outputs import tensors_of
+from slivertune.core.outputs import tensors_of
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 
 BUCKET_BYTES = 25 * 2**20
@@ -80,7 +81,7 @@ class BucketedAllReduce:
         # From the outermost pass: reentrant checkpointing runs passes of its own inside it, whose ends are not the end.
         if not self._is_running and self._is_due():
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            at_end_of_backward(self._finish)
 
     def _mark_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._is_running:  # a backward pass that raised

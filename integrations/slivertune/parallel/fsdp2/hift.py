@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from slivertune.core.parameter_names import without_wrappers
 from slivertune.hift import HiFT
 from slivertune.hift.model_check import ModelCheck
 from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
@@ -32,8 +33,6 @@ from slivertune.parallel.fsdp2.units import check_units
 from slivertune.parallel.objects import refuse_step_in_backward, the_model_and_hift
 
 _WARM_UP = "_slivertune_warm_up"
-# Names that wrappers of checkpointing and of the compiler put into a parameter's own.
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -141,7 +140,7 @@ def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
     param_group_of = {
         id(parameter): index for index, group in enumerate(hift.param_groups) for parameter in group["params"]
     }
-    parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    parameters = {without_wrappers(name): parameter for name, parameter in model.named_parameters()}
     shards = {}
     for name in (name for group in hift.groups for name in group.parameter_names):
         source = parameters.get(name)
@@ -197,13 +196,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _do_nothing() -> None:

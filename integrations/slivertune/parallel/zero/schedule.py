@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.backward import at_end_of_backward, running_backward
 from slivertune.hift import HiFT
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.freezing import Freezer
@@ -316,11 +317,11 @@ class GroupSchedule:
 
     def _note_backward(self) -> None:
         self._freezer.settle()
-        task = torch._C._current_graph_task_id()
+        task = running_backward()
         if task != self._task:
             self._task, self._is_reached_now = task, False
             # After the last gradient, and before the engine sums up what has come.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         """Check that the ranks have the same gradients to sum up; DeepSpeed would wait for them, or sum up others."""

@@ -1,4 +1,4 @@
-"""Hooks on a module that do nothing in a copy of it."""
+"""Hooks on a module that do nothing in a copy of it, deep or pickled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ModuleHook:
-    """A hook of a module; in a copy of the model, pickled or not, it does nothing: no optimizer steps that one.
+    """A hook of a module; in a copy of the model, deep or pickled, it does nothing: the copy is nobody's.
 
     Args:
         function: What to call; None does nothing.

@@ -12,16 +12,21 @@ import torch
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of mappings, sequences, dataclasses and namespaces.
+    """Every tensor in a nest of mappings, sequences, dataclasses and namespaces, or among an object's attributes.
 
     Args:
         output: What a module's forward returned.
     """
+    is_object = not _entries(output) and hasattr(output, "__dict__") and not isinstance(output, torch.Tensor)
+    yield from _tensors_of(vars(output) if is_object else output)
+
+
+def _tensors_of(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         yield output
     else:
         for _, value in _entries(output):
-            yield from tensors_of(value)
+            yield from _tensors_of(value)
 
 
 def with_tensors_replaced(output: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> Any:
