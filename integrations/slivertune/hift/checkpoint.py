@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from slivertune.hift.base import CUT_MULTIPLE
 VERSION = 2
 """Version of the saved form: since 2 it tells the steps that passed without an update."""
 _READABLE = (1, VERSION)
+_MEANINGS = {
+    "groups": "grouping (layers_per_group, layers)",
+    "order": "order of turns (order, seed)",
+    "steps_per_group": "steps_per_group",
+    "optimizer": "base optimizer",
+}
+"""What `HiFT.identity` tells, and which settings decide it."""
 _SINCE_2 = frozenset({"skipped_turns", "skipped_in_cycle"})
 
 
@@ -53,17 +61,7 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key in _SINCE_2:
         _check_counts(key, theirs.get(key, {}), len(theirs["groups"]))
     _same_names(_flat(theirs["groups"]), _flat(ours["groups"]))
-    for key, meaning in (
-        ("groups", "grouping (layers_per_group, layers)"),
-        ("order", "order of turns (order, seed)"),
-        ("steps_per_group", "steps_per_group"),
-        ("optimizer", "base optimizer"),
-    ):
-        if theirs[key] != ours[key]:
-            raise StateMismatchError(
-                f"the saved state has another {meaning}: {_short(theirs[key])} there, {_short(ours[key])} here; "
-                "build the optimizer with the settings of the saved run"
-            )
+    check_identity("the saved state", theirs, {key: ours[key] for key in _MEANINGS})
     lost = [name for name in theirs.get("weights", []) if name not in saved["state"]]
     if lost:
         raise StateMismatchError(f"the saved state is damaged: that of {_short(lost)} is lost; use another checkpoint")
@@ -74,6 +72,28 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"of this optimizer ({[len(group['params']) for group in own['param_groups']]}); "
             "build the base optimizer with the param groups of the saved run"
         )
+
+
+def check_identity(
+    state: str | Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], built: str = "the optimizer"
+) -> None:
+    """Refuse a state of another run.
+
+    Args:
+        state: What it is called.
+        theirs: `HiFT.identity` of the run that saved it, and what else identifies that.
+        ours: The same of the optimizer at hand.
+        built: What has to be built otherwise.
+
+    Raises:
+        StateMismatchError: Naming the first thing that differs.
+    """
+    for key, own in ours.items():
+        if theirs.get(key) != own:
+            raise StateMismatchError(
+                f"{state} has another {_MEANINGS.get(key, key)}: {_short(theirs.get(key))} there, {_short(own)} here; "
+                f"build {built} with the settings of the saved run"
+            )
 
 
 def check_weight(

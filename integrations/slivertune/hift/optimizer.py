@@ -600,12 +600,18 @@ class HiFT(torch.optim.Optimizer):
             ],
             "hift": {
                 "version": VERSION,
-                "optimizer": self._base.name,
-                "groups": [list(group.parameter_names) for group in self._groups],
-                "order": [self._config.order, *self._rotation.order],
-                "steps_per_group": self._rotation.steps_per_group,
+                **self.identity(),
                 **self._rotation.state(),
             },
+        }
+
+    def identity(self) -> dict[str, object]:
+        """What a saved state has in common with every optimizer that it fits; plain containers."""
+        return {
+            "optimizer": self._base.name,
+            "groups": [list(group.parameter_names) for group in self._groups],
+            "order": [self._config.order, *self._rotation.order],
+            "steps_per_group": self._rotation.steps_per_group,
         }
 
     def _check_weights(self, state: Mapping[str, Any]) -> None:

@@ -210,8 +210,8 @@ def quarrels() -> list[dict[str, Any]]:
 def test_ranks_with_other_settings_are_told_which_at_prepare(quarrels: list[dict[str, Any]]) -> None:
     for rank in quarrels:
         messages = rank["disagree"]
-        assert "the order of the groups (order, seed)" in messages["order"]
-        assert "the number of groups (layers_per_group): 6 on rank 0, 3 on rank 1" in messages["layers"]
+        assert "disagree on config.order: 'bottom2up' on rank 0, 'random' on rank 1" in messages["order"]
+        assert "disagree on config.layers_per_group: 1 on rank 0, 2 on rank 1" in messages["layers"]
         assert "steps_per_group: 1 on rank 0, 2 on rank 1" in messages["steps"]
         assert "the DeepSpeed config's gradient_clipping: '0.0' on rank 0, '0.1' on rank 1" in messages["config"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -16,11 +16,12 @@ from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement
 _MAY_DIFFER = frozenset({"state_dir"})
 
 
-def check_hift_agreement(hift: HiFT) -> None:
+def check_hift_agreement(hift: HiFT, also: Mapping[str, object] | None = None) -> None:
     """Compare what HiFT was built with. A collective.
 
     Args:
         hift: Before its parameters are sharded.
+        also: What else has to be the same, by name.
 
     Raises:
         ValueError: On every rank, naming the first setting, group or weight that differs.
@@ -38,7 +39,7 @@ def check_hift_agreement(hift: HiFT) -> None:
         facts[f"group {group.index}"] = group.parameter_names
         for weight in hift.weights_of(group.index):
             facts[weight.name] = (tuple(weight.trained.shape), str(weight.trained.dtype), weight.param_group)
-    check_agreement(facts)
+    check_agreement({**facts, **(also or {})})
 
 
 class ConsistencyCheck:

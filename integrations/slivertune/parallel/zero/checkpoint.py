@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from slivertune.core.atomic import new_file
 from slivertune.hift import HiFT
+from slivertune.hift.checkpoint import check_identity
 from slivertune.hift.rotation import own_copy
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
@@ -274,7 +275,7 @@ class Checkpoints:
         whose = rank if num_saved == num_ranks else 0
         saved = read_rank_file(folder, whose, num_saved)
         path = folder / file_name(whose, num_saved)
-        check_identity(path, saved["identity"], self._identity())
+        check_identity(path, saved["identity"], self._identity(), built="the optimizer and the config")
         if num_saved == num_ranks:
             self._check_shares(path, saved)
         return saved
@@ -297,42 +298,6 @@ class Checkpoints:
         return {"stage of ZeRO": self._schedule.stage, **identity(self._schedule.optimizer)}
 
 
-def identity(optimizer: HiFT) -> dict[str, Any]:
-    """What a saved state has in common with the optimizer that it fits.
-
-    Args:
-        optimizer: HiFT.
-    """
-    return {
-        "base optimizer": optimizer.base.name,
-        "grouping (layers_per_group, layers)": [list(group.parameter_names) for group in optimizer.groups],
-        "order of turns (order, seed)": list(optimizer.rotation.order),
-        "steps_per_group": optimizer.rotation.steps_per_group,
-        "number of param groups": len(optimizer.param_groups),
-    }
-
-
-def check_identity(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuse a state of another run.
-
-    Args:
-        path: Where it lies.
-        theirs: Its `identity`.
-        ours: That of the optimizer at hand.
-
-    Raises:
-        ValueError: Naming the first thing that differs.
-    """
-    for name, value in ours.items():
-        saved = theirs.get(name)
-        if saved != value:
-            raise ValueError(
-                f"{path} has another {name}: {_short(saved)} there, {_short(value)} here; build the optimizer and the "
-                "config with the settings of the saved run"
-            )
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list) and value and all(isinstance(each, list) for each in value):
-        return f"{len(value)} groups of {[len(each) for each in value][:6]} parameters"
-    return repr(value)
+def identity(optimizer: HiFT) -> dict[str, object]:
+    """What a checkpoint of any stage has in common with every HiFT that it fits."""
+    return {**optimizer.identity(), "number of param groups": len(optimizer.param_groups)}

@@ -8,6 +8,7 @@ DeepSpeed accumulates bf16 gradients in bf16 unless the config says `data_types.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from accelerate.utils import DeepSpeedOptimizerWrapper
@@ -16,7 +17,8 @@ from torch import nn
 from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.manifests import seal_engine
 from slivertune.parallel.consistency.explain import explain_engine, explain_saving
-from slivertune.parallel.consistency.heartbeat import check_agreement, guard
+from slivertune.parallel.consistency.heartbeat import guard
+from slivertune.parallel.consistency.hift import check_hift_agreement
 from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero.checkpoint import Checkpoints
 from slivertune.parallel.zero.engine import drive_by_config, take_place
@@ -25,7 +27,6 @@ from slivertune.parallel.zero.unsupported import (
     check_engine_config,
     check_engine_optimizer,
     check_method,
-    facts_to_agree_on,
     fill_buckets,
     fill_clipping,
 )
@@ -91,7 +92,8 @@ def check_before(optimizer: HiFT, config: dict[str, Any]) -> None:
     """
     check_method(optimizer.config, optimizer.base.optimizer_class, optimizer.base.slicing.unit)
     check_engine_config(config)
-    check_agreement(facts_to_agree_on(optimizer, config))
+    settings = {f"the DeepSpeed config's {key}": json.dumps(value, default=str) for key, value in config.items()}
+    check_hift_agreement(optimizer, settings)
 
 
 def rotate(engine: Any, optimizer: HiFT) -> GroupSchedule:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from slivertune.hift import HiFT
+from slivertune.hift.checkpoint import check_identity
 from slivertune.parallel.checkpoint.folder import unwrapped
-from slivertune.parallel.zero.checkpoint import check_identity, identity
+from slivertune.parallel.zero.checkpoint import identity
 from slivertune.parallel.zero.shares import Piece, SavedShares, open_shares
 
 

@@ -16,7 +16,7 @@ import torch
 from slivertune.core.saved_state import describe_damage, load_dictionary
 from slivertune.parallel.checkpoint.folder import check_plain
 
-VERSION = 2
+VERSION = 3
 """Version of the saved form."""
 
 

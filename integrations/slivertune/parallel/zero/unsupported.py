@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift import HiFTConfig
 from slivertune.parallel.objects import refuse_step_in_backward
 from slivertune.parallel.zero.engine import Unsupported, check_stage, refuse_unsupported
 
@@ -143,28 +142,6 @@ def fill_buckets(config: dict[str, Any], model: nn.Module) -> None:
     """
     if getattr(getattr(model, "config", None), "hidden_size", None) is not None:
         config["zero_optimization"].setdefault("reduce_bucket_size", "auto")
-
-
-def facts_to_agree_on(optimizer: HiFT, config: Mapping[str, Any]) -> dict[str, object]:
-    """What must be the same on all ranks before anything is shared out.
-
-    Args:
-        optimizer: HiFT.
-        config: DeepSpeed's.
-    """
-    names = [list(group.parameter_names) for group in optimizer.groups]
-    return {
-        "the base optimizer": optimizer.base.name,
-        "the number of groups (layers_per_group)": len(names),
-        "the layers of the groups": names,
-        "the order of the groups (order, seed)": optimizer.rotation.order,
-        "steps_per_group": optimizer.rotation.steps_per_group,
-        "state": optimizer.config.state,
-        "the param groups": [
-            {key: str(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-        ],
-        **{f"the DeepSpeed config's {key}": json.dumps(value, default=str) for key, value in sorted(config.items())},
-    }
 
 
 def _enabled(config: Mapping[str, Any], precision: str) -> bool:
