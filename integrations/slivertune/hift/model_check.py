@@ -81,7 +81,8 @@ class ModelCheck:
         seen, stack = {id(self._model)}, [self._model]
         while stack:
             module = stack.pop()
-            for parameter in module._parameters.values():
+            # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
+            for parameter in dict.values(module._parameters):
                 if parameter is not None:
                     present.add(id(parameter))
                     if parameter.requires_grad and id(parameter) not in self._trained:

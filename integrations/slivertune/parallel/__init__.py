@@ -1,4 +1,4 @@
-"""HiFT, SFT and TokenTune across ranks: DDP, FSDP2 and ZeRO-1, 2 and 3, one file a layout."""
+"""HiFT, SFT and TokenTune across ranks: DDP, FSDP2 and ZeRO-1, 2 and 3, a folder for each."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ class ModelGuard:
         modules = set()
         for module in self._model.modules():
             modules.add(id(module))
-            for parameter in module._parameters.values():
+            # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
+            for parameter in dict.values(module._parameters):
                 if id(parameter) in self._known:
                     missing.pop(id(parameter), None)
                 elif parameter is not None and parameter.requires_grad and not isinstance(module, DeltaParameters):

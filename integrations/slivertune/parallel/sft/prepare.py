@@ -34,16 +34,12 @@ def prepare_sft(accelerator: Any, layout: Layout, objects: tuple[Any, ...]) -> t
     (sft,) = [each for each in objects if isinstance(each, SFT)]
     _check(sft, model)
     if layout == "ddp":
-        from slivertune.parallel import sparse_ddp
-
-        return sparse_ddp.prepare(accelerator, model, sft, objects)
-    if layout == "fsdp2":
-        from slivertune.parallel import sparse_fsdp2
-
-        return sparse_fsdp2.prepare(accelerator, model, sft, objects)
-    from slivertune.parallel import sparse_zero
-
-    return sparse_zero.prepare(accelerator, model, sft, objects)
+        from slivertune.parallel.ddp.sft import prepare
+    elif layout == "fsdp2":
+        from slivertune.parallel.fsdp2.sft import prepare
+    else:
+        from slivertune.parallel.zero.sft import prepare
+    return prepare(accelerator, model, sft, objects)
 
 
 def initialize_sft(
@@ -63,10 +59,10 @@ def initialize_sft(
     Raises:
         ValueError: If the ranks disagree, the SFT was built over another model, or it and the config don't go together.
     """
-    from slivertune.parallel import sparse_zero
+    from slivertune.parallel.zero.sft import initialize
 
     _check(optimizer, model)
-    return sparse_zero.initialize(optimizer, config, {"model": model, **arguments})
+    return initialize(optimizer, config, {"model": model, **arguments})
 
 
 def _check(sft: SFT, model: nn.Module) -> None:
