@@ -152,9 +152,10 @@ class SparseWeight:
         Raises:
             RuntimeError: If it is not, as after `model.to(dtype)`, `model.half()` or `resize_token_embeddings`.
         """
-        now = self.target.parameter
+        # ZeRO-3 gathers a parameter that is asked for in a forward.
         if not self.pretrained.is_whole or self.target.is_4bit:
             return
+        now = self.target.parameter
         self._check_data()
         if now.dtype != self._dtype:
             raise RuntimeError(
