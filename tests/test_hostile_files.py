@@ -35,8 +35,7 @@ from slivertune.deltas.delta_file import DELTA_FILE
 from slivertune.deltas.merge import UNDO_FILE, merge, unmerge
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
 from slivertune.interop.checkpoints import load_tokens
-from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
-from slivertune.parallel.checkpoint.sft_sidecar import load_sft, save_sft
+from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from slivertune.parallel.initialize import resolve_config
 from slivertune.planning.configs import find_model
 from tests.deltas.files import UP, deltas_of, with_hash, write_deltas
@@ -313,8 +312,8 @@ class State:
             self.model(**batch).loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.name, self.read = ("header.pt", load_hift) if kind == "hift" else ("state.pt", load_sft)
-        (save_hift if kind == "hift" else save_sft)(self.optimizer, self.folder)
+        self.name, self.read = ("header.pt", load_state) if kind == "hift" else ("state.pt", load_state)
+        save_state(self.optimizer, self.folder)
         self.honest = (self.folder / self.name).read_bytes()
         self.value = torch.load(self.folder / self.name, weights_only=True)
 

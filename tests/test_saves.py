@@ -20,8 +20,7 @@ from slivertune import SFT, HiFT, SFTConfig
 from slivertune.core.atomic import recover
 from slivertune.deltas import load
 from slivertune.deltas.merge import merge, unmerge
-from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
-from slivertune.parallel.checkpoint.sft_sidecar import load_sft, save_sft
+from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from slivertune.planning.answer import Answer
 from slivertune.planning.plot import draw
 from slivertune.tokentune.quality import GradientQuality, QualityRow
@@ -90,7 +89,7 @@ def save_model(target: Path, version: int) -> None:
     # Where a run has its own folder, the model lies below it.
     arguments = TrainingArguments(str(target.parent), report_to="none", use_cpu=True)
     trainer = Trainer(tiny_llama(seed=version), arguments)
-    DenseMethod().save(trainer, target.parent, base_name="base", peers=LaunchCoordinator())
+    DenseMethod().save(trainer, target.parent, base_name="base", coordinator=LaunchCoordinator())
 
 
 def save_cache(target: Path, version: int) -> None:
@@ -119,8 +118,8 @@ SAVES: dict[str, tuple[str, Save, bool]] = {
     "deltas over older ones": ("deltas", save_deltas, True),
     "a merged checkpoint": ("merged", save_merged, False),
     "an unmerged checkpoint": ("again", save_unmerged, False),
-    "HiFT's state": ("hift", lambda target, version: save_hift(hift_after(version), target), True),
-    "SFT's state": ("sft", lambda target, version: save_sft(sft_after(version), target), True),
+    "HiFT's state": ("hift", lambda target, version: save_state(hift_after(version), target), True),
+    "SFT's state": ("sft", lambda target, version: save_state(sft_after(version), target), True),
     "a run's model": ("model", save_model, True),
     "the cached base model": ("0123456789abcdef", save_cache, True),
     "a run's results": ("results.json", save_results, True),
@@ -214,8 +213,8 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path) -> None:
     assert load(tmp_path / "deltas in a new folder" / "deltas").deltas.keys() == {UP}
     assert json.loads((tmp_path / "a run's results" / "results.json").read_text()) == {"num_steps": 2}
     hift, sft = HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-2), None
-    load_hift(hift, tmp_path / "HiFT's state" / "hift")
+    load_state(hift, tmp_path / "HiFT's state" / "hift")
     model = tiny_llama()
     sft = SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
-    load_sft(sft, tmp_path / "SFT's state" / "sft")
+    load_state(sft, tmp_path / "SFT's state" / "sft")
     assert hift.updates == sft.updates == 2

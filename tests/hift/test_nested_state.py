@@ -14,7 +14,7 @@ from torch import nn
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.ledger import Ledger
 from slivertune.hift.nested_state import flatten_state, unflatten_state
-from slivertune.parallel.checkpoint.hift_sidecar import load_hift, save_hift
+from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 
@@ -176,9 +176,9 @@ def test_it_travels_in_the_folder_beside_a_checkpoint(name: str, tmp_path: Path)
     models = [tiny_llama(BF16, vocab=VOCAB, seed=seed) for seed in (0, 9)]
     first, second = (HiFT(model, optimizer_class, **options) for model in models)
     train(models[0], first, BATCHES, 7)
-    save_hift(first, tmp_path / "hift")
+    save_state(first, tmp_path / "hift")
     models[1].load_state_dict(models[0].state_dict())
-    load_hift(second, tmp_path / "hift")
+    load_state(second, tmp_path / "hift")
     for model, optimizer in zip(models, (first, second), strict=True):
         train(model, optimizer, BATCHES, 5, start=7)
     assert_same_bits(*models)
@@ -189,7 +189,7 @@ def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: P
     hift = HiFT(model, NestedSGD, lr=0.02)
     train(model, hift, BATCHES[:1], 1)
     with pytest.raises(OSError, match=r"objects of .*Projector.*add_safe_globals"):
-        save_hift(hift, tmp_path / "hift")
+        save_state(hift, tmp_path / "hift")
     assert not (tmp_path / "hift").exists()
 
 

@@ -61,6 +61,6 @@ class PlaceholderState:
                 f"the loaded checkpoint was made after {self._awaited} updates, but {self._method}'s own state, which "
                 f"is saved in a folder beside it, is of {updates}; load the whole checkpoint with "
                 "accelerator.load_state or the Trainer's resume_from_checkpoint, or the folder with "
-                f"slivertune.parallel.checkpoint.load_{self._method.lower()}"
+                "slivertune.parallel.checkpoint.load_state"
             )
         self._awaited = None

@@ -18,11 +18,10 @@ from slivertune.core.manifest import MANIFEST_NAME
 from slivertune.core.saved_state import load_dictionary
 from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.hift_sidecar import FOLDER as HIFT_FOLDER
-from slivertune.parallel.checkpoint.hift_sidecar import read_hift, save_hift
 from slivertune.parallel.checkpoint.manifests import check_together, write_together
 from slivertune.parallel.checkpoint.sft_sidecar import FOLDER as SFT_FOLDER
-from slivertune.parallel.checkpoint.sft_sidecar import read_sft, save_sft
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
+from slivertune.parallel.checkpoint.sidecar import read_state, save_state
 from slivertune.parallel.layout import layout_of
 from slivertune.sft import SFT
 from slivertune.tokentune import TokenTuneHandle
@@ -240,7 +239,7 @@ class KeepHiFT(TrainerCallback):
         if checkpoint is None:
             return
         if (checkpoint / HIFT_FOLDER).is_dir():
-            read_hift(self._optimizer(), checkpoint / HIFT_FOLDER)
+            read_state(self._optimizer(), checkpoint / HIFT_FOLDER)
         elif not holds_state(checkpoint):
             raise RuntimeError(
                 f"{checkpoint} has no optimizer state, so masters, moments and the turn would begin anew in the midst "
@@ -252,7 +251,7 @@ class KeepHiFT(TrainerCallback):
         """Complete the checkpoint that was just saved. A collective."""
         optimizer = self._optimizer()
         if optimizer.uses_sidecar and not args.save_only_model:
-            save_hift(optimizer, checkpoint_folder(args, state) / HIFT_FOLDER)
+            save_state(optimizer, checkpoint_folder(args, state) / HIFT_FOLDER)
 
 
 class KeepSFT(TrainerCallback):
@@ -277,7 +276,7 @@ class KeepSFT(TrainerCallback):
         """
         optimizer, checkpoint = self._optimizer(), self._listener.checkpoint
         if checkpoint is not None and (checkpoint / SFT_FOLDER).is_dir():
-            read_sft(optimizer, checkpoint / SFT_FOLDER)
+            read_state(optimizer, checkpoint / SFT_FOLDER)
         if state.global_step and not optimizer.updates:
             raise RuntimeError(
                 f"the checkpoint after {state.global_step} updates has no optimizer state, so its deltas can't be told "
@@ -288,4 +287,4 @@ class KeepSFT(TrainerCallback):
         """Complete the checkpoint that was just saved. A collective."""
         optimizer = self._optimizer()
         if optimizer.uses_sidecar and not args.save_only_model:
-            save_sft(optimizer, checkpoint_folder(args, state) / SFT_FOLDER)
+            save_state(optimizer, checkpoint_folder(args, state) / SFT_FOLDER)

@@ -7,9 +7,8 @@ from typing import Any
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar as keep_hift_beside
 from slivertune.parallel.checkpoint.manifests import seal_states
-from slivertune.parallel.checkpoint.sft_sidecar import keep_sidecar as keep_sft_beside
+from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.layout import layout_of
 from slivertune.sft import SFT
 
@@ -42,7 +41,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         if slivers:
             seal_states(accelerator)
         for each in slivers:  # so that a checkpoint of several ranks can be read
-            keep_hift_beside(accelerator, each) if isinstance(each, HiFT) else keep_sft_beside(accelerator, each)
+            keep_sidecar(accelerator, each)
         return accelerator.prepare(*objects)
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1 or len(slivers) != 1:

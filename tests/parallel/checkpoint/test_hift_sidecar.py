@@ -11,7 +11,7 @@ import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.manifest import DamagedCheckpointError, write_manifest
 from slivertune.parallel.checkpoint import hift_sidecar as beside
-from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar, load_hift, save_hift
+from slivertune.parallel.checkpoint.sidecar import keep_sidecar, load_state, save_state
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
@@ -27,11 +27,11 @@ def trained(layout: str, rank: int, *, load: str = "", save: str = "", until: in
         hift = HiFT(model, torch.optim.AdamW, **ADAMW)
         model, optimizer = slivertune.prepare(accelerator, model, hift)
         if load:
-            load_hift(optimizer, load)
+            load_state(optimizer, load)
             assert hift.updates == 7
         for update in range(hift.updates, until):
             if update == 7 and save:
-                save_hift(optimizer, save)
+                save_state(optimizer, save)
             accelerator.backward(model(**batch_of(update, 0, rank)).loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -59,7 +59,7 @@ def failing(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
             accelerator.backward(model(**batch_of(update, 0, rank)).loss)
             optimizer.step()
             if update == 0:
-                save_hift(optimizer, f"{folder}/failing")
+                save_state(optimizer, f"{folder}/failing")
         original = beside.save_file
         if rank == 1:
 
@@ -69,11 +69,11 @@ def failing(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
             beside.save_file = full  # type: ignore[assignment]
         message = ""
         try:
-            save_hift(optimizer, f"{folder}/failing")
+            save_state(optimizer, f"{folder}/failing")
         except OSError as error:
             message = str(error)
         beside.save_file = original
-        load_hift(optimizer, f"{folder}/failing")
+        load_state(optimizer, f"{folder}/failing")
         left = [path.name for path in Path(folder).iterdir() if "failing" in path.name]
         return {"message": message, "updates": hift.updates, "left": left}
 
@@ -111,7 +111,7 @@ def test_one_process_reads_what_two_wrote(found: list[dict[str, Any]], folder: P
     loaded = []
     for layout in LAYOUTS:
         hift = HiFT(tiny_llama(torch.bfloat16, seed=9), torch.optim.AdamW, **ADAMW)
-        load_hift(hift, folder / layout)
+        load_state(hift, folder / layout)
         assert hift.updates == 7 and hift.active_group == 2
         loaded.append(hift.state_dict())
     assert loaded[0]["state"].keys() == weights(tiny_llama()).keys()
@@ -126,7 +126,7 @@ def written(tmp_path: Path) -> Path:
     for batch in token_batches(3):
         model(**batch).loss.backward()
         hift.step()
-    save_hift(hift, tmp_path / "hift")
+    save_state(hift, tmp_path / "hift")
     return tmp_path / "hift"
 
 
@@ -138,20 +138,20 @@ def test_a_lost_file_is_named(written: Path) -> None:
     (written / "group-00001.rank-00000.safetensors").unlink()
     hift = _hift()
     with pytest.raises(DamagedCheckpointError, match=r"group-00001\.rank-00000\.safetensors is missing"):
-        load_hift(hift, written)
+        load_state(hift, written)
     write_manifest(written)
     with pytest.raises(ValueError, match=r"group-00001\.rank-00000\.safetensors is not there"):
-        load_hift(hift, written)
+        load_state(hift, written)
     assert hift.updates == 0
 
 
 def test_files_of_another_group_are_refused(written: Path) -> None:
     shutil.copy(written / "group-00001.rank-00000.safetensors", written / "group-00000.rank-00000.safetensors")
     with pytest.raises(DamagedCheckpointError, match=r"group-00000\.rank-00000\.safetensors has"):
-        load_hift(_hift(), written)
+        load_state(_hift(), written)
     write_manifest(written)
     with pytest.raises(ValueError, match="which this model does not train there"):
-        load_hift(_hift(), written)
+        load_state(_hift(), written)
 
 
 def test_rows_that_are_lost_are_noticed(found: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
@@ -161,20 +161,20 @@ def test_rows_that_are_lost_are_noticed(found: list[dict[str, Any]], folder: Pat
     write_manifest(tmp_path / "hift")
     hift = _hift()
     with pytest.raises(ValueError, match=r"has shape \(49, 32\), the weight \(97, 32\)"):
-        load_hift(hift, tmp_path / "hift")
+        load_state(hift, tmp_path / "hift")
     assert hift.updates == 0
 
 
 def test_the_state_of_another_grouping_is_refused(written: Path) -> None:
     with pytest.raises(ValueError, match=r"does not train there|another grouping"):
-        load_hift(_hift(layers_per_group=2), written)
+        load_state(_hift(layers_per_group=2), written)
     with pytest.raises(ValueError, match="another order of turns"):
-        load_hift(_hift(order="top2down"), written)
+        load_state(_hift(order="top2down"), written)
 
 
 def test_what_is_no_hift_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="the state of a SGD is not HiFT's"):
-        save_hift(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), tmp_path / "hift")
+    with pytest.raises(TypeError, match="the state of a SGD is not HiFT's or SFT's"):
+        save_state(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), tmp_path / "hift")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.ledger import Ledger
-from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
+from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.ddp import gradient_sync as exchange_module
 from slivertune.parallel.ddp.hift import share_hift
 from tests.helpers.models import differing, tiny_llama, weights

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from slivertune.core.manifest import write_manifest
 from slivertune.deltas import apply
-from slivertune.parallel.checkpoint.sft_sidecar import FOLDER, load_sft
+from slivertune.parallel.checkpoint.sft_sidecar import FOLDER
+from slivertune.parallel.checkpoint.sidecar import load_state
 from slivertune.parallel.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
@@ -129,7 +130,7 @@ def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Pa
 def test_one_process_without_fsdp_continues(name: str, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
     _, sft = RESUMED[name].build()
-    load_sft(sft, folder / "FULL_STATE_DICT" / "fsdp2" / name / FOLDER)
+    load_state(sft, folder / "FULL_STATE_DICT" / "fsdp2" / name / FOLDER)
     expected = two[0]["FULL_STATE_DICT"]["fsdp2", name]["saved"]["state"]
     for key, state in sft.whole_state()["state"].items():
         assert_same_tree({each: state[each] for each in expected[key]}, expected[key])
@@ -147,10 +148,10 @@ def test_load_state_of_one_process_takes_weights_and_state(
 def test_a_folder_without_the_state_is_refused_by_its_name(tmp_path: Path) -> None:
     _, sft = RESUMED["AG"].build()
     with pytest.raises(ValueError, match=r"has no slivertune_checkpoint\.json, so its writing was cut short"):
-        load_sft(sft, tmp_path)
+        load_state(sft, tmp_path)
     write_manifest(tmp_path)
     with pytest.raises(ValueError, match=r"state\.pt is not there; the checkpoint must be whole"):
-        load_sft(sft, tmp_path)
+        load_state(sft, tmp_path)
     assert sft.updates == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ _OF_OTHER_CONTENTS = (
     TypeError,
     UnicodeError,
 )
-_Kind = TypeVar("_Kind", bound=torch.optim.Optimizer)
 
 
 def carry_folder(
@@ -61,21 +60,20 @@ def carry_folder(
     accelerator.register_load_state_pre_hook(before_loading)
 
 
-def unwrapped(optimizer: torch.optim.Optimizer, kind: type[_Kind]) -> _Kind:
+def unwrapped(optimizer: torch.optim.Optimizer, *kinds: type[torch.optim.Optimizer]) -> Any:
     """The optimizer itself, out of accelerate's wrapper.
 
     Args:
         optimizer: What `slivertune.prepare` returned, or what it was given.
-        kind: HiFT or SFT.
+        *kinds: What it has to be one of.
 
     Raises:
         TypeError: If it is another optimizer.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, kind):
-        raise TypeError(
-            f"the state of a {type(inner).__name__} is not {kind.__name__}'s; pass what slivertune.prepare returned"
-        )
+    if not isinstance(inner, kinds):
+        names = " or ".join(f"{kind.__name__}'s" for kind in kinds)
+        raise TypeError(f"the state of a {type(inner).__name__} is not {names}; pass what slivertune.prepare returned")
     return inner
 
 

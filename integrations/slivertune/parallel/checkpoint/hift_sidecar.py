@@ -1,9 +1,4 @@
-"""HiFT's state in a folder of its own, beside what accelerate or the Trainer write: `save_hift`, `load_hift`.
-
-Programs that save an optimizer gather its state on one rank, or load all of it onto the GPU, where it has no room. The
-folder holds one safetensors file a group and rank that has something to write (DDP: rank 0; FSDP2: every rank its rows)
-and a header. It is read back by any number of ranks, under DDP, FSDP2 or on one process alone.
-"""
+"""HiFT's state in a sidecar folder, read by any number of ranks under DDP or FSDP2, and by one process."""
 
 from __future__ import annotations
 
@@ -18,21 +13,16 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from slivertune.core.atomic import recover
 from slivertune.core.saved_state import check_loadable, load_dictionary
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.hift.piece import Weight
 from slivertune.parallel.checkpoint.folder import (
-    carry_folder,
     check_by_name,
     check_plain,
     refuse_damage,
-    unwrapped,
-    write_folder_together,
 )
-from slivertune.parallel.checkpoint.manifests import check_together
-from slivertune.parallel.consistency.heartbeat import check_agreement, world_size
+from slivertune.parallel.consistency.heartbeat import world_size
 from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight
 
 FOLDER = "hift"
@@ -42,39 +32,27 @@ _HEADER = "header.pt"
 _FIRST_ROWS = "first_rows"
 
 
-def keep_sidecar(accelerator: Any, hift: HiFT) -> None:
-    """Let `accelerator.save_state` and `load_state` carry the folder.
+class HiFTSidecar:
+    """HiFT's state: a safetensors file a group and rank that has something to write, and a header.
 
     Args:
-        accelerator: `accelerate.Accelerator`.
-        hift: Prepared for several ranks. On one process, which keeps all in the optimizer's own file, a folder that
-            several ranks have written is read.
+        hift: On one process, under DDP, where rank 0 writes all, or under FSDP2, where every rank writes its rows.
     """
-    carry_folder(
-        accelerator,
-        FOLDER,
-        save=lambda folder: save_hift(hift, folder),
-        load=lambda folder: read_hift(hift, folder),
-        is_kept=lambda: hift.uses_sidecar,
-    )
 
+    folder_name = FOLDER
 
-def save_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Write HiFT's state. A collective: every rank calls it with the same folder, which all ranks see.
+    def __init__(self, hift: HiFT) -> None:
+        self._hift = hift
 
-    Args:
-        optimizer: HiFT, or accelerate's wrapper of it.
-        folder: Where the state is to lie; an older folder is replaced once the new one is whole.
+    def check_target(self, folder: Path) -> None:
+        """Whatever is there is replaced."""
 
-    Raises:
-        OSError: On every rank, if one could not write.
-    """
-    hift = unwrapped(optimizer, HiFT)
-    rank = dist.get_rank() if world_size() > 1 else 0
-    weights = [weight for group in hift.groups for weight in hift.weights_of(group.index)]
-    is_sharded = any(isinstance(weight, ShardedWeight) for weight in weights)
-
-    def write(aside: Path) -> None:
+    def write(self, folder: Path) -> None:
+        """Write what this rank has to write."""
+        hift = self._hift
+        rank = dist.get_rank() if world_size() > 1 else 0
+        weights = [weight for group in hift.groups for weight in hift.weights_of(group.index)]
+        is_sharded = any(isinstance(weight, ShardedWeight) for weight in weights)
         if rank and not is_sharded:
             return
         whole = hift.whole_state()
@@ -87,56 +65,32 @@ def save_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
                         name = f"{weight.name}/{key}"
                         tensors[name] = value.detach().cpu().contiguous()
                         first_rows[name] = weight.first_row if isinstance(weight, ShardedWeight) else 0
-            file = aside / f"group-{group.index:05d}.rank-{rank:05d}.safetensors"
+            file = folder / f"group-{group.index:05d}.rank-{rank:05d}.safetensors"
             save_file(tensors, file, {_FIRST_ROWS: json.dumps(first_rows)})
         if rank == 0:
             scalars = {
                 name: {key: value for key, value in values.items() if not _has_rows(value) and key != "master"}
                 for name, values in state.items()
             }
-            torch.save({**whole, "scalars": scalars, "num_ranks": world_size() if is_sharded else 1}, aside / _HEADER)
-            check_loadable(aside / _HEADER)
+            torch.save({**whole, "scalars": scalars, "num_ranks": world_size() if is_sharded else 1}, folder / _HEADER)
+            check_loadable(folder / _HEADER)
 
-    write_folder_together(Path(folder), write)
+    def read(self, folder: Path) -> None:
+        """Continue from what is there.
 
-
-def load_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Continue from what `save_hift` wrote, by any number of ranks. Every rank calls it.
-
-    Args:
-        optimizer: HiFT, or accelerate's wrapper of it; built as in the run that saved, its model loaded or not.
-        folder: As given to `save_hift`.
-
-    Raises:
-        ValueError: If the folder is not whole, or the state is of another model, grouping or optimizer.
-    """
-    recover(Path(folder))
-    check_together(folder)
-    read_hift(optimizer, folder)
-
-
-def read_hift(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """As `load_hift`, from a folder in a checkpoint that was found to be whole.
-
-    Args:
-        optimizer: As there.
-        folder: As there.
-
-    Raises:
-        ValueError: If the state is of another model, grouping or optimizer, or of other ranks' making.
-    """
-    hift = unwrapped(optimizer, HiFT)
-    folder = Path(folder)
-    header = load_dictionary(folder / _HEADER)
-    with refuse_damage(folder):
-        check_plain({key: value for key, value in header["hift"].items() if key != "held_lr"})
-        check_by_name(header["scalars"])
-        state = _read_state(hift, folder, header.pop("scalars"), header.pop("num_ranks"))
-        for weight in (weight for group in hift.groups for weight in hift.weights_of(group.index)):
-            if isinstance(weight, ShardedWeight):
-                weight.follow()
-        hift.load_whole_state({**header, "state": state})
-    check_agreement({"updates of the state that was loaded": hift.updates})
+        Raises:
+            ValueError: If the state is of another model, grouping or optimizer, or is damaged.
+        """
+        hift = self._hift
+        header = load_dictionary(folder / _HEADER)
+        with refuse_damage(folder):
+            check_plain({key: value for key, value in header["hift"].items() if key != "held_lr"})
+            check_by_name(header["scalars"])
+            state = _read_state(hift, folder, header.pop("scalars"), header.pop("num_ranks"))
+            for weight in (weight for group in hift.groups for weight in hift.weights_of(group.index)):
+                if isinstance(weight, ShardedWeight):
+                    weight.follow()
+            hift.load_whole_state({**header, "state": state})
 
 
 def _read_state(hift: HiFT, folder: Path, scalars: Mapping[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
+from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size

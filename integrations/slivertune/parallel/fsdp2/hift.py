@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from slivertune.core.parameter_names import without_wrappers
 from slivertune.hift import HiFT
 from slivertune.hift.model_check import ModelCheck
-from slivertune.parallel.checkpoint.hift_sidecar import keep_sidecar
+from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain, explain_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, guard

@@ -26,7 +26,8 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     Raises:
         ValueError: If the folder is not whole, or is of another run.
     """
-    hift, folder = unwrapped(optimizer, HiFT), Path(folder)
+    hift: HiFT = unwrapped(optimizer, HiFT)
+    folder = Path(folder)
     shares = open_shares(folder)
     saved = shares.first
     check_identity(folder, saved["identity"], identity(hift))

@@ -1,0 +1,112 @@
+"""A method's state in a folder of its own, beside what accelerate or the Trainer write; any number of ranks read it.
+
+Programs that save an optimizer know states by parameter and of fixed shapes, gather them on one rank, or load all of
+them onto the GPU, where they have no room. So several ranks show them a placeholder, and keep the state here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from slivertune.core.atomic import recover
+from slivertune.hift import HiFT
+from slivertune.parallel.checkpoint.folder import carry_folder, unwrapped, write_folder_together
+from slivertune.parallel.checkpoint.hift_sidecar import HiFTSidecar
+from slivertune.parallel.checkpoint.manifests import check_together
+from slivertune.parallel.checkpoint.sft_sidecar import SFTSidecar
+from slivertune.parallel.consistency.heartbeat import check_agreement
+from slivertune.sft import SFT
+
+
+class Sidecar(Protocol):
+    """How the state of one method lies in its folder."""
+
+    @property
+    def folder_name(self) -> str:
+        """Name of the folder inside a checkpoint."""
+
+    def check_target(self, folder: Path) -> None:
+        """Check that nothing of others' would be lost if the folder were replaced."""
+
+    def write(self, folder: Path) -> None:
+        """Write what this rank has to write; called on every rank."""
+
+    def read(self, folder: Path) -> None:
+        """Continue from what is there."""
+
+
+def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
+    """The sidecar of a method.
+
+    Args:
+        optimizer: HiFT or SFT, or accelerate's wrapper of it.
+
+    Raises:
+        TypeError: If it is another optimizer.
+    """
+    inner = _unwrapped(optimizer)
+    return HiFTSidecar(inner) if isinstance(inner, HiFT) else SFTSidecar(inner)
+
+
+def keep_sidecar(accelerator: Any, optimizer: HiFT | SFT) -> None:
+    """Let `accelerator.save_state` and `load_state` carry the folder.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        optimizer: Writes it where several ranks need it; elsewhere all is in the optimizer's own file, and a folder
+            that such ranks have written is read.
+    """
+    carry_folder(
+        accelerator,
+        sidecar_of(optimizer).folder_name,
+        save=lambda folder: save_state(optimizer, folder),
+        load=lambda folder: read_state(optimizer, folder),
+        is_kept=lambda: optimizer.uses_sidecar,
+    )
+
+
+def save_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Write the state of HiFT or SFT. A collective: every rank calls it with the same folder, which all ranks see.
+
+    Args:
+        optimizer: HiFT or SFT, or accelerate's wrapper of it.
+        folder: Where the state is to lie; an older folder is replaced once the new one is whole.
+
+    Raises:
+        FileExistsError: If the folder holds other things, which would be lost (SFT).
+        OSError: On every rank, if one could not write.
+        TypeError: If it is another optimizer.
+    """
+    sidecar = sidecar_of(optimizer)
+    sidecar.check_target(Path(folder))
+    write_folder_together(Path(folder), sidecar.write)
+
+
+def load_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Continue from what `save_state` wrote, by any number of ranks. A collective: every rank calls it.
+
+    Args:
+        optimizer: HiFT or SFT, or accelerate's wrapper of it; built as in the run that saved.
+        folder: As given to `save_state`, seen by every rank.
+
+    Raises:
+        ValueError: If the folder is not whole, or the state is of another model, grouping, selection or optimizer.
+        TypeError: If it is another optimizer.
+    """
+    recover(Path(folder))
+    check_together(folder)
+    read_state(optimizer, folder)
+
+
+def read_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """As `load_state`, from a folder in a checkpoint that was found to be whole."""
+    sidecar_of(optimizer).read(Path(folder))
+    check_agreement({"updates of the state that was loaded": _unwrapped(optimizer).updates})
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> HiFT | SFT:
+    inner: HiFT | SFT = unwrapped(optimizer, HiFT, SFT)
+    return inner
