@@ -93,7 +93,7 @@ def test_every_collective_of_the_package_stands_in_a_guard() -> None:
     [
         ("dist.all_reduce(x)", False),
         ("with guard('averaging'):\n    dist.all_reduce(x)", True),
-        ("with self._whereabouts.guard('averaging'), other():\n    y = torch.distributed.barrier()", True),
+        ("with self._heartbeat.guard('averaging'), other():\n    y = torch.distributed.barrier()", True),
         ("with guard('averaging'):\n    def later():\n        dist.broadcast(x, src=0)", False),
         ("with other():\n    x.full_tensor()", False),
         ("with guard('gathering'), deepspeed.zero.GatheredParameters([x]):\n    pass", True),

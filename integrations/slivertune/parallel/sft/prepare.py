@@ -1,7 +1,7 @@
 """SFT on several ranks: deltas, positions and moments are the same on all of them, and SFT steps on each.
 
 Every layout shards the frozen weights at most. What trains is small, so its gradients are averaged by small collectives
-of our own (`sft.averaging`), and its state is replicated.
+of our own (`sft.gradient_sync`), and its state is replicated.
 """
 
 from __future__ import annotations
