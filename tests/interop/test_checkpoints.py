@@ -119,7 +119,7 @@ def test_one_manifest_is_written_after_what_a_second_attach_adds(tmp_path: Path)
     trainer = run(tmp_path, HiFTConfig(), TokenTune(ratio=0.5), stop=3, **SAVING)
     names = [type(each).__name__ for each in trainer.callback_handler.callbacks]
     assert names.count("KeepManifest") == 1
-    assert names.index("KeepManifest") > names.index("KeepTokens") > names.index("KeepHiFT")
+    assert names.index("KeepManifest") > names.index("KeepTokens") > names.index("KeepState")
     assert find_damage(tmp_path / "checkpoint-3") is None
 
 

@@ -17,11 +17,9 @@ from slivertune.core import atomic
 from slivertune.core.manifest import MANIFEST_NAME
 from slivertune.core.saved_state import load_dictionary
 from slivertune.hift import HiFT
-from slivertune.parallel.checkpoint.hift_sidecar import FOLDER as HIFT_FOLDER
 from slivertune.parallel.checkpoint.manifests import check_together, write_together
-from slivertune.parallel.checkpoint.sft_sidecar import FOLDER as SFT_FOLDER
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
-from slivertune.parallel.checkpoint.sidecar import read_state, save_state
+from slivertune.parallel.checkpoint.sidecar import read_state, save_state, sidecar_of
 from slivertune.parallel.layout import layout_of
 from slivertune.sft import SFT
 from slivertune.tokentune import TokenTuneHandle
@@ -213,56 +211,18 @@ class KeepTokens(TrainerCallback):
             atomic.write_json(checkpoint_folder(args, state) / TOKENS_NAME, self._handle().state_dict())
 
 
-class KeepHiFT(TrainerCallback):
-    """Writes HiFT's state into every checkpoint where several ranks train, and reads it on any number of them.
+class KeepState(TrainerCallback):
+    """Writes the state of HiFT or SFT into every checkpoint that needs a sidecar, and refuses weights without it.
 
-    On one process it is in the Trainer's own file. On several the Trainer would load all of it onto each GPU.
-
-    Args:
-        optimizer: The optimizer in use.
-        listener: Knows the checkpoint that a run continues from.
-    """
-
-    def __init__(self, optimizer: Callable[[], HiFT], listener: ResumeListener) -> None:
-        self._optimizer = optimizer
-        self._listener = listener
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Continue from the state of the run that is resumed.
-
-        Raises:
-            RuntimeError: If it is not in the checkpoint.
-        """
-        checkpoint = self._listener.checkpoint
-        if checkpoint is None:
-            return
-        if (checkpoint / HIFT_FOLDER).is_dir():
-            read_state(self._optimizer(), checkpoint / HIFT_FOLDER)
-        elif not holds_state(checkpoint):
-            raise RuntimeError(
-                f"{checkpoint} has no optimizer state, so masters, moments and the turn would begin anew in the midst "
-                "of a run; resume from one that was saved without save_only_model, or start a new run from its weights "
-                f"(from_pretrained({str(checkpoint)!r}))"
-            )
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Complete the checkpoint that was just saved. A collective."""
-        optimizer = self._optimizer()
-        if optimizer.uses_sidecar and not args.save_only_model:
-            save_state(optimizer, checkpoint_folder(args, state) / HIFT_FOLDER)
-
-
-class KeepSFT(TrainerCallback):
-    """Writes SFT's state into checkpoints of sharded models, and refuses weights without their deltas.
+    On one process it is in the Trainer's own file. On several the Trainer would load all of it onto each GPU, or cut it
+    up.
 
     Args:
         optimizer: The optimizer in use.
         listener: Knows the checkpoint that a run continues from.
     """
 
-    def __init__(self, optimizer: Callable[[], SFT], listener: ResumeListener) -> None:
+    def __init__(self, optimizer: Callable[[], HiFT | SFT], listener: ResumeListener) -> None:
         self._optimizer = optimizer
         self._listener = listener
 
@@ -275,16 +235,20 @@ class KeepSFT(TrainerCallback):
             RuntimeError: If it is not in the checkpoint.
         """
         optimizer, checkpoint = self._optimizer(), self._listener.checkpoint
-        if checkpoint is not None and (checkpoint / SFT_FOLDER).is_dir():
-            read_state(optimizer, checkpoint / SFT_FOLDER)
-        if state.global_step and not optimizer.updates:
+        if checkpoint is None:
+            return
+        sidecar = sidecar_of(optimizer)
+        if (checkpoint / sidecar.folder_name).is_dir():
+            read_state(optimizer, checkpoint / sidecar.folder_name)
+        elif not holds_state(checkpoint):
             raise RuntimeError(
-                f"the checkpoint after {state.global_step} updates has no optimizer state, so its deltas can't be told "
-                "from pretrained weights; resume from one that was saved without save_only_model, or start anew"
+                f"{checkpoint} has no optimizer state, so {sidecar.without_state}; resume from one that was saved "
+                "without save_only_model, or start a new run from its weights "
+                f"(from_pretrained({str(checkpoint)!r}))"
             )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint that was just saved. A collective."""
         optimizer = self._optimizer()
         if optimizer.uses_sidecar and not args.save_only_model:
-            save_state(optimizer, checkpoint_folder(args, state) / SFT_FOLDER)
+            save_state(optimizer, checkpoint_folder(args, state) / sidecar_of(optimizer).folder_name)

@@ -12,9 +12,8 @@ from transformers import Trainer
 
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.interop.checkpoints import (
-    KeepHiFT,
     KeepManifest,
-    KeepSFT,
+    KeepState,
     KeepTokens,
     ResumeListener,
     keep_manifest_last,
@@ -216,10 +215,9 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
         if isinstance(method, HiFTConfig):
             check_base_optimizer(trainer.args)
             check_step_in_backward(method, trainer.args)
-            trainer.add_callback(KeepHiFT(attachment.current_optimizer, attachment._listener))
         else:
             check_best_model(trainer.args)
-            trainer.add_callback(KeepSFT(attachment.current_optimizer, attachment._listener))
+        trainer.add_callback(KeepState(attachment.current_optimizer, attachment._listener))
         _prepare_by_slivertune(trainer.accelerator)
         watch_ranks(trainer)
         _let_make(trainer, attachment)

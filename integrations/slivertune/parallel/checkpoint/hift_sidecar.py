@@ -40,6 +40,7 @@ class HiFTSidecar:
     """
 
     folder_name = FOLDER
+    without_state = "masters, moments and the turn would begin anew in the midst of a run"
 
     def __init__(self, hift: HiFT) -> None:
         self._hift = hift

@@ -32,6 +32,7 @@ class SFTSidecar:
     """
 
     folder_name = FOLDER
+    without_state = "its deltas can't be told from pretrained weights"
 
     def __init__(self, sft: SFT) -> None:
         self._sft = sft

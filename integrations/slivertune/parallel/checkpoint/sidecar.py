@@ -28,6 +28,10 @@ class Sidecar(Protocol):
     def folder_name(self) -> str:
         """Name of the folder inside a checkpoint."""
 
+    @property
+    def without_state(self) -> str:
+        """What a run that has lost the state would do."""
+
     def check_target(self, folder: Path) -> None:
         """Check that nothing of others' would be lost if the folder were replaced."""
 
