@@ -159,7 +159,7 @@ def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], (list, tuple)):
+    if isinstance(value, (list, tuple)) and value and all(isinstance(each, (list, tuple)) for each in value):
         return f"{len(value)} groups of {[len(group) for group in value][:6]} parameters"
     if isinstance(value, (list, tuple)) and len(value) > 3:
         return f"{list(value[:3])} and {len(value) - 3} more"
