@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from accelerators import make_accelerator
 from llama import LlamaSizes, build_llama, random_batch
-from ranks import make_accelerator
 from torch.optim.lr_scheduler import LambdaLR
 
 import slivertune as st

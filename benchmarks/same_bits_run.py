@@ -15,9 +15,9 @@ os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS
 
 import faults  # imports what the runs need; they are forks of this process
 import torch
+from accelerators import make_accelerator
 from faults_run import CPU, SIZES, bytes_digest, join, report
 from llama import build_llama, random_batch
-from ranks import make_accelerator
 
 import slivertune as st
 
