@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,3 +116,29 @@ def test_every_folder_of_tests_is_a_package(checkout: Path) -> None:
     # Two files of one name in folders that are no packages shadow each other.
     folders = {path.parent for path in (checkout / "tests").rglob("test_*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def missing_names(file: Path) -> list[str]:
+    """What a file imports from the package that is not there; type checking lets an import in a function pass."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "slivertune":
+            module = importlib.import_module(str(node.module))
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if not hasattr(module, alias.name) and importlib.util.find_spec(name) is None:
+                    found.append(f"{file.name}:{node.lineno} imports {name}")
+    return found
+
+
+def test_every_name_that_is_imported_is_there(checkout: Path) -> None:
+    folders = [checkout / name for name in ("integrations", "tests", "benchmarks", "examples")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    assert len(files) > 100
+    assert [each for file in files for each in missing_names(file)] == []
+
+
+def test_a_name_that_is_not_there_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "lost.py"
+    file.write_text("def f():\n    from slivertune.parallel import prepare, zero, sparse_zero\n", encoding="utf-8")
+    assert missing_names(file) == ["lost.py:2 imports slivertune.parallel.sparse_zero"]

@@ -255,9 +255,7 @@ def test_deltas_of_stored_stacks_are_merged_and_unmerged_and_others_name_their_w
         optimizer.save_pretrained(tmp_path / f"{name}-deltas")
         optimizer.detach()
         if name == "mixtral":
-            with pytest.raises(
-                ValueError, match=r"experts.* names no tensor of .*slivertune\.deltas\.apply and save"
-            ):
+            with pytest.raises(ValueError, match=r"experts.* names no tensor of .*slivertune\.deltas\.apply and save"):
                 merge(tmp_path / name, tmp_path / f"{name}-deltas", tmp_path / f"{name}-merged")
             continue
         merge(tmp_path / name, tmp_path / f"{name}-deltas", tmp_path / f"{name}-merged")
