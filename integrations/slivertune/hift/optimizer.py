@@ -151,7 +151,7 @@ class HiFT(torch.optim.Optimizer):
 
     def _put_on(self, model: nn.Module) -> None:
         """Freeze what waits, and hook the model."""
-        weights = [weight for weights in self._weights for weight in weights]
+        weights = self.trained_weights
         freezer = Freezer(model, [weight.trained for weight in weights])
         if self._check is None and all(weight.trained is weight.parameter for weight in weights):
             self._check = ModelCheck(model, weights)
@@ -243,6 +243,11 @@ class HiFT(torch.optim.Optimizer):
             group: Its index, bottom of the model first.
         """
         return self._weights[group]
+
+    @property
+    def trained_weights(self) -> tuple[Weight, ...]:
+        """What all groups train, bottom of the model first."""
+        return tuple(weight for weights in self._weights for weight in weights)
 
     @property
     def active_group(self) -> int:
@@ -435,7 +440,7 @@ class HiFT(torch.optim.Optimizer):
         return self._is_detached
 
     def _give_back(self) -> None:
-        give_back([weight.trained for weights in self._weights for weight in weights], self)
+        give_back([weight.trained for weight in self.trained_weights], self)
 
     @property
     def uses_sidecar(self) -> bool:
@@ -574,7 +579,7 @@ class HiFT(torch.optim.Optimizer):
             names = self._groups[index].parameter_names
             residency.restore({n: state[n] for n in names if n in state}, state_dict.get("own", {}).get(index, {}))
         with torch.no_grad():
-            for weight in (weight for weights in self._weights for weight in weights):
+            for weight in self.trained_weights:
                 if "master" in state.get(weight.name, {}):
                     weight.parameter.copy_(state[weight.name]["master"])
         if not self._is_detached:
@@ -586,12 +591,12 @@ class HiFT(torch.optim.Optimizer):
         """Let `state` tell the number of updates: programs that find it empty step with zero gradients to fill it."""
         self.state.clear()
         # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient.
-        places: list[Any] = [weight.trained for weights in self._weights for weight in weights] or ["let go"]
+        places: list[Any] = [weight.trained for weight in self.trained_weights] or ["let go"]
         device = places[0].device if self._weights else torch.device("cpu")
         self.state.update(dict.fromkeys(places, self._placeholder.of_parameter(self.updates, device)))
 
     def _header(self) -> dict[str, Any]:
-        names = {id(weight.trained): weight.name for weights in self._weights for weight in weights}
+        names = {id(weight.trained): weight.name for weight in self.trained_weights}
         return {
             "state": {},
             "param_groups": [
@@ -615,7 +620,7 @@ class HiFT(torch.optim.Optimizer):
         }
 
     def _check_weights(self, state: Mapping[str, Any]) -> None:
-        known = {weight.name: weight for weights in self._weights for weight in weights}
+        known = {weight.name: weight for weight in self.trained_weights}
         for name, values in state.items():
             if name not in known:
                 raise StateMismatchError(f"the saved state has {name}, which this model does not train")

@@ -52,8 +52,7 @@ class HiFTSidecar:
         """Write what this rank has to write."""
         hift = self._hift
         rank = dist.get_rank() if world_size() > 1 else 0
-        weights = [weight for group in hift.groups for weight in hift.weights_of(group.index)]
-        is_sharded = any(isinstance(weight, ShardedWeight) for weight in weights)
+        is_sharded = any(isinstance(weight, ShardedWeight) for weight in hift.trained_weights)
         if rank and not is_sharded:
             return
         whole = hift.whole_state()
@@ -88,7 +87,7 @@ class HiFTSidecar:
             check_plain({key: value for key, value in header["hift"].items() if key != "held_lr"})
             check_by_name(header["scalars"])
             state = _read_state(hift, folder, header.pop("scalars"), header.pop("num_ranks"))
-            for weight in (weight for group in hift.groups for weight in hift.weights_of(group.index)):
+            for weight in hift.trained_weights:
                 if isinstance(weight, ShardedWeight):
                     weight.follow()
             hift.load_whole_state({**header, "state": state})

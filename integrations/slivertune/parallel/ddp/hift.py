@@ -63,7 +63,7 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
     consistency = ConsistencyCheck(hift, heartbeat, with_weights=True)
     communicator = BucketedAllReduce(
         model,
-        [weight.trained for group in hift.groups for weight in hift.weights_of(group.index)],
+        [weight.trained for weight in hift.trained_weights],
         heartbeat,
         is_due=lambda: not hift.is_detached and (accelerator is None or bool(accelerator.sync_gradients)),
         meet=lambda: consistency.meet(Stage.AVERAGING),

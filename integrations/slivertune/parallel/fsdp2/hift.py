@@ -95,8 +95,7 @@ def share_hift(model: nn.Module, hift: HiFT) -> ConsistencyCheck:
 
 def _model_check(model: nn.Module, hift: HiFT) -> Callable[[], None]:
     """What raises if the model no longer has what HiFT steps; to be called before a forward."""
-    weights = [weight for group in range(hift.num_groups) for weight in hift.weights_of(group)]
-    check = ModelCheck(model, weights)
+    check = ModelCheck(model, hift.trained_weights)
 
     def check_model() -> None:
         try:

@@ -44,7 +44,7 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     header = {**now["hift"], "updates": saved["updates"], "held_lr": saved["held_lr"], "weights": list(state)}
     hift.load_whole_state({**now, "hift": header, "state": state, "own": {}})
     with torch.no_grad():
-        for weight in (weight for group in hift.groups for weight in hift.weights_of(group.index)):
+        for weight in hift.trained_weights:
             weight.parameter.copy_(weights[weight.name])
 
 

@@ -17,7 +17,7 @@ from slivertune.hift import HiFT
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.freezing import Freezer
 from slivertune.hift.model_check import ModelCheck
-from slivertune.hift.piece import Weight, differs
+from slivertune.hift.piece import differs
 from slivertune.hift.rotation import LearningRate, own_copy
 from slivertune.hift.skipping import SkipNotices
 from slivertune.parallel.consistency.headers import Header, Stage
@@ -98,7 +98,7 @@ class GroupSchedule:
                 for parameter in self._weights[group]:
                     parameter._z3_optimizer = child  # type: ignore[attr-defined]
         self._wake(self.active)
-        self._check = ModelCheck(model, self._all_weights())
+        self._check = ModelCheck(model, self.optimizer.trained_weights)
         self._engine_step = engine.step
         engine.step = self._step
         engine.backward = self._guarded(engine.backward, "in the backward of")
@@ -251,9 +251,6 @@ class GroupSchedule:
         self.engine.optimizer = self.children[group]
         self.engine.basic_optimizer = self.children[group].optimizer
 
-    def _all_weights(self) -> list[Weight]:
-        return [weight for group in range(self.optimizer.num_groups) for weight in self.optimizer.weights_of(group)]
-
     def _check_model(self) -> None:
         """Check that the model still has what the engine steps, and freeze again what others have thawed."""
         self._check()
@@ -265,7 +262,7 @@ class GroupSchedule:
         """Check that the weights still lie in DeepSpeed's flat memory, which is what it steps."""
         flats = [flat for child in self.children.values() for flat in child.bit16_groups_flat]
         addresses = {flat.untyped_storage().data_ptr() for flat in flats}
-        for weight in self._all_weights():
+        for weight in self.optimizer.trained_weights:
             if weight.parameter.untyped_storage().data_ptr() not in addresses:
                 raise RuntimeError(
                     f"{weight.name} lies in other memory than DeepSpeed has laid it in (model.to, or an assignment to "

@@ -76,10 +76,13 @@ class StateMover:
         self.claim_device()
 
     def follow_weights(self) -> None:
-        """Let masters follow weights that somebody else has written, wherever both lie; see `refresh_master`."""
+        """Let masters follow weights that somebody else has written, wherever both lie; see `refresh_master`.
+
+        Weights that stage 3 keeps on NVMe are not compared.
+        """
         for master, weights in zip(self.masters, self._shares(), strict=True):
             if weights is None:
-                continue  # on NVMe, where nobody else writes
+                continue  # on NVMe: what others write there is not seen
             if master.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
                 refresh_master(master.data, weights.detach().to(master.device))
 
