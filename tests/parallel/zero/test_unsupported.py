@@ -84,6 +84,10 @@ def test_an_optimizer_declared_elementwise_passes() -> None:
             r"offload_optimizer .*DeepSpeedCPUAdam.* remove it",
         ),
         (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+            r"offload_param \(device 'nvme'\) leaves no part of .*, where HiFT reads them; use device 'cpu'",
+        ),
+        (
             {
                 "zero_optimization": {"stage": 1},
                 "bf16": {"enabled": True},

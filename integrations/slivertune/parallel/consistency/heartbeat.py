@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from slivertune.parallel.consistency.exits import let_threads_finish_at_exit
 from slivertune.parallel.consistency.headers import UNKNOWN, Header, Stage, find_difference, short_hash
 from slivertune.parallel.consistency.liveness import own_identity, what_became_of
 from slivertune.parallel.consistency.timeouts import timeout_of
@@ -118,6 +119,7 @@ class Heartbeat:
             self._store = dist.distributed_c10d._get_default_store()
             self._store.set(f"{self._prefix}/process/{dist.get_rank()}", own_identity())
             Heartbeat._latest = (self._store, self)
+            let_threads_finish_at_exit()
 
     @classmethod
     def latest(cls) -> Heartbeat | None:

@@ -60,11 +60,6 @@ def check_zero_config(config: Mapping[str, Any]) -> int:
             f"zero_optimization.offload_optimizer (device {offloaded!r}) steps on the CPU with DeepSpeedCPUAdam, but "
             "SFT steps its few deltas by itself; remove it. offload_param may stay"
         )
-    if str((zero.get("offload_param") or {}).get("device", "none")) == "nvme":
-        raise ValueError(
-            "zero_optimization.offload_param (device 'nvme') leaves no part of the weights in memory, from which SFT "
-            "reads pretrained values; use device 'cpu'"
-        )
     refuse_unsupported(config, "SFT", _UNSUPPORTED)
     return stage
 

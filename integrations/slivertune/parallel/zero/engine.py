@@ -58,6 +58,11 @@ def refuse_unsupported(config: Mapping[str, Any], method: str, own: Unsupported)
         value = section.get(key) if isinstance(section, Mapping) else None
         if value not in (None, False, 0, 1, "auto") or value is True:
             raise ValueError(f"{where}.{key}={value!r} does not go together with {method}; {use}")
+    if str((config["zero_optimization"].get("offload_param") or {}).get("device", "none")) == "nvme":
+        raise ValueError(
+            f"zero_optimization.offload_param (device 'nvme') leaves no part of the weights in memory, where {method} "
+            "reads them; use device 'cpu'"
+        )
 
 
 def take_place(accelerator: Any, prepared: list[Any], old: Any, new: Any, engine: Any) -> None:

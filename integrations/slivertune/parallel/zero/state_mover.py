@@ -76,13 +76,8 @@ class StateMover:
         self.claim_device()
 
     def follow_weights(self) -> None:
-        """Let masters follow weights that somebody else has written, wherever both lie; see `refresh_master`.
-
-        Weights that stage 3 keeps on NVMe are not compared.
-        """
+        """Let masters follow weights that somebody else has written, wherever both lie; see `refresh_master`."""
         for master, weights in zip(self.masters, self._shares(), strict=True):
-            if weights is None:
-                continue  # on NVMe: what others write there is not seen
             if master.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
                 refresh_master(master.data, weights.detach().to(master.device))
 
@@ -128,8 +123,8 @@ class StateMover:
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield (index, name), value
 
-    def _shares(self) -> list[torch.Tensor | None]:
-        """This rank's flat parts of the weights, one a master; None for those that stage 3 keeps on NVMe."""
+    def _shares(self) -> list[torch.Tensor]:
+        """This rank's flat parts of the weights, one a master."""
         if self._stage == 3:
             return list(self._optimizer.fp16_partitioned_groups_flat)
         groups = zip(
@@ -138,8 +133,9 @@ class StateMover:
         return [parts[dist.get_rank(ranks)] for parts, ranks in groups]
 
     def _weights(self) -> list[torch.Tensor]:
-        flat = self._optimizer.fp16_partitioned_groups_flat if self._stage == 3 else self._optimizer.bit16_groups_flat
-        return [each for each in flat if each is not None]
+        return list(
+            self._optimizer.fp16_partitioned_groups_flat if self._stage == 3 else self._optimizer.bit16_groups_flat
+        )
 
     def _waits(self, key: _Key, tensor: torch.Tensor) -> bool:
         place = self._waiting.get(key)

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from slivertune.parallel.consistency.exits import let_threads_finish_at_exit
+
 _Value = TypeVar("_Value")
 
 _POLL_S = 0.05
@@ -187,6 +189,7 @@ def join_peers() -> LaunchCoordinator:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return LaunchCoordinator()
+    let_threads_finish_at_exit()
     rank = int(os.environ["RANK"])
     store, _, _ = next(rendezvous("env://", rank, world_size, timeout=_JOIN_TIMEOUT))
     return LaunchCoordinator(rank, world_size, int(os.environ.get("LOCAL_RANK", "0")), PrefixStore("slivertune", store))
