@@ -16,20 +16,20 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format clean
+.PHONY: help train test test-all lint format clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo '  Variables: ARGS="--method dense" (passed on by train and test), PYTHON, VENV, WORKERS, THREADS, TORCH_PIP_ARGS'
 
 train: $(STAMP)  ## Fine-tune: the embedded default, or what ARGS asks for
 	@$(BIN)/slivertune train $(ARGS)
 
-test: $(DEV_STAMP)  ## Lint, type-check and run the tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
+test: lint  ## Lint, type-check and run the tests, but for the slow ones
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" $(ARGS)
+
+test-all: lint  ## Run every test of a clean tree, in parts, and record it; ARGS="ranks planning" runs these parts
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m tests.full_run --workers $(WORKERS) $(ARGS)
 
 lint: $(DEV_STAMP)  ## Lint and type-check
 	$(BIN)/ruff check .

@@ -17,6 +17,8 @@ from slivertune.training.embedded.base_model import BaseRecipe, base_model_folde
 from slivertune.training.options.defaults import BASE_RECIPE
 from tests.conftest import CHECKOUT
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = CHECKOUT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 TINY_GPU = ["--blocks=2", "--hidden=64", "--heads=4", "--vocabulary=128", "--length=16", "--probe_bytes=65536"]

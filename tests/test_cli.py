@@ -51,6 +51,7 @@ def test_the_light_verbs_import_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_merge_imports_no_transformers_and_its_help_not_even_torch(tmp_path: Path) -> None:
     model = tiny_llama()
     model.save_pretrained(tmp_path / "base")  # type: ignore[operator]
@@ -153,6 +154,7 @@ def test_bad_data_and_settings_that_do_not_fit_the_model_are_code_2(
         assert captured.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_failure_is_code_1_and_has_a_traceback_on_request_alone(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ LINE = re.compile(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], [*LAUNCH, "--mixed_precision=no"]], ids=["python", "accelerate launch"])
 def test_the_accelerate_loop_prints_hift_against_dense(launcher: list[str], tmp_path: Path) -> None:
     script = [str(EXAMPLES / "accelerate_loop.py"), "--steps=6", "--hidden=32", "--blocks=6", "--length=32"]
@@ -43,6 +44,7 @@ def test_three_lines_of_the_accelerate_loop_are_marked_as_hifts() -> None:
     assert len(text.splitlines()) < 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], [*LAUNCH, "--mixed_precision=no"]], ids=["python", "accelerate launch"])
 def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: list[str], tmp_path: Path) -> None:
     script = [str(EXAMPLES / "tokentune.py"), "--steps=4", "--hidden=32", "--blocks=4", "--length=64"]
@@ -60,6 +62,7 @@ def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: l
     assert min(each["loss"] for each in printed) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
 def test_sft_trains_a_small_share_and_its_file_of_deltas_carries_what_was_learned(
     selection: str, tmp_path: Path

@@ -33,6 +33,8 @@ from tests.helpers.models import tiny_llama, token_batches
 from tests.planning.made import tiny_model
 from tests.planning.test_report import NEED
 
+pytestmark = pytest.mark.slow
+
 Save = Callable[[Path, int], object]
 """Writes a version under a path; the version before it is there already, where the save may replace it."""
 

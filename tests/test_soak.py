@@ -13,6 +13,8 @@ import pytest
 
 from tests.conftest import CHECKOUT
 
+pytestmark = pytest.mark.slow
+
 METHODS = ("hift", "sft", "tokentune_hift")
 
 

@@ -271,6 +271,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_single_gpu_24g_launches_hift_unedited(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HIFT_UNDER_ACCELERATE, encoding="utf-8")
     preset = presets.preset_path("single_gpu_24g")
@@ -329,6 +330,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_single_gpu_24g_under_deepspeed_takes_every_auto_value_from_the_trainers_arguments(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "train.py").write_text(DENSE_UNDER_DEEPSPEED, encoding="utf-8")

@@ -86,6 +86,7 @@ def run(build: Build, start: int, steps: int, seed: int = 0) -> tuple[nn.Module,
     return model, optimizer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_continues_with_the_same_bits(name: str, options: str, tmp_path: Path) -> None:

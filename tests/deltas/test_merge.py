@@ -109,6 +109,7 @@ unmerge("merged", "again")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory by what Linux counts")
 def test_no_model_is_built_and_no_tensor_loaded_whole(tmp_path: Path) -> None:
     base = {"fc.weight": torch.zeros(4096, 8192, dtype=torch.bfloat16)}

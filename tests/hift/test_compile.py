@@ -13,6 +13,7 @@ from tests.helpers.reference import train
 from tests.hift.test_skipped_turns import mean_of_tokens, plain_bert
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
@@ -33,6 +34,7 @@ def test_a_compiled_model_trains_the_same_bits(how: str) -> None:
     assert_all_moved(model, before)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:no (gradient|batch)")

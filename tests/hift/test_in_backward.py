@@ -67,6 +67,7 @@ def pair(
     return made[0], made[1]
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("place", ["streamed", "whole tensors", "device"])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "own hyperparameter"])

@@ -51,6 +51,7 @@ def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
     return hift
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_bytes", [4096, 65_536, 0])
 @pytest.mark.parametrize(
     ("name", "dtype", "master"),
@@ -83,6 +84,7 @@ def test_turns_of_several_steps_and_several_layers_are_in_order(monkeypatch: pyt
     assert streams.violations == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers_per_group", [1, 2])
 @pytest.mark.parametrize("stream_bytes", [4096, 20_000, 0])
 @pytest.mark.parametrize(("name", "master"), [("AdamW", "fp32"), ("AdamW", "split"), ("AdamW8bit", "fp32")])
@@ -221,6 +223,7 @@ class _NoSynchronize(PretendedLanes):
         """The host does not wait before it reads."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes_class", [_NoComputeAfter, _NoWaitOnLanes, _OnlyFirstWait, _NoSynchronize])
 def test_the_check_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, lanes_class: type[PretendedLanes]) -> None:
     with pretended(monkeypatch, lanes_class) as streams:

@@ -350,6 +350,7 @@ class Rows(torch.utils.data.Dataset[Batch]):
         return self.rows[index]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_trainer_resumes_from_each_of_its_checkpoints_to_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     def trainer(seed: int, folder: str) -> tuple[Trainer, HiFT]:

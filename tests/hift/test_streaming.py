@@ -142,6 +142,7 @@ def test_elementwise_false_gives_a_known_class_whole_tensors() -> None:
     assert sorted(map(tuple, shapes)) == sorted(tuple(parameter.shape) for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @DTYPES
 @pytest.mark.parametrize("stream_bytes", [4096, 0])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "torch Adafactor", "transformers Adafactor", "AdamW8bit"])
@@ -158,6 +159,7 @@ def test_place_of_the_state_does_not_change_one_bit(
     assert_same_bits(on_disk, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["host", "disk"])
 @pytest.mark.parametrize("stream_bytes", [4096, 0])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "torch Adafactor", "AdamW8bit"])

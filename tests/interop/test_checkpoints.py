@@ -137,6 +137,7 @@ def save_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_one_process_takes_up_what_two_ranks_under_fsdp2_have_saved(tmp_path: Path) -> None:
     ranks = run_ranks(save_on_two, RANKS, str(tmp_path), timeout_s=300)
     for name, setting in CASES.items():

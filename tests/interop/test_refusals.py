@@ -96,6 +96,7 @@ def test_a_package_that_is_missing_is_named_as_the_trainer_names_it(optim: str, 
         slivertune.attach(trainer_with(optim, tmp_path), HiFTConfig())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", WORKING)
 def test_with_one_group_it_is_what_the_trainer_does_alone(optim: str, tmp_path: Path) -> None:
     models = []
@@ -111,6 +112,7 @@ def test_with_one_group_it_is_what_the_trainer_does_alone(optim: str, tmp_path: 
     assert_same_bits(*models)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["galore_adamw", "apollo_adamw", "adamw_torch_8bit"])
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(optim: str, tmp_path: Path) -> None:
     from apollo_torch.random_projector import GradientProjector
@@ -130,6 +132,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(optim: str, tmp_pa
         assert_same_bits(run("cut", 8, resume=True), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", WORKING)
 def test_its_groups_are_optimizers_rotated_by_hand(optim: str, tmp_path: Path) -> None:
     trainer = trainer_with(optim, tmp_path)

@@ -85,6 +85,7 @@ def test_sft_has_the_trainers_rate_decay_and_adams_settings(tmp_path: Path) -> N
     assert group["eps"] < 1e-3 and "betas" not in group, "SM3's own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -312,6 +313,7 @@ def test_with_one_group_the_trainer_does_what_it_does_alone(options: dict[str, A
     assert theirs == ours and len(ours) == 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "more"),
     [
@@ -399,6 +401,7 @@ def test_what_comes_between_gradients_and_step_is_refused_with_steps_in_the_back
     assert trainer.optimizer is None
 
 
+@pytest.mark.slow
 def test_a_trainer_ends_with_the_same_bits_whether_steps_are_made_in_the_backward_or_after_it(tmp_path: Path) -> None:
     models = []
     for in_backward in (False, True):

@@ -36,6 +36,7 @@ ENDS: dict[str, BaseException | None] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_a_plain_trainer_afterwards_trains_every_tensor(end: str, tmp_path: Path) -> None:
     model, error = tiny_llama(), ENDS[end]
@@ -77,6 +78,7 @@ def test_another_attach_to_the_same_model_after_a_training_works(tmp_path: Path)
     assert trainable(model) == set(weights(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["a second call", "resumed"])
 def test_a_second_training_goes_on_with_rotation_state_and_tokens(way: str, tmp_path: Path) -> None:
     model = tiny_llama()

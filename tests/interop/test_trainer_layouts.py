@@ -26,6 +26,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, distance, step_limit, with_exact
 from tests.interop.test_trainer_ranks import BATCH, CAP, RANKS, UPDATES, StopAfter, collate, rows, steps_of
 
+pytestmark = pytest.mark.slow
+
 Weights = dict[str, torch.Tensor]
 Steps = list[Weights]
 """After each update."""

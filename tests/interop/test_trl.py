@@ -98,6 +98,7 @@ def make(output: Path, kind: str, checkpointing: bool) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])

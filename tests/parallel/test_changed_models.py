@@ -16,6 +16,8 @@ from tests.helpers.ranks import run_ranks
 from tests.parallel.sft.runs import Case, Run, accelerator_of, plain_state
 from tests.parallel.test_loaded_weights import whole
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 CASE, SPARSE = Case(model="llama"), Case(model="llama", density=0.1)
 Change = Callable[[Any], object]

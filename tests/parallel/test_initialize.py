@@ -196,6 +196,7 @@ def test_a_config_without_clipping_does_not_clip_and_says_so(used: list[dict[str
         assert len(messages) == 1 and "has no gradient_clipping" in messages[0]
 
 
+@pytest.mark.slow
 def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
     printed = []
     for _ in range(2):

@@ -19,6 +19,8 @@ from tests.helpers.models import LAYERS, differing, tiny_llama, token_batches, w
 from tests.helpers.ranks import run_ranks
 from tests.parallel.sft.runs import Case, Run, accelerator_of
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 IN_SHARDS: tuple[Layout, ...] = ("fsdp2", "zero3")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

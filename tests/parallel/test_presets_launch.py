@@ -167,7 +167,14 @@ def launcher_of(name: str, twin: Path) -> list[str]:
     return ["accelerate", "launch", *engine, "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
 
 
-@pytest.mark.parametrize(("name", "stem"), [("accelerate", "zero1"), ("deepspeed", "zero2"), ("torchrun", "zero3")])
+@pytest.mark.parametrize(
+    ("name", "stem"),
+    [
+        pytest.param("accelerate", "zero1", marks=pytest.mark.slow),
+        ("deepspeed", "zero2"),
+        pytest.param("torchrun", "zero3", marks=pytest.mark.slow),
+    ],
+)
 def test_a_json_twin_runs_as_its_preset_does(
     name: str, stem: str, script: list[str], launched: Launched, tmp_path: Path
 ) -> None:
@@ -187,6 +194,7 @@ def broken(name: str, folder: Path, **changes: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "seen"),
     [

@@ -245,6 +245,7 @@ def run_other_layers(rank: int, num_ranks: int) -> tuple[str, float]:
     return "", 0.0
 
 
+@pytest.mark.slow
 def test_ranks_that_run_other_layers_under_fsdp2_are_told_where_each_is_within_the_timeout() -> None:
     for rank, (message, seconds) in enumerate(run_ranks(run_other_layers, 2, collective_timeout_s=6)):
         assert f"rank {rank} failed" in message

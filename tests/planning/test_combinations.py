@@ -15,6 +15,7 @@ from tests.planning.real import LLAMA, run_for_real
 COMBINATIONS = list(itertools.product(("hift", "sft", "lora", "dense"), (False, True), (None, 0.3), (False, True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "four_bit", "token_ratio", "checkpointing"), COMBINATIONS)
 def test_every_combination_has_a_peak_or_the_refusal_that_training_has(
     method: str, four_bit: bool, token_ratio: float | None, checkpointing: bool, tmp_path: Path

@@ -60,6 +60,7 @@ def test_a_window_smaller_than_the_sequence_keeps_its_mask() -> None:
     assert beyond.residual_bytes > 2 * within.residual_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_nothing_behind() -> None:
     """Neither in transformers' registries nor in what SFT keeps between calls."""
     masks: Any = ALL_MASK_ATTENTION_FUNCTIONS

@@ -70,6 +70,7 @@ def expected() -> dict[str, list[tuple[list[str], bool]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 @pytest.mark.parametrize("name", MODELS)
 def test_units_are_those_that_accelerate_makes(name: str, expected: Any) -> None:

@@ -29,6 +29,7 @@ def every_peak(request: PlanRequest) -> dict[int, int]:
             return {group.index: run.measure(group, lambda: model(**batch).loss).census.device for group in run.groups}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -71,6 +72,7 @@ def test_what_waits_in_files_is_as_much_as_would_wait_on_the_host() -> None:
     assert on_disk.peak == on_host.peak
 
 
+@pytest.mark.slow
 def test_pieces_bound_what_state_takes_on_the_device() -> None:
     config = LlamaConfig(vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
     whole = make_plan(PlanRequest(precision="mixed_hi", stream_bytes=0), config)
@@ -80,6 +82,7 @@ def test_pieces_bound_what_state_takes_on_the_device() -> None:
     assert (whole.state_bytes, whole.gradient_bytes) == (pieces.state_bytes, pieces.gradient_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_bytes", [2**20, 2**20 + 1])
 def test_both_pieces_of_steps_in_the_backward_together_take_what_one_takes_otherwise(stream_bytes: int) -> None:
     config = LlamaConfig(vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=1)

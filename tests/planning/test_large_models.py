@@ -12,6 +12,8 @@ from transformers import LlamaConfig
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 
+pytestmark = pytest.mark.slow
+
 GB, GIB = 10**9, 2**30
 
 LLAMA_2_7B = LlamaConfig()  # its defaults are those of the 7B model

@@ -17,6 +17,8 @@ from tests.helpers.ranks import run_ranks
 from tests.planning.layout_runs import BUCKET_BYTES, all_peaks_on_rank
 from tests.planning.real import LLAMA
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 0.03
 """For small tensors of the engines, and the batch."""
 RARELY: dict[str, Any] = {"estimation_steps": 2, "reselection_interval": 100}

@@ -41,6 +41,7 @@ def test_sft_trains_the_share_that_was_asked_for_and_the_models_parameters_stay_
 WIDE = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ratio", [0.1, 0.3, 0.5])
 def test_selected_tokens_keep_their_share_of_activations_and_all_keys_and_values(ratio: float) -> None:
     """The floor: r of what dense training saves, and the keys and values of the other tokens (TokenTune, section 3)."""
@@ -53,6 +54,7 @@ def test_selected_tokens_keep_their_share_of_activations_and_all_keys_and_values
     assert floor <= saved <= floor + 0.13 * dense
 
 
+@pytest.mark.slow
 def test_a_4_bit_weight_takes_half_a_byte_and_its_share_of_the_scales() -> None:
     settings: dict[str, Any] = {"method": "lora", "precision": "bf16"}
     whole = make_plan(PlanRequest(**settings), LLAMA)

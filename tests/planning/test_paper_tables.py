@@ -20,6 +20,8 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 ROBERTA_BASE = RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1)

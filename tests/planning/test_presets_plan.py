@@ -22,6 +22,8 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.need import Limits, Need, need_of
 from slivertune.planning.request import PlanRequest
 
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 STEMS = [name.removesuffix(".yaml") for name in presets.preset_names() if name.endswith(".yaml")]
 LAYOUTS = {"NO": {"single"}, "MULTI_GPU": {"ddp"}, "FSDP": {"fsdp2"}, "DEEPSPEED": {"zero1", "zero2", "zero3"}}

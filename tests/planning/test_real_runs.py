@@ -16,6 +16,8 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from tests.planning.real import LLAMA, ROBERTA, run_for_real
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 0.03
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_length": 64}
 

@@ -34,6 +34,7 @@ def plan_json(capfd: pytest.CaptureFixture[str], folder: Path, *more: str) -> di
     return values
 
 
+@pytest.mark.slow
 def test_with_json_standard_output_is_one_object_and_all_else_goes_to_standard_error(tiny: Path) -> None:
     command = [sys.executable, "-m", "slivertune", "plan", "--model", str(tiny), "--json", "--fit", "1GiB"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
@@ -61,6 +62,7 @@ def test_what_libraries_print_or_log_while_a_plan_is_made_does_not_reach_standar
     assert logging.getLogger("transformers.some.model").isEnabledFor(logging.WARNING)
 
 
+@pytest.mark.slow
 def test_the_object_is_the_plan_that_the_library_makes(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     values = plan_json(capfd, tiny, "--precision", "mixed_hi", "--stream_bytes", "32KiB")
     request = PlanRequest(precision="mixed_hi", batch_size=2, seq_length=64, stream_bytes=2**15)
@@ -96,6 +98,7 @@ def test_a_task_that_is_not_named_is_what_the_model_was_made_for(
     assert main(["plan", "--model", str(vit), "--task", "causal_lm"]) == 2
 
 
+@pytest.mark.slow
 def test_a_fit_is_found_for_a_real_model_and_its_command_is_what_was_planned(
     tiny: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +120,7 @@ def test_a_fit_is_found_for_a_real_model_and_its_command_is_what_was_planned(
     assert found["fit"]["need_bytes_as_asked"] == wide["need_bytes"]
 
 
+@pytest.mark.slow
 def test_an_impossible_fit_is_code_2_and_the_size_that_it_names_fits(
     tiny: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +137,7 @@ def test_an_impossible_fit_is_code_2_and_the_size_that_it_names_fits(
     assert main([*words, "--fit", smallest]) == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_plan_a_value_a_table_and_a_picture(
     tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +224,7 @@ def test_a_missing_matplotlib_is_told_of_before_anything_is_planned(
     assert capfd.readouterr().err == "slivertune plan: error: ImportError: --plot needs matplotlib\n"
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_by_a_plot_alone(tiny: Path) -> None:
     code = (
         "import sys; from slivertune.cli import main; main(['plan', '--model', sys.argv[1], '--seq_length', '8']);"

@@ -26,6 +26,7 @@ def loader(count: int) -> Any:
     return DataLoader(rows, batch_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
 @pytest.mark.parametrize(("accumulation", "mixed_precision"), [(1, "no"), (3, "no"), (2, "bf16")])
 def test_prepared_training_equals_a_plain_loop(selection: str, accumulation: int, mixed_precision: str) -> None:

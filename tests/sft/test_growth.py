@@ -28,6 +28,7 @@ def fed(micro_batches: list[torch.Tensor], size: int, count: int, chunk: int | N
     return estimator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["normal", "many ties", "mostly zero"])
 @pytest.mark.parametrize("chunk", [1, 64, 999])
 def test_candidates_do_not_depend_on_how_a_gradient_is_cut(kind: str, chunk: int) -> None:
@@ -162,6 +163,7 @@ def loss_after_training(**options: Any) -> float:
     return loss.item()
 
 
+@pytest.mark.slow
 def test_grown_weights_learn_more_than_as_many_random_ones() -> None:
     with torch.no_grad():
         start = sum(tiny_llama()(**batch).loss.item() for batch in token_batches(4)) / 4

@@ -11,6 +11,7 @@ from tests.helpers.models import tiny_llama, token_batches
 GAMMA, INTERVAL = 3, 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["optimizer", "layer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True])

@@ -93,6 +93,7 @@ def test_cohorts_beyond_256_lose_the_oldest_alone() -> None:
     assert (after[:299][~young] == ages.max() - 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
 def test_the_loss_of_packed_runs_is_within_the_noise_of_unpacked_ones(selection: str) -> None:
     """Noise: the spread of the unpacked runs over the seed of the first positions."""

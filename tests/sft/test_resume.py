@@ -49,7 +49,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_resume_is_exact_at_every_update(selection: str, dtype: torch.dtype) -> None:
     model = tiny_llama(dtype)

@@ -50,6 +50,7 @@ def test_largest_entries_search_tensors_of_several_pieces() -> None:
     assert largest_entries(flat, 5000).tolist() == naive_largest(flat, 5000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(FLAT))
 @pytest.mark.parametrize("size", [50, PIECE + 77])
 def test_barred_positions_do_not_take_part(kind: str, size: int) -> None:

@@ -31,6 +31,7 @@ class Trained:
     last: dict[str, SparseDelta]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["optimizer", "layer"])
 @pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
 @pytest.mark.parametrize("name", ["llama, grouped", "qwen3", "bert, sequences"])

@@ -14,6 +14,7 @@ from tests.tokentune.families import FAMILIES, make_batch, make_model
 from tests.tokentune.reference import assert_same_bits, take_gradients
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])

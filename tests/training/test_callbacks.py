@@ -80,6 +80,7 @@ def poison(model: nn.Module, calls: set[int], *, gradient: bool = False, value: 
     model.register_forward_hook(after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dense", "hift"])
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -101,6 +101,7 @@ def losses_of(run: Path) -> torch.Tensor:
     return torch.tensor([results[when]["eval_loss"] for when in ("before", "after")])
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resume(
     tiny_base: Path, alone: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resu
     assert_same_bits(tmp_path / "two", tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_one_command_goes_on_after_all_processes_were_killed(tiny_base: Path, tmp_path: Path) -> None:
     data = write_texts(tmp_path)
     more = ("--max_steps", "60", "--save_steps", "5", "--memory_ledger", "off")
@@ -149,6 +151,7 @@ def test_one_command_goes_on_after_all_processes_were_killed(tiny_base: Path, tm
     assert out.count("is finished after 60 updates; nothing was trained") == 1, "one process speaks"
 
 
+@pytest.mark.slow
 def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path, tmp_path: Path) -> None:
     reselection = ("--reselection_interval", "4", "--estimation_steps", "2")
     more = ("--density", "0.1", *reselection, "--token_ratio", "0.5", "--max_steps", "9")
@@ -162,6 +165,7 @@ def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path,
     assert 0 < changed <= results["num_trained"] * 1.01
 
 
+@pytest.mark.slow
 def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(
     tiny_base: Path, alone: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -179,6 +183,7 @@ def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(
     assert find_damage(tmp_path / "two" / "checkpoint-10") is None
 
 
+@pytest.mark.slow
 def test_sft_on_zero2_goes_on_from_its_last_whole_checkpoint(tiny_base: Path, tmp_path: Path) -> None:
     config = tmp_path / "zero2.json"
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -199,6 +204,7 @@ def test_sft_on_zero2_goes_on_from_its_last_whole_checkpoint(tiny_base: Path, tm
     assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
 
 
+@pytest.mark.slow
 def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(tiny_base: Path, tmp_path: Path) -> None:
     arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out")
     code, _, said = finish(start((*TORCHRUN, *arguments, "--layers_per_group", "0"), tmp_path))
@@ -216,6 +222,7 @@ def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(tiny_
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line(tiny_base: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     more = ("--max_steps", "5000", "--save_steps", "5", "--save_total_limit", "2", "--memory_ledger", "off")

@@ -54,6 +54,7 @@ class LargestLogits(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 def test_training_and_evaluation_hold_no_logits_and_end_where_the_plain_run_ends(tmp_path: Path) -> None:
     def trained(*, wanted: bool) -> dict[str, torch.Tensor]:
         model = tiny_llama()
@@ -101,6 +102,7 @@ def test_other_tasks_have_no_such_loss_and_nothing_is_said(tmp_path: Path) -> No
     assert attach_loss(trainer, CAUSAL, pytest.fail, wanted=False) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -20,6 +20,7 @@ def make_run(base: Path, folder: Path, *more: str) -> Run:
     return assemble(parse_train_arguments(arguments[1:]), Console(quiet=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if "tokens" in name])
 def test_a_run_takes_the_selection_off_its_model_in_the_end(

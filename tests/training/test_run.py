@@ -256,6 +256,7 @@ def test_the_default_folder_is_named_after_the_method_and_counts_on(
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["hift", "hift-2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["--activation_checkpointing", "--gradient_checkpointing"])
 def test_activation_checkpointing_changes_memory_and_no_bit(name: str, tiny_base: Path, tmp_path: Path) -> None:
     # The old name of the argument must not bring up its deprecation; warnings of it are errors here.
@@ -285,6 +286,7 @@ def test_bf16_with_dense_is_autocast_over_fp32_weights(tiny_base: Path, tmp_path
     assert {tensor.dtype for tensor in saved_weights(output / "model").values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop", "adafactor", "adamw_bnb_8bit", "adamw_torch"])
 def test_hift_takes_the_trainers_optimizers(optim: str, tiny_base: Path, tmp_path: Path) -> None:
     more = ("--optim", optim, "--learning_rate", "1e-3", "--sample_tokens", "0")
@@ -351,6 +353,7 @@ def test_too_many_broken_updates_in_a_row_stop_the_run(
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_e2e_descriptions_are_learnt_from_the_embedded_kind_of_model(
     method: str, tiny_base: Path, tmp_path: Path, shared_data: Path

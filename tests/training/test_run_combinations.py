@@ -24,6 +24,7 @@ from tests.training.tiny_runs import (
 NAMES = {"random": "drawn one by one", "chunks": "chunks of 16", "block": "one block"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_combination_lowers_the_loss_and_says_what_it_is(
     name: str, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -44,6 +45,7 @@ def test_every_combination_lowers_the_loss_and_says_what_it_is(
     assert ("/nf4 on cpu" in out) is is_4bit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
     name: str, tiny_base: Path, tmp_path: Path
@@ -58,6 +60,7 @@ def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
     assert_same_bits(tmp_path / "whole", tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_the_selection_is_part_of_a_whole_checkpoint_and_decides_what_comes_next(
     tiny_base: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +114,7 @@ def test_other_settings_cannot_resume_a_run(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_tokens_are_dense_training(tiny_base: Path, tmp_path: Path) -> None:
     data = write_texts(tmp_path)
     more = ("--method", "dense", "--optim", "sgd", "--max_steps", "6", "--learning_rate", "0.1")
@@ -138,6 +142,7 @@ def test_a_selection_saves_activations(tiny_base: Path, tmp_path: Path) -> None:
     assert some["highest_bytes"]["gradients"] == dense["highest_bytes"]["gradients"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dense", "hift", "lora"])
 def test_a_classifier_learns_from_some_of_its_tokens(method: str, tiny_base: Path, tmp_path: Path) -> None:
     more = ("--task", "classification", "--max_steps", "40", "--learning_rate", "3e-2", "--token_ratio", "0.5")

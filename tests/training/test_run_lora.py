@@ -81,6 +81,7 @@ def test_a_module_that_is_not_there_is_named(
     assert "lora_target_modules=['query'] does not fit LlamaForCausalLM: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("four_bit", [(), ("--load_in_4bit",)])
 def test_a_classifiers_new_head_is_trained_whole_and_saved(
     four_bit: tuple[str, ...], tiny_base: Path, tmp_path: Path
@@ -103,6 +104,7 @@ def test_bf16_freezes_bf16_weights_and_keeps_adapters_in_fp32(tiny_base: Path, t
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("four_bit", [(), ("--load_in_4bit",)])
 @pytest.mark.parametrize("reentrant", ["true", "false"])
 def test_activation_checkpointing_of_either_kind_changes_no_bit(

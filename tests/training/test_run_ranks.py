@@ -96,6 +96,7 @@ def results_of(run: Path) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_two_ranks_train_as_one_process_does_on_the_whole_batch(
     name: str, ranks: list[dict[str, Seen]], alone: dict[str, dict[str, Any]], folder: Path
@@ -122,6 +123,7 @@ def test_two_ranks_train_as_one_process_does_on_the_whole_batch(
         assert len(seen.losses) == UPDATES // 2 and all(map(math.isfinite, seen.losses))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_ranks_see_other_data_and_end_with_the_same_weights(name: str, ranks: list[dict[str, Seen]]) -> None:
     first, second = (rank[name] for rank in ranks)
@@ -132,6 +134,7 @@ def test_the_ranks_see_other_data_and_end_with_the_same_weights(name: str, ranks
     assert [key for key, value in first.weights.items() if not torch.equal(value, second.weights[key])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_what_is_saved_loads_without_this_library_as_what_was_trained(
     name: str, ranks: list[dict[str, Seen]], tiny_base: Path, folder: Path
@@ -156,6 +159,7 @@ def test_what_is_saved_loads_without_this_library_as_what_was_trained(
         assert_step_close(logits, loaded, exact, cap=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_ends_as_one_that_never_stopped(
     name: str, ranks: list[dict[str, Seen]], alone: dict[str, dict[str, Any]], folder: Path
@@ -174,6 +178,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
     assert distance(final_weights(folder / name), final_weights(folder / origin)) <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PAIRS, *PRESETS])
 def test_the_first_rank_speaks_once_and_the_other_not_at_all(name: str, ranks: list[dict[str, Seen]]) -> None:
     first, second = (rank[name].printed for rank in ranks)
@@ -193,6 +198,7 @@ def test_the_first_rank_speaks_once_and_the_other_not_at_all(name: str, ranks: l
     assert [word for word in ("warning", "deprecated", "mismatch") if word in first.lower()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_of_deepspeed_trains_in_bf16_with_small_buckets(
     name: str, ranks: list[dict[str, Seen]], folder: Path
@@ -213,6 +219,7 @@ def test_a_preset_of_deepspeed_trains_in_bf16_with_small_buckets(
     )
 
 
+@pytest.mark.slow
 def test_4_bit_weights_under_zero3_are_refused_before_anything_is_loaded(
     ranks: list[dict[str, Seen]], folder: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_slivertune_merge_makes_the_same_model_of_the_deltas(tiny_base: Path, tm
     assert all(torch.equal(merged[name], model[name]) for name in model)
 
 
+@pytest.mark.slow
 def test_over_4_bits_deltas_are_all_that_is_saved_and_the_command_for_a_model_works(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_over_4_bits_deltas_are_all_that_is_saved_and_the_command_for_a_model_wo
         assert torch.equal(merged[name].flatten(), expected), name
 
 
+@pytest.mark.slow
 def test_codes_of_4_bits_never_change(tiny_base: Path, tmp_path: Path) -> None:
     more = (*SFT, "--load_in_4bit", "--max_steps", "8", "--save_steps", "4")
     train(tiny_base, write_texts(tmp_path), tmp_path / "out", *more)
@@ -100,6 +102,7 @@ def test_codes_of_4_bits_never_change(tiny_base: Path, tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--bf16", "--packed", "--redistribute"), ("--load_in_4bit",)])
 def test_a_run_that_is_resumed_inside_an_open_estimation_phase_ends_with_the_same_bits(
     more: tuple[str, ...], tiny_base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -122,6 +125,7 @@ def test_a_run_that_is_resumed_inside_an_open_estimation_phase_ends_with_the_sam
     assert "unexpected keys" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_weights_alone_is_refused(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +155,7 @@ def test_other_settings_cannot_resume_a_run(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_trains(tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *SFT, "--bf16")
     out, num_all = capsys.readouterr().out, sum(tensor.numel() for tensor in saved_weights(tiny_base).values())
@@ -167,6 +172,7 @@ def test_a_run_says_what_it_trains(tiny_base: Path, tmp_path: Path, capsys: pyte
     assert settings["num_tensors"] == NUM_TENSORS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "state_bytes"),
     [
@@ -193,6 +199,7 @@ def test_the_ledger_counts_deltas_as_state_from_the_first_update_on(
     assert weights <= most["parameters"] < weights + 1000
 
 
+@pytest.mark.slow
 def test_an_update_that_is_skipped_is_none_for_sft(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +213,7 @@ def test_an_update_that_is_skipped_is_none_for_sft(
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("four_bit", [(), ("--load_in_4bit",)])
 @pytest.mark.parametrize("reentrant", ["true", "false"])
 def test_activation_checkpointing_of_either_kind_changes_no_bit(
@@ -254,6 +262,7 @@ def test_a_classifiers_new_head_is_refused_with_what_to_do_instead(
     assert "take --task prompt_classification" in error
 
 
+@pytest.mark.slow
 def test_a_classifier_that_has_its_head_is_trained(tiny_base: Path, tmp_path: Path) -> None:
     data, task = write_classes(tmp_path), ("--task", "classification")
     # As it begins: its head has been saved and has learned nothing.

@@ -39,6 +39,7 @@ def version_at(target: Path) -> str | None:
     return next(version for version, expected in VERSIONS.items() if files == expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_process_killed_at_any_file_operation_leaves_the_old_folder_or_the_new_one(
     can_exchange: bool, tmp_path: Path

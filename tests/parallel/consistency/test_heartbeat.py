@@ -92,6 +92,7 @@ def stay_behind(rank: int, num_ranks: int) -> str:
     return _message(reduce)
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_behind_is_named_when_the_timeout_ends() -> None:
     message = run_ranks(stay_behind, 2, collective_timeout_s=3)[0]
     assert "this rank is at update 3, group 0; rank 1 was last seen at update 2, group 1" in message
@@ -136,6 +137,7 @@ def hang(rank: int, num_ranks: int) -> None:
         time.sleep(60)
 
 
+@pytest.mark.slow
 def test_the_helper_names_a_rank_that_hangs() -> None:
     with pytest.raises(RankError, match="rank 0 did not return within 8 s"):
         run_ranks(hang, 2, timeout_s=8)

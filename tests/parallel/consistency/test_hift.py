@@ -284,6 +284,7 @@ def end_one_of_three(rank: int, num_ranks: int, how: str) -> str:
     return message_of(lambda: heartbeat.meet(Header(Stage.AVERAGING, 3, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "said"), [("dies", "rank 2 has ended"), ("stops", "rank 2 is stopped (SIGSTOP")])
 def test_of_three_ranks_the_one_that_is_gone_is_named(how: str, said: str) -> None:
     # The limit of a collective is longer than three processes need to start on a busy machine; 90 s end all of it.

@@ -117,6 +117,7 @@ def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
     assert_trainers_went_on([found["Trainer"]["ddp", "MA"] for found in checkpoints[1]], "MA", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
@@ -218,6 +219,7 @@ def otherwise() -> list[dict[str, Any]]:
     return run_ranks(train_otherwise, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["unprepared", "plain DDP"])
 def test_without_a_door_the_first_step_raises_and_names_the_doors(how: str, otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
@@ -225,23 +227,27 @@ def test_without_a_door_the_first_step_raises_and_names_the_doors(how: str, othe
         assert "slivertune.attach" in found[how]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["seed", "density"])
 def test_ranks_with_other_settings_are_refused_before_training(what: str, otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
         assert f"the ranks disagree on config.{what}" in found[f"another {what}"]
 
 
+@pytest.mark.slow
 def test_all_ranks_train_the_weights_of_rank_0(otherwise: list[dict[str, Any]]) -> None:
     own = SFT(tiny_llama(seed=0), config=SFTConfig(density=0.02), lr=1e-2, total_steps=40).base_values()
     for found in otherwise:
         assert_same_tree(found["base values"], own)
 
 
+@pytest.mark.slow
 def test_a_step_from_gradients_of_one_rank_raises(otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
         assert "are those of this rank alone" in found["own gradients"]
 
 
+@pytest.mark.slow
 def test_ranks_that_come_by_their_gradients_in_another_order_agree(otherwise: list[dict[str, Any]]) -> None:
     naive, norms = prescribed_reference(Case(updates=3), 2)
     first, second = (found["shuffled"] for found in otherwise)
@@ -250,12 +256,14 @@ def test_ranks_that_come_by_their_gradients_in_another_order_agree(otherwise: li
     assert_norms_are(first["norms"][:3], norms, naive, 1)
 
 
+@pytest.mark.slow
 def test_drift_is_found_at_the_next_reselection(otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
         assert "the ranks have drifted apart" in found["drift"]
         assert "the positions of the trained weights" in found["drift"]
 
 
+@pytest.mark.slow
 def test_an_update_sends_little_more_than_the_trained_weights_gradient(otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
         count, sent = found["num_weights"], found["sent"]
@@ -272,6 +280,7 @@ def test_an_update_sends_little_more_than_the_trained_weights_gradient(otherwise
         assert max(size for each in sent for _, size in each) <= 12 * count
 
 
+@pytest.mark.slow
 def test_a_rank_holds_what_one_process_holds(otherwise: list[dict[str, Any]]) -> None:
     alone, num_weights = state_of_one_process(SMALL, 11)
     assert max(alone) > 40 * num_weights and min(alone) <= 22 * num_weights
@@ -295,6 +304,7 @@ def train_until_one_dies(rank: int, num_ranks: int) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_with_its_whereabouts() -> None:
     told = run_ranks(train_until_one_dies, 2, may_die=(1,), collective_timeout_s=20)[0]
     assert "rank 0 failed" in told and "rank 1 was last seen at update 2" in told
@@ -337,6 +347,7 @@ def train_4bit(rank: int, num_ranks: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_4_bit_models_are_trained_alike_under_ddp_and_refused_under_fsdp2() -> None:
     first, second = run_ranks(train_4bit, 2)
     assert_same_tree(first["ddp"], second["ddp"])
@@ -368,6 +379,7 @@ def three_ranks() -> list[dict[Any, Any]]:
     return run_ranks(train_three, 3, THREE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", THREE)
 def test_three_ranks_equal_one_process_on_the_whole_batch(

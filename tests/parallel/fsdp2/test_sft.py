@@ -16,6 +16,7 @@ from slivertune.parallel.checkpoint.sidecar import load_state
 from slivertune.parallel.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import asked_for, quick
 from tests.parallel.checkpoint.sft_checkpoints import (
     RESUMED,
     assert_continued,
@@ -49,6 +50,7 @@ CASES = {
 }
 IN_BF16 = {f"Llama in bf16: {name}": case for name, case in BF16.items()}
 LLAMAS = {name: case for name, case in {**CASES, **IN_BF16}.items() if case.model == "llama"}
+QUICK = ("AG, clipped, accumulated", "MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated")
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +59,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> list[dict[Any, Any]]:
-    return run_ranks(train_all, 2, ["fsdp2"], {**CASES, **IN_BF16}, folder)
+def two_ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    cases = {name: case for name, case in {**CASES, **IN_BF16}.items() if (name,) in asked_for(request, "name")}
+    return run_ranks(train_all, 2, ["fsdp2"], cases, folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_two_ranks_equal_one_process_on_the_whole_batch(name: str, two_ranks: list[dict[Any, Any]]) -> None:
     assert_equal_to_one_process([found["fsdp2", name] for found in two_ranks], CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_BF16)
 def test_two_ranks_equal_one_process_to_the_bit_in_bf16(name: str, two_ranks: list[dict[Any, Any]]) -> None:
     results = [found["fsdp2", name] for found in two_ranks]
@@ -77,7 +81,7 @@ def plain(folder: Path, two_ranks: list[dict[Any, Any]]) -> dict[str, dict[str, 
     return load_without_the_library(folder)
 
 
-@pytest.mark.parametrize("name", LLAMAS)
+@pytest.mark.parametrize("name", quick(LLAMAS, QUICK[2:]))
 def test_the_merged_model_is_a_plain_checkpoint(
     name: str, plain: dict[str, dict[str, torch.Tensor]], two_ranks: list[dict[Any, Any]]
 ) -> None:
@@ -102,6 +106,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[di
     return folder, run_ranks(save_in_every_way, 2, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STATE_DICTS)
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_that_was_saved_on_its_way_continues_to_the_bit(
@@ -112,12 +117,14 @@ def test_a_run_that_was_saved_on_its_way_continues_to_the_bit(
     assert_equal_to_one_process([{**each["straight"], "weights": each["weights"]} for each in results], RESUMED[name])
 
 
+@pytest.mark.slow
 def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
     checkpoints: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     assert_trainers_went_on([found["Trainer"]["fsdp2", "MA"] for found in checkpoints[1]], "MA", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
@@ -126,6 +133,7 @@ def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Pa
     assert_continued(results, saved, before=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_one_process_without_fsdp_continues(name: str, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
@@ -136,6 +144,7 @@ def test_one_process_without_fsdp_continues(name: str, checkpoints: tuple[Path, 
         assert_same_tree({each: state[each] for each in expected[key]}, expected[key])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_load_state_of_one_process_takes_weights_and_state(
     kind: str, checkpoints: tuple[Path, list[dict[str, Any]]]
@@ -155,6 +164,7 @@ def test_a_folder_without_the_state_is_refused_by_its_name(tmp_path: Path) -> No
     assert sft.updates == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
     name: str, checkpoints: tuple[Path, list[dict[str, Any]]]
@@ -215,6 +225,7 @@ def otherwise() -> list[dict[str, Any]]:
     return run_ranks(prepare_otherwise, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["embeddings", "norms"])
 def test_what_layers_cannot_add_is_refused_and_says_why(what: str, otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
@@ -222,12 +233,14 @@ def test_what_layers_cannot_add_is_refused_and_says_why(what: str, otherwise: li
         assert "or use DDP" in found[what]
 
 
+@pytest.mark.slow
 def test_a_card_in_place_of_the_state_is_not_trained_from(otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
         assert found["card"] == [["param_groups", "state"], {"sft_updates"}]
         assert "made after 2 updates, but SFT's own state" in found["card alone"]
 
 
+@pytest.mark.slow
 def test_a_rank_holds_its_share_of_the_frozen_weights(otherwise: list[dict[str, Any]]) -> None:
     model = tiny_llama()
     expected = {name: parameter.nbytes for name, parameter in model.named_parameters()}
@@ -238,6 +251,7 @@ def test_a_rank_holds_its_share_of_the_frozen_weights(otherwise: list[dict[str, 
         assert found["most sent"] <= 12 * found["num_weights"]
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_steps_changes_nothing(otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
         assert_same_tree(found["after evaluation"]["state"], found["without evaluation"]["state"])

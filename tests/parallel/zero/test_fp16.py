@@ -14,6 +14,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.parallel.zero.runs import CAP, Case, Run, reference
 
+pytestmark = pytest.mark.slow
+
 STEPS = 14
 
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.helpers.models import differing
 from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.slow import asked_for, quick
 from tests.helpers.tolerance import assert_step_close, exact_sums, sum_limit, with_exact
 from tests.parallel.zero.runs import CAP, LOSS_CAP, Case, Run, largest_difference, reference
 
@@ -49,6 +50,11 @@ def cases_of(stage: int) -> dict[str, Case]:
 
 
 RUNS = tuple((stage, name) for stage in STAGES for name in cases_of(stage))
+QUICK = (
+    "under accelerate",
+    "accumulated, clipped, three steps a group, checkpointed",
+    "bf16, checkpointed by re-entering",
+)
 
 
 @dataclass
@@ -100,14 +106,16 @@ Outcomes = Callable[[int], list[dict[str, Outcome]]]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Outcomes:
-    """The outcomes of a stage's runs by rank and case; each stage is spawned once."""
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    """The outcomes of a stage's runs by rank and case; each stage is spawned once, for the cases that are asked for."""
+    asked = asked_for(request, "stage", "name")
     known: dict[int, list[dict[str, Outcome]] | RankError] = {}
 
     def of_stage(stage: int) -> list[dict[str, Outcome]]:
         if stage not in known:
             try:
-                known[stage] = run_ranks(train_all, 2, cases_of(stage), env=CPU, timeout_s=600)
+                cases = {name: case for name, case in cases_of(stage).items() if (stage, name) in asked}
+                known[stage] = run_ranks(train_all, 2, cases, env=CPU, timeout_s=600)
             except RankError as error:
                 known[stage] = error
         outcome = known[stage]
@@ -118,7 +126,7 @@ def outcomes() -> Outcomes:
     return of_stage
 
 
-@pytest.mark.parametrize(("stage", "name"), RUNS)
+@pytest.mark.parametrize(("stage", "name"), quick(RUNS, [run for run in RUNS if run[1] in QUICK]))
 def test_masters_equal_one_process_on_the_whole_batch(stage: int, name: str, outcomes: Outcomes) -> None:
     case = cases_of(stage)[name]
     expected = reference(case, 2)
@@ -137,7 +145,7 @@ def test_masters_equal_one_process_on_the_whole_batch(stage: int, name: str, out
         assert expected.smallest_norm > case.clip, "nothing was clipped"
 
 
-@pytest.mark.parametrize(("stage", "name"), RUNS)
+@pytest.mark.parametrize(("stage", "name"), quick(RUNS, [run for run in RUNS if run[1] in QUICK]))
 def test_weights_are_the_rounded_masters_on_every_rank(stage: int, name: str, outcomes: Outcomes) -> None:
     dtype = cases_of(stage)[name].dtype
     for outcome in (each[name] for each in outcomes(stage)):
@@ -150,33 +158,35 @@ def test_weights_are_the_rounded_masters_on_every_rank(stage: int, name: str, ou
 def test_every_weight_was_updated(stage: int, outcomes: Outcomes) -> None:
     from tests.parallel.zero.runs import make_model
 
-    for name, case in cases_of(stage).items():
-        before = dict(make_model(case).named_parameters())
-        after = outcomes(stage)[0][name].masters
+    for name, outcome in outcomes(stage)[0].items():
+        before = dict(make_model(cases_of(stage)[name]).named_parameters())
+        after = outcome.masters
         assert all(bool((after[key] - before[key].detach().float()).abs().max() > 1e-3) for key in before)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_backward_stops_at_the_active_group(stage: int, outcomes: Outcomes) -> None:
-    for name, case in cases_of(stage).items():
+    for name, outcome in outcomes(stage)[0].items():
+        case = cases_of(stage)[name]
         if case.checkpointing:
             continue  # re-entering needs gradients at the bottom
-        for group, blocks in outcomes(stage)[0][name].reached:
+        for group, blocks in outcome.reached:
             lowest = max(0, group * case.layers_per_group - 1)
             assert blocks == frozenset(range(lowest, BLOCKS)), (name, group)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_turn_changes_every_steps_per_group_updates(stage: int, outcomes: Outcomes) -> None:
-    for name, case in cases_of(stage).items():
-        groups = [group for group, _ in outcomes(stage)[0][name].reached[:: case.accumulation]]
+    for name, outcome in outcomes(stage)[0].items():
+        case = cases_of(stage)[name]
+        groups = [group for group, _ in outcome.reached[:: case.accumulation]]
         num_groups = -(-(BLOCKS + 2) // case.layers_per_group)
         group_schedule = groups[:: case.steps_per_group]
         assert groups == [group_schedule[update // case.steps_per_group] for update in range(case.steps)]
         assert sorted(group_schedule[:num_groups]) == list(range(num_groups))
         assert group_schedule == [group_schedule[index % num_groups] for index in range(len(group_schedule))]
         assert (group_schedule[:num_groups] == list(range(num_groups))) == (case.order == "bottom2up")
-        assert outcomes(stage)[0][name].num_switches == len(group_schedule) - 1
+        assert outcome.num_switches == len(group_schedule) - 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -192,7 +202,7 @@ def test_switches_take_a_small_part_of_a_run_beyond_the_copies(stage: int, outco
     # does: a hundredth or two, in steps of a tiny model that are short themselves.
     shares = {
         name: min(rank[name].overhead_seconds / rank[name].seconds for rank in outcomes(stage))
-        for name in cases_of(stage)
+        for name in outcomes(stage)[0]
     }
     print(f"stage {stage}:", {name: f"{share:.3f}" for name, share in shares.items()})
     assert min(shares.values()) < 0.1

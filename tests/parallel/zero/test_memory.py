@@ -14,6 +14,8 @@ from slivertune.core.ledger import Census, Ledger
 from tests.helpers.ranks import run_ranks
 from tests.parallel.zero.runs import BUCKET, Case, Run
 
+pytestmark = pytest.mark.slow
+
 NUM_RANKS = 2
 CASES = {
     f"ZeRO-{stage}, {str(dtype).removeprefix('torch.')}": Case(stage=stage, dtype=dtype, bare=True)

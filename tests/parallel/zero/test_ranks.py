@@ -100,6 +100,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(skip_and_resume, 2, folder, env=CPU, timeout_s=300, collective_timeout_s=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_a_group_that_no_rank_reached_is_skipped_and_a_resumed_run_knows_it(
     found: list[dict[str, Any]], stage: str
@@ -113,12 +114,14 @@ def test_a_group_that_no_rank_reached_is_skipped_and_a_resumed_run_knows_it(
         assert each[stage]["resumed"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_rates_that_differ_are_never_applied(found: list[dict[str, Any]], stage: str) -> None:
     for each in found:
         assert "the learning rate of param group 0 is 0.01 on rank 0, 0.02 on rank 1" in each[stage]["rates"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_every_process_group_of_the_engine_has_the_users_timeout(found: list[dict[str, Any]], stage: str) -> None:
     assert all(each[stage]["timeouts"] == {timedelta(seconds=60)} for each in found)
@@ -143,6 +146,7 @@ def lose_a_rank(rank: int, num_ranks: int, how: str) -> tuple[str, float]:
     return message_of(train), time.monotonic() - began[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -17,6 +17,7 @@ from slivertune.parallel.layout import Layout
 from slivertune.parallel.sft.unsupported import check_zero_config
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import asked_for, quick
 from tests.parallel.checkpoint.sft_checkpoints import (
     CUT,
     RESUMED,
@@ -52,6 +53,7 @@ LAYOUTS: list[Layout] = ["zero1", "zero2", "zero3"]
 CASES = {**EXACT, **{f"Llama: {name}": case for name, case in LLAMA.items() if case.tied or case.clip}}
 IN_BF16 = {f"Llama in bf16: {name}": case for name, case in BF16.items()}
 LLAMAS = {name: case for name, case in {**CASES, **IN_BF16}.items() if case.model == "llama"}
+QUICK = ("AG, clipped, accumulated", "MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated")
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +62,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder: Path) -> list[dict[Any, Any]]:
-    cases = {**CASES, **IN_BF16}
+def two_ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
+    cases = {name: case for name, case in {**CASES, **IN_BF16}.items() if (name,) in asked_for(request, "name")}
     return run_ranks(train_all, 2, LAYOUTS, cases, folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
 def test_two_ranks_equal_one_process_on_the_whole_batch(
     layout: Layout, name: str, two_ranks: list[dict[Any, Any]]
 ) -> None:
     assert_equal_to_one_process([found[layout, name] for found in two_ranks], CASES[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", IN_BF16)
 def test_two_ranks_equal_one_process_to_the_bit_in_bf16(
@@ -87,6 +90,7 @@ def plain(folder: Path, two_ranks: list[dict[Any, Any]]) -> dict[str, dict[str, 
     return load_without_the_library(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LLAMAS)
 def test_the_merged_model_is_a_plain_checkpoint(
@@ -112,6 +116,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[di
     return folder, run_ranks(save_in_every_way, 2, folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_that_was_saved_on_its_way_continues_to_the_bit(
@@ -126,6 +131,7 @@ def load_in_every_layout(rank: int, num_ranks: int, folder: Path) -> dict[str, A
     return {layout: load_elsewhere(rank, num_ranks, layout, folder / layout) for layout in LAYOUTS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
@@ -135,6 +141,7 @@ def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Pa
         assert_continued([found[layout] for found in results], saved, before=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "name"), TRAINERS)
 def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
     layout: Layout, name: str, checkpoints: tuple[Path, list[dict[str, Any]]], tmp_path: Path
@@ -142,6 +149,7 @@ def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
     assert_trainers_went_on([found["Trainer"][layout, name] for found in checkpoints[1]], name, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RESUMED)
 def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
@@ -172,6 +180,7 @@ def count_state(rank: int, num_ranks: int) -> dict[Layout, list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_whatever_the_engine_shares_out_a_ranks_state_is_that_of_one_process() -> None:
     alone, num_weights = state_of_one_process(SMALL, 11)
     assert min(alone) <= 22 * num_weights + 4, "fp32 weights: 22 bytes, and the witness"
@@ -326,6 +335,7 @@ def bare(bare_folder: Path) -> list[dict[str, Any]]:
     return run_ranks(run_bare, 2, bare_folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=300)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_bare_engine_steps_sft_and_its_checkpoints_continue(
@@ -341,17 +351,20 @@ def test_a_bare_engine_steps_sft_and_its_checkpoints_continue(
         assert_same_tree(straight["state"], resumed["state"])
 
 
+@pytest.mark.slow
 def test_the_schedule_of_the_config_drives_the_rate(bare: list[dict[str, Any]]) -> None:
     for found in bare:
         own, told = zip(*found["rates"], strict=True)
         assert own == told and len(set(own)) == 3
 
 
+@pytest.mark.slow
 def test_a_model_that_was_born_in_parts_is_trained_alike(bare: list[dict[str, Any]]) -> None:
     case = Case(model="llama", density=0.25, updates=6)
     assert_near_one_process([found["born result"] for found in bare], case, bare[0]["born"])
 
 
+@pytest.mark.slow
 def test_deltas_are_saved_after_an_evaluation_as_before_it(bare: list[dict[str, Any]], bare_folder: Path) -> None:
     assert all(found["in flight"] for found in bare)
     with (
@@ -365,6 +378,7 @@ def test_deltas_are_saved_after_an_evaluation_as_before_it(bare: list[dict[str, 
         assert all(torch.equal(before.get_tensor(name), after.get_tensor(name)) for name in before.keys())  # noqa: SIM118
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", SAID)
 def test_what_does_not_go_together_is_refused_before_anything_is_built(what: str, bare: list[dict[str, Any]]) -> None:
     for found in bare:

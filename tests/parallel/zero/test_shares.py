@@ -34,6 +34,8 @@ from tests.parallel.zero.runs import (
     options,
 )
 
+pytestmark = pytest.mark.slow
+
 CPU = {"DS_ACCELERATOR": "cpu"}
 STAGES = (1, 2, 3)
 BEFORE = 8

@@ -35,6 +35,7 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -124,6 +125,7 @@ def die(*args: Any) -> None:
     os._exit(9)
 
 
+@pytest.mark.slow
 def test_on_ranks_a_plan_is_made_apart_and_may_die(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

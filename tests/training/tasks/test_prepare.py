@@ -50,6 +50,7 @@ def losses_of_rows(trainer: Trainer) -> torch.Tensor:
         return torch.stack([trainer.compute_loss(model, row) for row in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(
     "name", ["documents", "packed documents", "responses", "classification", "masked prompts", "causal prompts"]
