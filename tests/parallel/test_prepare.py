@@ -127,3 +127,16 @@ def test_an_optimizer_that_has_stepped_is_refused_on_several_ranks(method: str) 
     optimizer.step()
     with pytest.raises(RuntimeError, match="has already made 1 updates; prepare it before its first step"):
         slivertune.prepare(pretended("MULTI_CPU"), model, optimizer)
+
+
+@pytest.mark.parametrize("method", ["hift", "sft"])
+def test_an_optimizer_that_was_built_over_another_model_is_refused_on_several_ranks(method: str) -> None:
+    model, other = tiny_llama(), tiny_llama()
+    optimizer: Any = (
+        HiFT(model, torch.optim.AdamW, lr=0.01)
+        if method == "hift"
+        else SFT(model, config=SFTConfig(density=0.1), lr=0.01, total_steps=10)
+    )
+    with pytest.raises(ValueError, match="another model than the one that was passed; build it over this model"):
+        slivertune.prepare(pretended("MULTI_CPU"), other, optimizer)
+    optimizer.check_built_over(model)

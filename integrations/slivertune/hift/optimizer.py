@@ -15,6 +15,7 @@ from slivertune.core.layers import find_layers
 from slivertune.core.ownership import check_free, give_back, take
 from slivertune.core.placeholder_state import PlaceholderState
 from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.core.sliver import Sliver
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
@@ -35,7 +36,7 @@ from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
 
 
-class HiFT(torch.optim.Optimizer):
+class HiFT(Sliver):
     """Full-parameter fine-tuning, one group of layers in each step (HiFT, arXiv 2401.15207).
 
     The constructor freezes all but the first group; `step` applies the base optimizer to the active group, drops its
@@ -62,6 +63,8 @@ class HiFT(torch.optim.Optimizer):
         >>> model(**batch).loss.backward()
         >>> optimizer.step()
     """
+
+    method = "hift"
 
     def __init__(
         self,
@@ -446,6 +449,20 @@ class HiFT(torch.optim.Optimizer):
     def uses_sidecar(self) -> bool:
         """Whether `state_dict` is a placeholder, and the state is saved in a folder of its own (see `use_sidecar`)."""
         return self._placeholder.is_used
+
+    def check_built_over(self, model: nn.Module) -> None:
+        """Check that every weight that is trained is one of a model's.
+
+        Raises:
+            ValueError: Naming a weight that is not.
+        """
+        parameters = set(model.parameters())
+        for weight in self.trained_weights:
+            if weight.trained not in parameters:
+                raise ValueError(
+                    f"the HiFT trains {weight.name} of another model than the one that was passed; build it over this "
+                    "model, before anything wraps or copies that"
+                )
 
     def listen_to_backward(self, listener: Callable[[], None]) -> None:
         """Be told when a backward of the model begins, whether or not it will reach the group.

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import Trainer
 
+from slivertune.core.sliver import Sliver
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.interop.checkpoints import (
     KeepManifest,
@@ -298,7 +299,7 @@ def _prepare_by_slivertune(accelerator: Any) -> None:
 
     def prepare_by_layout(*objects: Any, **options: Any) -> Any:
         nonlocal is_inside
-        slivers = [each for each in objects if isinstance(each, (HiFT, SFT))]
+        slivers = [each for each in objects if isinstance(each, Sliver)]
         if is_inside or not slivers:
             return own_prepare(*objects, **options)
         if options:

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.hift import HiFT
-from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.parallel.consistency.timeouts import keeping_timeout
-from slivertune.sft import SFT
+from slivertune.core.sliver import Sliver
+from slivertune.parallel.adapters import engine_adapter_of
 
 _FILLED_ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _SIZES = {
@@ -89,7 +87,7 @@ def initialize(
         "mesh_param": mesh_param,
     }
     chosen = config if config is not None else config_params
-    if not isinstance(optimizer, (HiFT, SFT)):
+    if not isinstance(optimizer, Sliver):
         made: tuple[Any, Any, Any, Any] = deepspeed.initialize(
             optimizer=optimizer, lr_scheduler=lr_scheduler, config=chosen, **arguments
         )
@@ -113,12 +111,8 @@ def initialize(
         lr_scheduler = lr_scheduler(optimizer)
     arguments["lr_scheduler"] = lr_scheduler
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    if isinstance(optimizer, SFT):
-        from slivertune.parallel.sft.prepare import initialize_sft
-
-        result: tuple[Any, Any, Any, Any] = initialize_sft(optimizer=optimizer, config=settings, **arguments)
-        return result
-    return _initialize_hift(optimizer, settings, arguments)
+    optimizer.check_built_over(model)
+    return engine_adapter_of(optimizer).initialize(optimizer, settings, arguments)
 
 
 def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -181,22 +175,3 @@ def _fill_sizes(zero: dict[str, Any], model: nn.Module) -> None:
                     f'zero_optimization.{key} is "auto", but the model has no config.hidden_size; write a number'
                 )
             zero[key] = int(factor * width**power)
-
-
-def _initialize_hift(optimizer: HiFT, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, HiFT, Any, Any]:
-    import deepspeed
-
-    from slivertune.parallel.zero.hift import check_before, rotate
-    from slivertune.parallel.zero.schedule import optimizer_of_group
-    from slivertune.parallel.zero.unsupported import fill_clipping
-
-    check_before(optimizer, config)
-    fill_clipping(config)
-    # What the list of optimizers that DeepSpeed has tested guards against, `check_before` has looked at.
-    config.setdefault("zero_allow_untested_optimizer", True)
-    with guard("making the engine", computes=True), keeping_timeout():
-        engine, _, loader, _ = deepspeed.initialize(
-            optimizer=optimizer_of_group(optimizer, optimizer.active_group), config=config, **arguments
-        )
-    rotate(engine, optimizer)
-    return engine, optimizer, loader, engine.lr_scheduler

@@ -5,24 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
-from slivertune.hift import HiFT, HiFTConfig
-
-
-def the_model_and_hift(objects: Sequence[Any]) -> tuple[nn.Module, HiFT]:
-    """Find the one model and the one HiFT among the objects.
-
-    Raises:
-        ValueError: If there is not one of each.
-    """
-    models = [each for each in objects if isinstance(each, nn.Module)]
-    optimizers = [each for each in objects if isinstance(each, HiFT)]
-    if len(models) != 1 or len(optimizers) != 1:
-        raise ValueError(
-            f"{len(models)} models and {len(optimizers)} HiFT optimizers were passed; pass one of each together"
-        )
-    return models[0], optimizers[0]
+from slivertune.hift import HiFTConfig
 
 
 def replace_each(accelerator: Any, objects: Sequence[Any], prepared: Mapping[int, Any]) -> tuple[Any, ...]:

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from slivertune.hift import HiFT
+from slivertune.core.sliver import Sliver
+from slivertune.parallel.adapters import adapter_of
 from slivertune.parallel.checkpoint.manifests import seal_states
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.layout import layout_of
-from slivertune.sft import SFT
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
@@ -35,7 +35,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     Example:
         >>> model, optimizer, loader, scheduler = slivertune.prepare(accelerator, model, optimizer, loader, scheduler)
     """
-    slivers = [each for each in objects if isinstance(each, (HiFT, SFT))]
+    slivers = [each for each in objects if isinstance(each, Sliver)]
     layout = layout_of(accelerator) if slivers else "single"
     if layout == "single":
         if slivers:
@@ -55,15 +55,6 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
             f"the {type(optimizer).__name__} has already made {optimizer.updates} updates; prepare it before its first "
             "step, and load its state afterwards"
         )
+    optimizer.check_built_over(models[0])
     seal_states(accelerator)
-    if isinstance(optimizer, SFT):
-        from slivertune.parallel.sft.prepare import prepare_sft
-
-        return prepare_sft(accelerator, layout, objects)
-    if layout == "ddp":
-        from slivertune.parallel.ddp.hift import prepare_hift
-    elif layout == "fsdp2":
-        from slivertune.parallel.fsdp2.hift import prepare_hift
-    else:
-        from slivertune.parallel.zero.hift import prepare_hift
-    return prepare_hift(accelerator, objects)
+    return adapter_of(optimizer, layout).prepare(accelerator, models[0], optimizer, objects)

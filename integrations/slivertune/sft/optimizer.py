@@ -16,6 +16,7 @@ from torch import nn
 from slivertune.core.ownership import check_free, give_back, take
 from slivertune.core.placeholder_state import PlaceholderState
 from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.core.sliver import Sliver
 from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
@@ -40,7 +41,7 @@ IDLE_STEPS = 20
 """Steps without a gradient, one after the other, after which a warning says so."""
 
 
-class SFT(torch.optim.Optimizer):
+class SFT(Sliver):
     """Sparse fine-tuning with dropping and growth (arXiv 2401.16405), around a model whose weights stay dense.
 
     The constructor freezes what is not trained and draws the first positions; `step` updates the deltas of the active
@@ -79,6 +80,8 @@ class SFT(torch.optim.Optimizer):
     """Chooses what is dropped and grown; planning, which has no values to choose by, takes another."""
     attachment_class = Attachment
     """Puts the deltas on the model; planning takes another."""
+
+    method = "sft"
 
     def __init__(
         self,
@@ -411,6 +414,18 @@ class SFT(torch.optim.Optimizer):
         for weight in self._weights:
             weight.place(weight.merged and not in_layers, pretrained(weight.target))
         self._attachment.put_on(with_holder=is_shown)
+
+    def check_built_over(self, model: nn.Module) -> None:
+        """Check that this was built over a model.
+
+        Raises:
+            ValueError: If it was not.
+        """
+        if self._model is not model:
+            raise ValueError(
+                "the SFT was built over another model than the one that was passed; build it over this model, before "
+                "anything wraps that"
+            )
 
     def use_sidecar(self) -> None:
         """Let `state_dict` return a placeholder from now on: options and the number of updates, in torch's own form.

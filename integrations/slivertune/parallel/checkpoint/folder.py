@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from slivertune.core.atomic import explain_write_errors, folder_aside, recover
 from slivertune.core.manifest import write_manifest
 from slivertune.core.saved_state import describe_damage
+from slivertune.core.sliver import Sliver
 from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 
@@ -60,20 +61,20 @@ def carry_folder(
     accelerator.register_load_state_pre_hook(before_loading)
 
 
-def unwrapped(optimizer: torch.optim.Optimizer, *kinds: type[torch.optim.Optimizer]) -> Any:
+def unwrapped(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] = Sliver) -> Any:
     """The optimizer itself, out of accelerate's wrapper.
 
     Args:
         optimizer: What `slivertune.prepare` returned, or what it was given.
-        *kinds: What it has to be one of.
+        kind: What it has to be.
 
     Raises:
         TypeError: If it is another optimizer.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, kinds):
-        names = " or ".join(f"{kind.__name__}'s" for kind in kinds)
-        raise TypeError(f"the state of a {type(inner).__name__} is not {names}; pass what slivertune.prepare returned")
+    if not isinstance(inner, kind):
+        method = "HiFT's or SFT's" if kind is Sliver else f"{kind.__name__}'s"
+        raise TypeError(f"the state of a {type(inner).__name__} is not {method}; pass what slivertune.prepare returned")
     return inner
 
 

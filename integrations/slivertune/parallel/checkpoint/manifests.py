@@ -19,11 +19,10 @@ from slivertune.core.manifest import (
     remove_manifest,
     write_manifest,
 )
-from slivertune.hift import HiFT
+from slivertune.core.sliver import Sliver
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 from slivertune.parallel.layout import layout_of
-from slivertune.sft import SFT
 
 _LATEST = "latest"
 """The file in which DeepSpeed names its newest checkpoint."""
@@ -177,16 +176,15 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
 
 def _check_state_beside(optimizer: Any, folder: Path) -> None:
     """See that what accelerate does not read of a sharded checkpoint is read from a folder of ours."""
-    name = "hift" if isinstance(optimizer, HiFT) else "sft" if isinstance(optimizer, SFT) else None
-    if name is None:
+    if not isinstance(optimizer, Sliver):
         raise ValueError(
             f"{folder} has sharded weights, and beside these the state of HiFT and SFT alone can be read where weights "
             f"are whole, not that of {type(optimizer).__name__}; resume under FSDP2"
         )
-    if not (folder / name).is_dir():
+    if not (folder / optimizer.method).is_dir():
         raise ValueError(
-            f"{folder} has sharded weights and no folder {name!r} with the optimizer's state: it was saved by another "
-            "method or without slivertune; resume as it was saved, or begin anew from its weights"
+            f"{folder} has sharded weights and no folder {optimizer.method!r} with the optimizer's state: it was saved "
+            "by another method or without slivertune; resume as it was saved, or begin anew from its weights"
         )
 
 

@@ -6,19 +6,19 @@ them onto the GPU, where they have no room. So several ranks show them a placeho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from slivertune.core.atomic import recover
-from slivertune.hift import HiFT
+from slivertune.core.sliver import Sliver
 from slivertune.parallel.checkpoint.folder import carry_folder, unwrapped, write_folder_together
 from slivertune.parallel.checkpoint.hift_sidecar import HiFTSidecar
 from slivertune.parallel.checkpoint.manifests import check_together
 from slivertune.parallel.checkpoint.sft_sidecar import SFTSidecar
 from slivertune.parallel.consistency.heartbeat import check_agreement
-from slivertune.sft import SFT
 
 
 class Sidecar(Protocol):
@@ -42,6 +42,9 @@ class Sidecar(Protocol):
         """Continue from what is there."""
 
 
+_sidecars: dict[str, Callable[[Any], Sidecar]] = {"hift": HiFTSidecar, "sft": SFTSidecar}
+
+
 def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
     """The sidecar of a method.
 
@@ -51,11 +54,21 @@ def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
     Raises:
         TypeError: If it is another optimizer.
     """
-    inner = _unwrapped(optimizer)
-    return HiFTSidecar(inner) if isinstance(inner, HiFT) else SFTSidecar(inner)
+    inner = unwrapped(optimizer)
+    return _sidecars[inner.method](inner)
 
 
-def keep_sidecar(accelerator: Any, optimizer: HiFT | SFT) -> None:
+def register_sidecar(method: str, sidecar: Callable[[Any], Sidecar]) -> None:
+    """Let a method of another package have its state carried.
+
+    Args:
+        method: `Sliver.method`.
+        sidecar: Makes the sidecar of an optimizer of that method.
+    """
+    _sidecars[method] = sidecar
+
+
+def keep_sidecar(accelerator: Any, optimizer: Sliver) -> None:
     """Let `accelerator.save_state` and `load_state` carry the folder.
 
     Args:
@@ -108,9 +121,4 @@ def load_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
 def read_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """As `load_state`, from a folder in a checkpoint that was found to be whole."""
     sidecar_of(optimizer).read(Path(folder))
-    check_agreement({"updates of the state that was loaded": _unwrapped(optimizer).updates})
-
-
-def _unwrapped(optimizer: torch.optim.Optimizer) -> HiFT | SFT:
-    inner: HiFT | SFT = unwrapped(optimizer, HiFT, SFT)
-    return inner
+    check_agreement({"updates of the state that was loaded": unwrapped(optimizer).updates})

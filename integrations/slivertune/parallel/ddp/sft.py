@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
+from slivertune.parallel.consistency.sft import check_sft_agreement
 from slivertune.parallel.ddp.hift import broadcast_from_first
 from slivertune.parallel.objects import replace_each
 from slivertune.parallel.sft.communicator import RankCommunicator
@@ -24,7 +25,11 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
 
     Returns:
         The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
+
+    Raises:
+        ValueError: If the ranks were given other settings.
     """
+    check_sft_agreement(sft)
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
     with sft.moving(communicator):
         prepared = accelerator.prepare_model(model, evaluation_mode=True)

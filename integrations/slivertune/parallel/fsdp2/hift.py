@@ -30,16 +30,18 @@ from slivertune.parallel.consistency.hift import ConsistencyCheck, check_hift_ag
 from slivertune.parallel.consistency.timeouts import keeping_timeout
 from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight, shard_of
 from slivertune.parallel.fsdp2.units import check_units
-from slivertune.parallel.objects import refuse_step_in_backward, the_model_and_hift
+from slivertune.parallel.objects import refuse_step_in_backward
 
 _WARM_UP = "_slivertune_warm_up"
 
 
-def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     """Prepare a model, the HiFT that was built over it, loaders and schedulers.
 
     Args:
         accelerator: `accelerate.Accelerator` under FSDP2.
+        model: The model.
+        hift: Built over it.
         objects: As for `accelerator.prepare`.
 
     Returns:
@@ -49,7 +51,6 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         ValueError: If the base optimizer looks beyond single elements, the ranks were given other settings or weights,
             a unit holds the input embedding, or a trained parameter is not cut by rows.
     """
-    model, hift = the_model_and_hift(objects)
     refuse_step_in_backward(hift.config, "FSDP2")
     refuse_what_looks_beyond_a_shard(hift)
     check_units(accelerator, model)

@@ -50,12 +50,14 @@ class EngineSteppedOptimizer(DeepSpeedOptimizerWrapper):  # type: ignore[misc]
         return bool(self._engine.optimizer.overflow)
 
 
-def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     """Prepare a model and HiFT for DeepSpeed; see `slivertune.prepare`.
 
     Args:
         accelerator: An Accelerator with a DeepSpeed plugin of stage 1, 2 or 3.
-        objects: With one model and one HiFT.
+        model: The model.
+        hift: Built over it.
+        objects: All that is to be prepared, these two included.
 
     Returns:
         The prepared objects, in their order; the model is DeepSpeed's engine.
@@ -63,21 +65,45 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     Raises:
         ValueError: If the ranks disagree, or HiFT and the config don't go together.
     """
-    optimizer = next(each for each in objects if isinstance(each, HiFT))
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    check_before(optimizer, config)
+    check_before(hift, config)
     fill_clipping(config)
-    fill_buckets(config, next(each for each in objects if isinstance(each, nn.Module)))
-    first = optimizer_of_group(optimizer, optimizer.active_group)
+    fill_buckets(config, model)
+    first = optimizer_of_group(hift, hift.active_group)
     with guard("making the engine", computes=True), keeping_timeout():
-        prepared = list(accelerator.prepare(*(first if each is optimizer else each for each in objects)))
-    index = next(i for i, each in enumerate(objects) if isinstance(each, nn.Module))
-    engine = prepared[index]
-    rotate(engine, optimizer)
-    new = EngineSteppedOptimizer(optimizer, engine)
+        prepared = list(accelerator.prepare(*(first if each is hift else each for each in objects)))
+    engine = prepared[objects.index(model)]
+    rotate(engine, hift)
     explain_saving(accelerator)
-    take_place(accelerator, prepared, prepared[objects.index(optimizer)], new, engine)
+    take_place(accelerator, prepared, prepared[objects.index(hift)], EngineSteppedOptimizer(hift, engine), engine)
     return tuple(prepared)
+
+
+def initialize(hift: HiFT, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, HiFT, Any, Any]:
+    """Make a bare DeepSpeed engine that steps HiFT; see `slivertune.initialize`.
+
+    Args:
+        hift: Built over the model among the arguments.
+        config: DeepSpeed's, without "auto".
+        arguments: The others of `deepspeed.initialize`.
+
+    Returns:
+        The engine, HiFT, the loader and the schedule.
+
+    Raises:
+        ValueError: If the ranks disagree, or HiFT and the config don't go together.
+    """
+    import deepspeed
+
+    check_before(hift, config)
+    fill_clipping(config)
+    # What the list of optimizers that DeepSpeed has tested guards against, `check_before` has looked at.
+    config.setdefault("zero_allow_untested_optimizer", True)
+    first = optimizer_of_group(hift, hift.active_group)
+    with guard("making the engine", computes=True), keeping_timeout():
+        engine, _, loader, _ = deepspeed.initialize(optimizer=first, config=config, **arguments)
+    rotate(engine, hift)
+    return engine, hift, loader, engine.lr_scheduler
 
 
 def check_before(optimizer: HiFT, config: dict[str, Any]) -> None:

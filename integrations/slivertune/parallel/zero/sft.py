@@ -22,6 +22,7 @@ from torch import nn
 from slivertune.parallel.checkpoint.manifests import seal_engine
 from slivertune.parallel.consistency.explain import compare_before_saving, explain_engine, explain_saving
 from slivertune.parallel.consistency.heartbeat import guard
+from slivertune.parallel.consistency.sft import check_sft_agreement
 from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
@@ -49,8 +50,9 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         The prepared objects in the same order; the model is DeepSpeed's engine.
 
     Raises:
-        ValueError: If SFT and the config don't go together.
+        ValueError: If the ranks were given other settings, or SFT and the config don't go together.
     """
+    check_sft_agreement(sft)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     stage = check_zero_config(config)
     _adjust(config)
@@ -77,10 +79,11 @@ def initialize(sft: SFT, config: dict[str, Any], arguments: dict[str, Any]) -> t
         The engine, SFT, the loader and the schedule.
 
     Raises:
-        ValueError: If SFT and the config don't go together.
+        ValueError: If the ranks were given other settings, or SFT and the config don't go together.
     """
     import deepspeed
 
+    check_sft_agreement(sft)
     stage = check_zero_config(config)
     _adjust(config)
     config.setdefault("zero_allow_untested_optimizer", True)
