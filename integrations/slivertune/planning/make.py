@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from slivertune.core.ledger import Census, Ledger
 from slivertune.hift.groups import Group
-from slivertune.planning.fake import Answers, without_data
+from slivertune.planning.fake import FakeOverrides, without_data
 from slivertune.planning.four_bit import num_weights, parameter_bytes
 from slivertune.planning.hift_run import HiFTRun, alike
 from slivertune.planning.layouts import sizes_of, spread
@@ -136,7 +136,7 @@ def _plan_whole(request: PlanRequest, model: nn.Module, forward: Forward) -> Pla
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     meter = GradientMeter(model)
     optimizer_class, arguments = optimizer_of(request.optimizer)
-    with Answers():
+    with FakeOverrides():
         optimizer = optimizer_class(trained, **arguments)
     with attached(request, model) as notes, Ledger(model) as ledger:
         # The first step makes the state, all later ones have it from their beginning.
