@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slivertune as st
-from slivertune.parallel.layout import Layout
+from slivertune.core.layout import Layout
 from tests.helpers.models import LAYERS, differing, tiny_llama, token_batches
 from tests.helpers.ranks import run_ranks
 from tests.parallel.sft.runs import Case, Run, accelerator_of, plain_state

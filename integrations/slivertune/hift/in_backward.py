@@ -51,14 +51,14 @@ class BackwardSteps:
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on a model, after `release`; an update that was left half done stays so."""
         first = self._first
-        holder = next(
+        parent = next(
             module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))
         )
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before_forward)),
             model.register_forward_hook(ModuleHook(self._after_forward)),
             # Inside of the model's forward, where accelerate has switched autocast on.
-            holder.register_forward_pre_hook(_refuse_fp16_autocast),
+            parent.register_forward_pre_hook(_refuse_fp16_autocast),
         ]
 
     @property

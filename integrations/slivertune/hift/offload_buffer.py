@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from slivertune.core.ledger import Place, claim, claimed_at_birth
+from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 
 ALIGNMENT = 64
 """Bytes; tensors in one buffer begin at multiples of it."""
@@ -51,12 +51,12 @@ class OffloadBuffer:
     """Owns one group's waiting tensors.
 
     Args:
-        place: Where its bytes count in the ledger.
+        tier: Where its bytes count in the ledger.
         allocate: Makes a uint8 buffer of so many bytes, or raises.
     """
 
-    def __init__(self, place: Place, allocate: Callable[[int], torch.Tensor]) -> None:
-        self._place = place
+    def __init__(self, tier: MemoryTier, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._tier = tier
         self._allocate = allocate
         self._carvers: dict[torch.dtype, Arena] = {}
 
@@ -65,10 +65,10 @@ class OffloadBuffer:
 
         One buffer a dtype: torch.save refuses tensors of several dtypes in one storage.
         """
-        with claimed_at_birth("state", self._place):
+        with claimed_at_birth("state", self._tier):
             buffers = {dtype: self._allocate(size) for dtype, size in num_bytes.items() if size}
         for dtype, buffer in buffers.items():
-            claim(buffer, "state", self._place)
+            claim(buffer, "state", self._tier)
             self._carvers[dtype] = Arena(buffer)
 
     def empty_like(self, model: torch.Tensor) -> torch.Tensor:

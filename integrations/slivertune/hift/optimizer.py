@@ -14,10 +14,10 @@ from torch import nn
 from slivertune.core.layers import find_layers
 from slivertune.core.ownership import check_free, give_back, take
 from slivertune.core.placeholder_state import PlaceholderState
-from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.core.saved_state import StateMismatchError, is_initialising_step, pack_state, unpack_state
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
+from slivertune.hift.checkpoint import VERSION, check_header, check_weight
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.freezing import Freezer
 from slivertune.hift.groups import Group, cut_groups, turn_order

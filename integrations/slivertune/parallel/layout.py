@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-Layout = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
-"""`single` is one process; `zero1` to `zero3` are DeepSpeed's stages."""
+from slivertune.core.layout import Layout
 
 _PLAIN = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from slivertune.core.layout import Layout
 from slivertune.core.ledger import Census, Ledger
 from slivertune.hift.groups import Group
 from slivertune.planning.fake import FakeOverrides, without_data
@@ -19,7 +20,7 @@ from slivertune.planning.layouts import sizes_of, spread
 from slivertune.planning.model import attached, build_model, give_sizes, make_batch
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.plan import GroupPlan, Moment, Phase, Plan
-from slivertune.planning.request import Layout, PlanRequest
+from slivertune.planning.request import PlanRequest
 from slivertune.planning.sft_run import SFTRun
 from slivertune.planning.sft_sizes import without_kept_tensors
 from slivertune.planning.stand_ins import standing_in

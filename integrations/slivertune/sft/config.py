@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-Selection = Literal["accumulated_gradient", "momentum"]
+SelectionCriterion = Literal["accumulated_gradient", "momentum"]
 Form = Literal["auto", "optimizer", "layer"]
 PhiGradient = Literal["chunked", "sampled"]
 
@@ -35,7 +35,7 @@ class SFTConfig:
     equivalent_lora_rank: int | None = None
     """As many weights as LoRA of this rank would train on the same matrices: rank x (in + out) for each of them, and
     for each expert's. 64 if nothing is said."""
-    selection: Selection = "accumulated_gradient"
+    selection: SelectionCriterion = "accumulated_gradient"
     """How weights are grown: by the gradient accumulated over `estimation_steps` updates, trained by AdamW (AG), or by
     the row and column accumulators of the SM3 optimizer that trains them (MA), which takes less memory."""
     reselection_interval: int | None = 20
@@ -71,7 +71,7 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         self._check_amount()
-        _one_of("selection", self.selection, get_args(Selection))
+        _one_of("selection", self.selection, get_args(SelectionCriterion))
         _one_of("form", self.form, get_args(Form))
         _one_of("phi_gradient", self.phi_gradient, get_args(PhiGradient))
         _integer("estimation_steps", self.estimation_steps, 1)

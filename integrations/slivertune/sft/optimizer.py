@@ -20,7 +20,6 @@ from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
 from slivertune.deltas.names import name_before
-from slivertune.sft.attachment import Attachment
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.communicator import Communicator
 from slivertune.sft.config import SFTConfig
@@ -28,6 +27,7 @@ from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.guard import ModelGuard
 from slivertune.sft.linear import check_layer_form
+from slivertune.sft.model_hooks import ModelHooks
 from slivertune.sft.options import checked_options
 from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.reselection import Reselection
@@ -77,7 +77,7 @@ class SFT(torch.optim.Optimizer):
 
     reselection_class = Reselection
     """Chooses what is dropped and grown; planning, which has no values to choose by, takes another."""
-    attachment_class = Attachment
+    hooks_class = ModelHooks
     """Puts the deltas on the model; planning takes another."""
 
     def __init__(
@@ -119,10 +119,10 @@ class SFT(torch.optim.Optimizer):
         self._grad_norm: torch.Tensor | None = None
         self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
         self._guard = ModelGuard(model, self._weights, self._delta_parameters, self, self._gradient_sync.check_ranks)
-        self._attachment = self.attachment_class(
+        self._hooks = self.hooks_class(
             model, self._weights, self._delta_parameters, self._gradient_sync, config.phi_gradient, self._guard
         )
-        self._attachment.put_on()
+        self._hooks.put_on()
         take(model.parameters(), self)
         self._open_phases()
 
@@ -287,7 +287,7 @@ class SFT(torch.optim.Optimizer):
                 placeholder of a state was loaded (see `use_sidecar`); if a trained tensor was replaced or cast; or
                 after `detach`.
         """
-        if not self._attachment.is_on:
+        if not self._hooks.is_on:
             raise RuntimeError("step() was called after detach(), which ends SFT's training; build SFT anew to go on")
         self._guard.check()
         self._check_shards()
@@ -365,7 +365,7 @@ class SFT(torch.optim.Optimizer):
             ValueError: If 4-bit weights were to be merged.
             RuntimeError: If deltas were to be merged into shards that somebody else has written.
         """
-        if not self._attachment.is_on:
+        if not self._hooks.is_on:
             return
         quantised = [weight.name for weight in self._weights if weight.target.is_4bit]
         if merge and quantised:
@@ -378,10 +378,10 @@ class SFT(torch.optim.Optimizer):
         for weight in self._weights:
             if not merge:
                 weight.adopt()
-        self._attachment.take_off()
+        self._hooks.take_off()
         for weight in self._weights:
             weight.merge() if merge else weight.write_base()
-        self._attachment.thaw()
+        self._hooks.restore_requires_grad()
         give_back(self._model.parameters(), self)
 
     @contextmanager
@@ -391,7 +391,7 @@ class SFT(torch.optim.Optimizer):
         *,
         in_layers: bool = False,
         pretrained: Callable[[Target], PretrainedValues] = PretrainedValues,
-        is_shown: bool = True,
+        with_delta_parameters: bool = True,
     ) -> Iterator[None]:
         """Follow the model while a layout rearranges it: inside, it is a frozen model with its pretrained weights.
 
@@ -399,10 +399,10 @@ class SFT(torch.optim.Optimizer):
             communicator: Reaches the other ranks from then on.
             in_layers: Whether the weights can't be written from then on, so that the layers have to add the deltas.
             pretrained: Makes what reads and writes a tensor's pretrained values from then on.
-            is_shown: Whether the deltas are parameters of the model again afterwards; not where an engine that holds
-                the model would take them for its own.
+            with_delta_parameters: Whether the deltas are parameters of the model again afterwards; not where an engine
+                that holds the model would take them for its own.
         """
-        self._attachment.take_off()
+        self._hooks.take_off()
         for weight in self._weights:
             weight.adopt()
             weight.write_base()
@@ -410,7 +410,7 @@ class SFT(torch.optim.Optimizer):
         self._gradient_sync.communicator = communicator
         for weight in self._weights:
             weight.place(weight.merged and not in_layers, pretrained(weight.target))
-        self._attachment.put_on(with_holder=is_shown)
+        self._hooks.put_on(with_delta_parameters=with_delta_parameters)
 
     def use_sidecar(self) -> None:
         """Let `state_dict` return a placeholder from now on: options and the number of updates, in torch's own form.

@@ -11,8 +11,8 @@ import torch
 
 import slivertune
 from slivertune import SFT, Ledger, SFTConfig
+from slivertune.core.layout import Layout
 from slivertune.deltas import apply
-from slivertune.parallel.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.checkpoint.sft_checkpoints import (

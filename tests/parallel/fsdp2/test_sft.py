@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from slivertune.core.layout import Layout
 from slivertune.core.manifest import write_manifest
 from slivertune.deltas import apply
 from slivertune.parallel.checkpoint.sft_sidecar import FOLDER
 from slivertune.parallel.checkpoint.sidecar import load_state
-from slivertune.parallel.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.checkpoint.sft_checkpoints import (

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from slivertune import SFT, Ledger, SFTConfig
+from slivertune.core.layout import Layout
 from slivertune.deltas import apply
 from slivertune.parallel.initialize import initialize
-from slivertune.parallel.layout import Layout
 from slivertune.parallel.sft.unsupported import check_zero_config
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks

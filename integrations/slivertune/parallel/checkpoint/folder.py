@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 
 from slivertune.core.atomic import explain_write_errors, folder_aside, recover
 from slivertune.core.manifest import write_manifest
-from slivertune.core.saved_state import describe_damage
-from slivertune.hift.checkpoint import StateMismatchError
+from slivertune.core.saved_state import StateMismatchError, describe_damage
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 
 _OF_OTHER_CONTENTS = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from slivertune.core.layout import Layout
 from slivertune.core.saved_state import load_dictionary
-from slivertune.parallel.layout import Layout
 
 _SHARDED = "pytorch_model_fsdp_0"
 _WHOLE = "pytorch_model_fsdp.bin"

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from slivertune.core.layout import Layout
 from slivertune.parallel.consistency.sft import check_sft_agreement
-from slivertune.parallel.layout import Layout
 from slivertune.sft import SFT
 
 

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     """The parameter's."""
     first: int
     """Where it begins in the flattened parameter."""
-    place: int
+    offset: int
     """Where it begins in the share."""
     length: int
 
@@ -58,14 +58,14 @@ def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[Pi
 def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[Piece]]:
     found = []
     for parameters in optimizer.fp16_groups:
-        pieces, place = [], 0
+        pieces, offset = [], 0
         for parameter in parameters:
             size = int(parameter.partition_numel())
             first = size * dist.get_rank(parameter.ds_process_group)
             count = min(size, int(parameter.ds_numel) - first)
             if count > 0:
-                pieces.append(Piece(names[id(parameter)], first, place, count))
-            place += size
+                pieces.append(Piece(names[id(parameter)], first, offset, count))
+            offset += size
         found.append(pieces)
     return found
 
@@ -137,8 +137,8 @@ class SavedShares:
                         begin, end = _overlap(piece, theirs)
                         if begin >= end:
                             continue
-                        to = slice(piece.place + begin - piece.first, piece.place + end - piece.first)
-                        out = slice(theirs.place + begin - theirs.first, theirs.place + end - theirs.first)
+                        to = slice(piece.offset + begin - piece.first, piece.offset + end - piece.first)
+                        out = slice(theirs.offset + begin - theirs.first, theirs.offset + end - theirs.first)
                         master[to] = masters[index][out]
                         _copy_state(state, kept, masters[index].shape, master.shape, to, out)
                         reached[piece] += end - begin
