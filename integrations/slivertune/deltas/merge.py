@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from slivertune.core.atomic import check_absent, new_folder
+from slivertune.core.atomic import atomic_new_folder, check_absent
 from slivertune.deltas.additions import Addition, Source, TargetInfo, add_rounded, add_up, read_sources
 from slivertune.deltas.base_hash import CHUNK_BYTES
 from slivertune.deltas.delta_file import DeltaFile, name_of
@@ -92,7 +92,7 @@ def merge(
     files = read_sources(deltas)
     additions = add_up(files, base.tensors, _target_info(checkpoint, allow_quantized_base), hash_base=True)
     touched_bytes = sum(addition.delta.indices.nbytes + addition.delta.values.nbytes for addition in additions)
-    with new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
+    with atomic_new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
         undo = _Undo(_copy(base, new, progress))
         for number, addition in enumerate(additions):
             progress("adding", number, len(additions))
@@ -126,7 +126,7 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
     for name, said in undo.table.items():
         _check_merged(path, name, said, merged)
     hashes = _hashes_of_files(path, undo.fields)
-    with new_folder(output, needs_bytes=_size(merged)) as new:
+    with atomic_new_folder(output, needs_bytes=_size(merged)) as new:
         found = _copy(merged, new, progress)
         for number, (name, (indices, values)) in enumerate(undo.entries.items()):
             progress("restoring", number, len(undo.entries))

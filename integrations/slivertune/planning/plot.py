@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slivertune.core.atomic import new_file
+from slivertune.core.atomic import atomic_file
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.plan import Moment
@@ -50,8 +50,8 @@ def draw(answer: Answer | SweepAnswer, path: Path) -> None:
         OSError: If it can't be written; an older file is whole then.
     """
     figure = sweep_figure(answer) if isinstance(answer, SweepAnswer) else groups_figure(answer)
-    with new_file(path) as aside:
-        figure.savefig(aside, dpi=_DOTS_PER_INCH)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=_DOTS_PER_INCH)
 
 
 def sweep_figure(answer: SweepAnswer) -> Figure:

@@ -56,7 +56,7 @@ class Partial:
                 path.chmod(self.file_mode)
             sync(path)
 
-    def take_place(self) -> None:
+    def replace_target(self) -> None:
         """Put the content, a folder, where an older folder may be, and wait until that is on the disk."""
         if not self.target.exists():
             self.content.rename(self.target)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slivertune.core.atomic import new_file, recover
+from slivertune.core.atomic import atomic_file, recover
 from slivertune.core.manifest import (
     MANIFEST_NAME,
     DamagedCheckpointError,
@@ -265,7 +265,7 @@ def _latest(folder: Path) -> str | None:
 
 
 def _point(folder: Path, tag: str) -> None:
-    with new_file(folder / _LATEST) as path:
+    with atomic_file(folder / _LATEST) as path:
         path.write_text(tag, encoding="utf-8")
 
 

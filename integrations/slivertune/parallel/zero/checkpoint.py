@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slivertune.core.atomic import new_file
+from slivertune.core.atomic import atomic_file
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import check_identity
 from slivertune.hift.rotation import own_copy
@@ -61,8 +61,8 @@ class Checkpoints:
                 if not path.stem.endswith(f"_of_{dist.get_world_size()}"):
                     path.unlink()
         # Before DeepSpeed's, whose last act is to point "latest" at the folder.
-        with new_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as aside:
-            torch.save(self._export(), aside)
+        with atomic_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as temporary:
+            torch.save(self._export(), temporary)
         # Groups that wait are frozen, but must not be left out.
         with schedule.all_thawed(exclude_frozen_parameters):
             return self._engine_save(

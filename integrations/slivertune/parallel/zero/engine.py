@@ -65,7 +65,7 @@ def refuse_unsupported(config: Mapping[str, Any], method: str, own: Unsupported)
         )
 
 
-def take_place(accelerator: Any, prepared: list[Any], old: Any, new: Any, engine: Any) -> None:
+def replace_prepared(accelerator: Any, prepared: list[Any], old: Any, new: Any, engine: Any) -> None:
     """Put an optimizer where accelerate has put that over which the engine was built.
 
     Args:

@@ -26,7 +26,7 @@ from slivertune.parallel.consistency.timeouts import follow_default_timeout, kee
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
 from slivertune.parallel.sft.unsupported import check_layers, check_zero_config
-from slivertune.parallel.zero.engine import drive_by_config, take_place
+from slivertune.parallel.zero.engine import drive_by_config, replace_prepared
 from slivertune.parallel.zero.other_ranks import fill_frozen, first_states, ranks_of_states, reading_first
 from slivertune.parallel.zero.unsupported import fill_clipping
 from slivertune.sft import SFT
@@ -61,7 +61,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         engine = prepared[objects.index(model)]
         built.append(engine)
     explain_saving(accelerator)
-    take_place(accelerator, prepared, prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft), engine)
+    replace_prepared(accelerator, prepared, prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft), engine)
     return tuple(prepared)
 
 

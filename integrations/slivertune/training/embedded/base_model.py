@@ -132,11 +132,11 @@ def save_base_model(model: LlamaForCausalLM, recipe: BaseRecipe, folder: Path) -
         recipe: What it was made from.
         folder: Where to.
     """
-    with atomic.folder_aside(folder) as new:
-        model.save_pretrained(new)
-        make_byte_tokenizer(recipe.max_positions).save_pretrained(new)
-        atomic.write_json(new / "recipe.json", {**asdict(recipe), "python": platform.python_version()})
-        write_manifest(new)
+    with atomic.atomic_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        make_byte_tokenizer(recipe.max_positions).save_pretrained(temporary)
+        atomic.write_json(temporary / "recipe.json", {**asdict(recipe), "python": platform.python_version()})
+        write_manifest(temporary)
 
 
 def train_base_model(recipe: BaseRecipe, texts: list[str], report: StepReport) -> LlamaForCausalLM:
