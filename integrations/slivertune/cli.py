@@ -136,30 +136,30 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 def _train(argv: list[str], *, debug: bool) -> int:
     # Transformers pulls bitsandbytes in through peft, which then warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_peers
+    from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_launch
 
-    peers = LaunchCoordinator()
+    coordinator = LaunchCoordinator()
     arguments = None
     is_ready = False
     try:
-        peers = join_peers()
+        coordinator = join_launch()
         from slivertune.training.assemble import assemble
         from slivertune.training.options.parse import parse_train_arguments
         from slivertune.training.output.terminal import make_console, one_voice
         from slivertune.training.run import describe_finished, execute
 
-        console = make_console(quiet=not peers.is_first)
+        console = make_console(quiet=not coordinator.is_first)
         with one_voice(console):
-            peers.agree_on("arguments", argv)
-            arguments = parse_train_arguments(argv, peers)
-            peers.reach(1)
+            coordinator.agree_on("arguments", argv)
+            arguments = parse_train_arguments(argv, coordinator)
+            coordinator.reach(1)
             if arguments.folder.is_finished:
-                if peers.is_first:
+                if coordinator.is_first:
                     print(f"slivertune train: {describe_finished(arguments)}")
                 return 0
-            run = assemble(arguments, console, peers)
+            run = assemble(arguments, console, coordinator)
             is_ready = True
-            peers.reach(2)
+            coordinator.reach(2)
             execute(run, console)
     except KeyboardInterrupt:
         # Launchers pass the signal on once more.
@@ -169,18 +169,19 @@ def _train(argv: list[str], *, debug: bool) -> int:
             from slivertune.training.run import describe_interruption
 
             line = describe_interruption(arguments)
-        if peers.is_first:
+        if coordinator.is_first:
             print(f"\nslivertune train: {line}", file=sys.stderr)
         return _INTERRUPTED
     except SilentError:
-        peers.await_word()
+        coordinator.await_error_report()
         return _FAILED if is_ready else _BAD_ARGUMENTS
     except Exception as error:
         # Until a run stands, what doesn't hold together was asked for; later on, something broke.
         code = _BAD_ARGUMENTS if isinstance(error, (ValueError, FileExistsError)) and not is_ready else _FAILED
-        if peers.speaks(str(error)):
-            _complain("train", error, code, debug=debug, where=peers.name if is_ready or not peers.is_first else "")
-            peers.has_spoken(str(error))
+        if coordinator.owns_error(str(error)):
+            where = coordinator.name if is_ready or not coordinator.is_first else ""
+            _complain("train", error, code, debug=debug, where=where)
+            coordinator.publish_error(str(error))
         return code
     return 0
 

@@ -43,7 +43,7 @@ def elsewhere(model: Any) -> None:
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
 
 
-def thaw(model: Any) -> None:
+def unfreeze(model: Any) -> None:
     """As PEFT's `disable_adapter` does when it ends."""
     model.requires_grad_(True)
 
@@ -52,7 +52,7 @@ def freeze(model: Any) -> None:
     model.requires_grad_(False)
 
 
-HARMLESS: dict[str, Change] = {"thaw": thaw, "freeze": freeze}
+HARMLESS: dict[str, Change] = {"unfreeze": unfreeze, "freeze": freeze}
 REFUSED: dict[str, tuple[Change, str]] = {
     "new head": (new_head, "lm_head.weight, which HiFT trains, is no longer in the model"),
     "new parameter": (new_parameter, "probe.weight and 1 more came into the model after HiFT was built"),

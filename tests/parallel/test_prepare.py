@@ -62,7 +62,7 @@ def test_a_layout_is_known_by_its_name(accelerator: Any, layout: str) -> None:
         ),
     ],
 )
-def test_a_layout_without_a_door_is_refused_with_what_to_use(accelerator: Any, way_out: str) -> None:
+def test_a_layout_without_an_integration_is_refused_with_what_to_use(accelerator: Any, way_out: str) -> None:
     with pytest.raises(ValueError, match=way_out):
         layout_of(accelerator)
 

@@ -4,7 +4,7 @@ from slivertune.parallel.ddp import gradient_sync as exchange
 from slivertune.planning import stand_ins
 
 
-def test_the_buckets_that_are_planned_are_those_of_the_exchange() -> None:
+def test_the_buckets_that_are_planned_are_those_of_the_all_reduce() -> None:
     # Planning and training may not import each other; this holds their figures together.
-    assert stand_ins.EXCHANGE_BUCKET_BYTES == exchange.BUCKET_BYTES
+    assert stand_ins.ALL_REDUCE_BUCKET_BYTES == exchange.BUCKET_BYTES
     assert stand_ins._MOST_UNDER_WAY == exchange._MOST_UNDER_WAY

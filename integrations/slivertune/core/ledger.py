@@ -223,7 +223,7 @@ class Ledger:
     def _watch_gradient(self, parameter: nn.Parameter) -> None:
         if not parameter.is_floating_point():
             return
-        # The hook stays through later freezing and thawing, but can only be set on what requires a gradient.
+        # The hook stays through later freezing and unfreezing, but can only be set on what requires a gradient.
         frozen = not parameter.requires_grad
         if frozen:
             parameter.requires_grad_(True)

@@ -58,7 +58,7 @@ class OffloadBuffer:
     def __init__(self, tier: MemoryTier, allocate: Callable[[int], torch.Tensor]) -> None:
         self._tier = tier
         self._allocate = allocate
-        self._carvers: dict[torch.dtype, Arena] = {}
+        self._arenas: dict[torch.dtype, Arena] = {}
 
     def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
         """Allocate ahead for the tensors to come, so that a lack of memory shows now.
@@ -69,15 +69,15 @@ class OffloadBuffer:
             buffers = {dtype: self._allocate(size) for dtype, size in num_bytes.items() if size}
         for dtype, buffer in buffers.items():
             claim(buffer, "state", self._tier)
-            self._carvers[dtype] = Arena(buffer)
+            self._arenas[dtype] = Arena(buffer)
 
     def empty_like(self, model: torch.Tensor) -> torch.Tensor:
         """A tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
         dtype = model.dtype
-        tensor = self._carvers[dtype].empty_like(model) if dtype in self._carvers else None
+        tensor = self._arenas[dtype].empty_like(model) if dtype in self._arenas else None
         if tensor is None:
             self.reserve({dtype: aligned(max(1, model.numel()) * dtype.itemsize)})
-            tensor = self._carvers[dtype].empty_like(model)
+            tensor = self._arenas[dtype].empty_like(model)
             assert tensor is not None
         return tensor
 

@@ -28,7 +28,7 @@ class Weight:
 
     @property
     def trained(self) -> torch.nn.Parameter:
-        """The model's own parameter, which is frozen and thawed; `parameter` where that is not sharded."""
+        """The model's own parameter, which is frozen and unfrozen; `parameter` where that is not sharded."""
         return self.parameter
 
     def take_gradient(self) -> bool:

@@ -147,8 +147,8 @@ class ResidentGroup(Residency):
         on_device = self._meter.scalars_on_device(one.weight, one.leaf.dtype)
         for key, value in flatten_state(self._arriving.get(one.weight.name, {}), copy_objects=True).items():
             if isinstance(value, torch.Tensor):
-                beside = value.dim() or key in on_device
-                value = value.to(one.weight.parameter.device if beside else "cpu", copy=True)
+                with_weight = value.dim() or key in on_device
+                value = value.to(one.weight.parameter.device if with_weight else "cpu", copy=True)
             state[key] = value
         state.pop(MASTER, None)
         return unflatten_state(state)

@@ -77,14 +77,14 @@ class Communicator:
             RuntimeError: If they are not, before anything was averaged.
         """
 
-    def earliest(self, place: ChunkKey, device: torch.device) -> ChunkKey:
+    def earliest(self, key: ChunkKey, device: torch.device) -> ChunkKey:
         """Where the rank is whose turn comes first.
 
         Args:
-            place: Where this rank is.
+            key: Where this rank is.
             device: Where its gradients are.
         """
-        return place
+        return key
 
     def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
         """All ranks' positions, each once.

@@ -385,7 +385,7 @@ class SFT(torch.optim.Optimizer):
         give_back(self._model.parameters(), self)
 
     @contextmanager
-    def moving(
+    def rebinding_parameters(
         self,
         communicator: Communicator,
         *,

@@ -161,11 +161,11 @@ def disturb(rank: int, num_ranks: int, folder: str) -> dict[str, dict[str, Any]]
                         "updates": training.sliver.updates,
                         "weights": whole_weights(training.model),
                     }
-    found["unit"] = apart_in_the_exchange(rank)
+    found["unit"] = apart_in_the_gradient_sync(rank)
     return found
 
 
-def apart_in_the_exchange(rank: int) -> dict[str, Any]:
+def apart_in_the_gradient_sync(rank: int) -> dict[str, Any]:
     """Groups of other sizes on each rank: gloo would abort the process at the first bucket."""
     model = shared()
     for parameter in model.layers[rank].parameters() if rank else [model.scale]:
@@ -176,7 +176,7 @@ def apart_in_the_exchange(rank: int) -> dict[str, Any]:
         list(model.parameters()),
         heartbeat,
         bucket_bytes=32,
-        meet=lambda: heartbeat.meet(Header(Stage.AVERAGING, 4, rank)),
+        meet=lambda: heartbeat.meet(Header(Stage.GRADIENT_SYNC, 4, rank)),
     )
     with Sent() as sent:
         message = message_of(lambda: model(rows(rank))["loss"].backward())
@@ -281,7 +281,7 @@ def end_one_of_three(rank: int, num_ranks: int, how: str) -> str:
         if how == "dies":
             os._exit(1)
         os.kill(os.getpid(), signal.SIGSTOP)
-    return message_of(lambda: heartbeat.meet(Header(Stage.AVERAGING, 3, 1)))
+    return message_of(lambda: heartbeat.meet(Header(Stage.GRADIENT_SYNC, 3, 1)))
 
 
 @pytest.mark.parametrize(("how", "said"), [("dies", "rank 2 has ended"), ("stops", "rank 2 is stopped (SIGSTOP")])
@@ -296,7 +296,7 @@ def test_of_three_ranks_the_one_that_is_gone_is_named(how: str, said: str) -> No
 def test_headers_of_many_ranks_show_the_odd_ones() -> None:
     same = [Header(Stage.STEPPING, 5, 1, settings=rank) for rank in range(20)]
     assert find_difference(same) is None
-    odd = [*same[:17], Header(Stage.AVERAGING, 4, 0, skipped=2, gradients=0), *same[18:]]
+    odd = [*same[:17], Header(Stage.GRADIENT_SYNC, 4, 0, skipped=2, gradients=0), *same[18:]]
     said = find_difference(odd)
     assert said is not None
     assert "rank 0 is stepping the optimizer at update 5, group 1; rank 17 is averaging gradients" in said

@@ -219,7 +219,9 @@ def otherwise() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("how", ["unprepared", "plain DDP"])
-def test_without_a_door_the_first_step_raises_and_names_the_doors(how: str, otherwise: list[dict[str, Any]]) -> None:
+def test_without_an_integration_the_first_step_raises_and_names_what_to_call(
+    how: str, otherwise: list[dict[str, Any]]
+) -> None:
     for found in otherwise:
         assert "slivertune.prepare" in found[how] and "slivertune.initialize" in found[how]
         assert "slivertune.attach" in found[how]
@@ -295,7 +297,7 @@ def train_until_one_dies(rank: int, num_ranks: int) -> str:
     return "nothing was raised"
 
 
-def test_a_rank_that_dies_ends_the_others_with_its_whereabouts() -> None:
+def test_a_rank_that_dies_ends_the_others_and_its_last_update_is_named() -> None:
     told = run_ranks(train_until_one_dies, 2, may_die=(1,), collective_timeout_s=20)[0]
     assert "rank 0 failed" in told and "rank 1 was last seen at update 2" in told
 

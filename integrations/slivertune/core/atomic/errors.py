@@ -105,8 +105,8 @@ def _is_near(filename: str | bytes | int, target: Path) -> bool:
     path, target = Path(os.fsdecode(filename)).absolute(), target.absolute()
     if path.is_relative_to(target) or target.parent.is_relative_to(path):
         return True
-    beside = path.relative_to(target.parent).parts[0] if path.is_relative_to(target.parent) else ""
-    return beside.startswith(f".{target.name}.") and is_partial(Path(beside))
+    sibling = path.relative_to(target.parent).parts[0] if path.is_relative_to(target.parent) else ""
+    return sibling.startswith(f".{target.name}.") and is_partial(Path(sibling))
 
 
 def _is_partial(target: Path) -> bool:

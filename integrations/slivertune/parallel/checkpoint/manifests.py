@@ -158,7 +158,7 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
         return
 
     for each in accelerator._optimizers:
-        _check_state_beside(getattr(each, "optimizer", each), folder)
+        _check_sidecar(getattr(each, "optimizer", each), folder)
 
     def read_weights(models: list[Any], input_dir: str) -> None:
         load_sharded_weights(accelerator.unwrap_model(models[0]), input_dir)
@@ -175,7 +175,7 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
         hook.remove()
 
 
-def _check_state_beside(optimizer: Any, folder: Path) -> None:
+def _check_sidecar(optimizer: Any, folder: Path) -> None:
     """See that what accelerate does not read of a sharded checkpoint is read from a folder of ours."""
     name = "hift" if isinstance(optimizer, HiFT) else "sft" if isinstance(optimizer, SFT) else None
     if name is None:

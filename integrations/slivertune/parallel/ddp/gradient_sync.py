@@ -260,7 +260,7 @@ def _fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list
 
 
 def _hook_when_frozen(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Set a hook that stays through freezing and thawing; it can only be set on what requires a gradient."""
+    """Set a hook that stays through freezing and unfreezing; it can only be set on what requires a gradient."""
     required = parameter.requires_grad
     parameter.requires_grad_(True)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)

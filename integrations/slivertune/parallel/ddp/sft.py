@@ -26,7 +26,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         The prepared objects in the same order; the optimizer is accelerate's wrapper of SFT.
     """
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
-    with sft.moving(communicator):
+    with sft.rebinding_parameters(communicator):
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         broadcast_from_first(model)
     communicator.keep_together(sft)

@@ -47,7 +47,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     def pretrained(target: Target) -> ShardedPretrainedValues:
         return _Rows(target, accelerator.device, prepared)
 
-    with sft.moving(communicator, in_layers=True, pretrained=pretrained):
+    with sft.rebinding_parameters(communicator, in_layers=True, pretrained=pretrained):
         prepared = _sharded(accelerator, model)
     communicator.keep_together(sft)
     name_who_is_missing(accelerator, prepared, lambda: communicator.meet(Stage.FORWARD))

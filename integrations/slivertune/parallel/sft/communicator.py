@@ -47,7 +47,7 @@ class RankCommunicator(Communicator):
         """Whether the running backward is the last one before the update."""
         return self._is_last()
 
-    def meet(self, stage: Stage = Stage.AVERAGING, settings: Mapping[str, object] | None = None) -> None:
+    def meet(self, stage: Stage = Stage.GRADIENT_SYNC, settings: Mapping[str, object] | None = None) -> None:
         """Check that all ranks are about to do the same, at the same update and with the same settings."""
         self._heartbeat.meet(Header(stage, self._updates), settings)
 
@@ -83,10 +83,10 @@ class RankCommunicator(Communicator):
             Header(Stage.SAVING, sft.updates),
         )
 
-    def earliest(self, place: ChunkKey, device: torch.device) -> ChunkKey:
+    def earliest(self, key: ChunkKey, device: torch.device) -> ChunkKey:
         """Where the rank is whose turn comes first."""
-        own = torch.tensor(place, dtype=torch.int64, device=device)
-        with self._heartbeat.guard(f"choosing candidates in {_named(place)}"):
+        own = torch.tensor(key, dtype=torch.int64, device=device)
+        with self._heartbeat.guard(f"choosing candidates in {_named(key)}"):
             rows = own.new_empty(dist.get_world_size(), own.numel())
             dist.all_gather(list(rows), own)
             places = rows.tolist()
@@ -131,5 +131,5 @@ def options_of(sft: SFT) -> dict[str, Any]:
     return {key: value for key, value in sft.param_groups[0].items() if key != "params"}
 
 
-def _named(place: ChunkKey) -> str:
-    return "no tensor, at the end of a backward" if place == NOWHERE else f"tensor {place.weight}"
+def _named(key: ChunkKey) -> str:
+    return "no tensor, at the end of a backward" if key == NOWHERE else f"tensor {key.weight}"

@@ -64,7 +64,7 @@ class Checkpoints:
         with atomic_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as temporary:
             torch.save(self._export(), temporary)
         # Groups that wait are frozen, but must not be left out.
-        with schedule.all_thawed(exclude_frozen_parameters):
+        with schedule.all_trainable(exclude_frozen_parameters):
             return self._engine_save(
                 str(save_dir),
                 tag,

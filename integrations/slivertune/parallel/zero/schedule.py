@@ -186,7 +186,7 @@ class GroupSchedule:
                 child._clear_fp32_optimizer_param_groups()
 
     @contextmanager
-    def all_thawed(self, wanted: bool) -> Iterator[None]:
+    def all_trainable(self, wanted: bool) -> Iterator[None]:
         """Let nothing that HiFT trains count as frozen meanwhile.
 
         Args:
@@ -252,7 +252,7 @@ class GroupSchedule:
         self.engine.basic_optimizer = self.children[group].optimizer
 
     def _check_model(self) -> None:
-        """Check that the model still has what the engine steps, and freeze again what others have thawed."""
+        """Check that the model still has what the engine steps, and freeze again what others have unfrozen."""
         self._check()
         if self.stage < 3:
             self._check_memory()
@@ -328,7 +328,7 @@ class GroupSchedule:
         if self.stage == 1 and not self._is_boundary():
             return
         reached = self._is_reached if self.stage == 1 else self._is_reached_now
-        self._heartbeat.meet(self._header(Stage.AVERAGING)._replace(gradients=int(reached)))
+        self._heartbeat.meet(self._header(Stage.GRADIENT_SYNC)._replace(gradients=int(reached)))
 
     def _is_boundary(self) -> bool:
         engine = self.engine

@@ -114,7 +114,9 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
 
     model = sft.model
     communicator = RankCommunicator(is_last)
-    with sft.moving(communicator, in_layers=stage == 3, pretrained=pretrained, with_delta_parameters=False):
+    with sft.rebinding_parameters(
+        communicator, in_layers=stage == 3, pretrained=pretrained, with_delta_parameters=False
+    ):
         device = next(model.parameters()).device
         placeholder = nn.Parameter(torch.zeros(1, dtype=next(model.parameters()).dtype, device=device))
         model.register_parameter(_PLACEHOLDER, placeholder)
