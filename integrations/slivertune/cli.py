@@ -62,7 +62,7 @@ def _make_parser() -> argparse.ArgumentParser:
     path = verbs.add_parser(
         "path",
         help="print where a preset lies",
-        description="Print where a preset lies, as for accelerate launch --config_file $(slivertune path PRESET) ...",
+        description="Print the path of a preset, as for accelerate launch --config_file $(slivertune path PRESET) ...",
         allow_abbrev=False,
     )
     path.add_argument("preset", metavar="PRESET", help=_preset_help())

@@ -191,11 +191,11 @@ def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
     moved = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192, master="split"), lr=1e-2)
     moved.load_state_dict(saved)
     for group in moved._residencies:
-        group._waiting_for = torch.device("cuda", 0)  # type: ignore[attr-defined]
+        group._offloaded_from = torch.device("cuda", 0)  # type: ignore[attr-defined]
     train(model, hift, batches, 8)
     train(other, moved, batches, 8)
     assert_same_bits(model, other)
-    assert {group._waiting_for for group in moved._residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
+    assert {group._offloaded_from for group in moved._residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
 
 
 class _NoComputeAfter(PretendedCopyStreams):

@@ -58,7 +58,7 @@ def test_a_layout_is_known_by_its_name(accelerator: Any, layout: str) -> None:
         (pretended("DEEPSPEED", deepspeed_plugin=SimpleNamespace(zero_stage=0)), "use stage 1, 2 or 3, or DDP"),
         (
             pretended("DEEPSPEED", num_processes=1, deepspeed_plugin=SimpleNamespace(zero_stage=0)),
-            "leave DeepSpeed away on one device",
+            "leave DeepSpeed out on one device",
         ),
     ],
 )

@@ -193,9 +193,7 @@ def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does()
 
 
 def test_an_impossible_fit_of_the_host_names_what_waits_there() -> None:
-    with pytest.raises(
-        DoesNotFitError, match=r"beside 60\.00 GiB of host memory, as asked; not changed, as you set it"
-    ):
+    with pytest.raises(DoesNotFitError, match=r"and 60\.00 GiB of host memory, as asked; not changed, as you set it"):
         find(40 * GIB, host=GIB, state="host", master="fp32", precision="mixed_hi", optimizer="adamw")
 
 

@@ -441,7 +441,7 @@ def test_a_model_that_another_optimizer_holds_is_refused_and_sft_registers_what_
     with pytest.raises(ValueError, match=r"is trained by another OtherOwner.* so SFT can't train it; call detach\(\)"):
         make(model)
     assert trainable(model) == before
-    ownership.give_back(model.parameters(), other)
+    ownership.release(model.parameters(), other)
     optimizer = make(model)
     assert all(ownership.owner_of(parameter) is optimizer for parameter in model.parameters())
     optimizer.detach()

@@ -154,7 +154,7 @@ def check_whole(folder: str | Path) -> None:
         return
     folder = Path(folder)
     if not folder.is_dir():
-        raise DamagedCheckpointError(f"{folder} is not there, or no folder; name a checkpoint")
+        raise DamagedCheckpointError(f"{folder} is not there, or not a folder; name a checkpoint")
     text = f"{folder} can't be loaded, and nothing of it was: {damage}; use an older checkpoint{_whole_sibling(folder)}"
     if not (folder / MANIFEST_NAME).is_file() and any(folder.iterdir()):
         call = shlex.quote(f"from slivertune.core.manifest import write_manifest; write_manifest({str(folder)!r})")

@@ -206,6 +206,6 @@ def _check_target(file: DeltaFile, name: str, delta: SparseDelta, target: Destin
         )
     if name in file.base and file.base[name].is_quantized and not info.allow_quantized_base:
         raise DeltaFileError(
-            f"{where} was trained over {file.base[name].dtype} codes, and nobody can tell whether these {here} weights "
-            "are what they were made from; if they are, say so with allow_quantized_base (near, not the same)"
+            f"{where} was trained over {file.base[name].dtype} codes, and it can't be known whether these {here} "
+            "weights are what they were made from; if they are, say so with allow_quantized_base (near, not the same)"
         )

@@ -156,7 +156,7 @@ def _shards(folder: Path) -> dict[str, str]:
     for shard in set(map(str, names.values())):
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise ValueError(
-                f"{index} names the shard {shard!r}, which is no file in {folder}; get the checkpoint again"
+                f"{index} names the shard {shard!r}, which is not a file in {folder}; get the checkpoint again"
             )
     return {name: str(shard) for name, shard in names.items()}
 

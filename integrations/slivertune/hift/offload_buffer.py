@@ -90,12 +90,12 @@ class OffloadBuffer:
 
 
 def host_buffer(device: torch.device) -> OffloadBuffer:
-    """A pool in host memory, pinned when `device` is a CUDA device so that copies run beside the computation."""
+    """A buffer in host memory, pinned when `device` is a CUDA device so that copies run beside the computation."""
     return OffloadBuffer("host", partial(_pinned, device) if device.type == "cuda" else _pageable)
 
 
 def disk_buffer(directory: Path) -> OffloadBuffer:
-    """A pool in memory-mapped files under `directory`.
+    """A buffer in memory-mapped files under `directory`.
 
     Files are allocated whole (a full disk is an error, never a SIGBUS) and unlinked as soon as they are mapped, so
     that nothing stays behind, however the process ends.

@@ -26,7 +26,7 @@ class SkipNotices:
             self._warned_of_skip.add(group)
             warnings.warn(
                 f"no gradient reached group {group} ({_names(self._groups[group])}): its turn passes without an "
-                "update; optimizer.skipped_turns counts such steps, and this is said once a group",
+                "update; optimizer.skipped_turns counts such steps, and this warning comes once a group",
                 UserWarning,
                 stacklevel=5,
             )

@@ -200,7 +200,7 @@ class KeepTokens(TrainerCallback):
             load_tokens(handle, path)
             return
         warnings.warn(
-            f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}); its draws begin anew",
+            f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}); its draws start again",
             UserWarning,
             stacklevel=2,
         )

@@ -46,7 +46,7 @@ def _zero_layout(accelerator: Any) -> Layout:
         return layouts[stage]
     if accelerator.num_processes == 1:
         raise ValueError(
-            f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed away on one device, or use stage 1, 2 or 3"
+            f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed out on one device, or use stage 1, 2 or 3"
         )
     raise ValueError(
         f"DeepSpeed's stage {stage} keeps a gradient bucket as large as the whole model; use stage 1, 2 or 3, or DDP"

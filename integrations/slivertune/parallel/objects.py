@@ -10,7 +10,7 @@ from torch import nn
 from slivertune.hift import HiFT, HiFTConfig
 
 
-def the_model_and_hift(objects: Sequence[Any]) -> tuple[nn.Module, HiFT]:
+def find_model_and_hift(objects: Sequence[Any]) -> tuple[nn.Module, HiFT]:
     """Find the one model and the one HiFT among the objects.
 
     Raises:

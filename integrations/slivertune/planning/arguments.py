@@ -248,7 +248,7 @@ def _check(arguments: PlanArguments) -> None:
                 raise ValueError(f"--{name} is read by the search of --fit alone, without --sweep; leave it out")
     for name, value in (("fit", arguments.fit_bytes), ("fit_host", arguments.fit_host_bytes)):
         if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be more than nothing, as 24GiB")
+            raise ValueError(f"--{name} {value} must be more than 0, such as 24GiB")
     if arguments.min_seq_length is not None and arguments.min_seq_length < 1:
         raise ValueError(f"--min_seq_length {arguments.min_seq_length} must be at least 1")
     if arguments.sweep is not None and arguments.sweep.field in arguments.given:

@@ -70,7 +70,7 @@ class HiFTRun:
         Returns:
             The peak; `after` is of the last update.
         """
-        self._give_turn_to(group)
+        self._activate_group(group)
         peaks = []
         with Ledger(self._model) as ledger:
             for _ in range(self._num_updates):
@@ -95,7 +95,7 @@ class HiFTRun:
                     )
         return masters, others
 
-    def _give_turn_to(self, group: Group) -> None:
+    def _activate_group(self, group: Group) -> None:
         start = self._at_start
         place = {"updates": group.index * self._num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**start, "hift": {**start["hift"], **place}})

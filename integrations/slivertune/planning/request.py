@@ -115,7 +115,7 @@ class PlanRequest:
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be in (0, 1]; leave it out for the default")
         if not 0 <= self.replacement_rate <= 1:
-            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper has 0.2")
+            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2")
         self._check_precision()
         self._check_method()
         self._check_layout()
@@ -153,7 +153,7 @@ class PlanRequest:
             raise ValueError("precision='mixed_hi' means masters, and master='none' has none; take precision='bf16'")
         if self.precision != "mixed_hi" and self.master_kind != "none":
             raise ValueError(
-                f"master={self.master!r} stands behind bf16 weights, which precision={self.precision!r} does not train "
+                f"master={self.master!r} is for bf16 weights, which precision={self.precision!r} does not train "
                 "on masters; take precision='mixed_hi'"
             )
 

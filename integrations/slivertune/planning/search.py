@@ -251,7 +251,7 @@ class _Search:
             f"that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: {parts})"
         )
         if self._limits.host_bytes is not None:
-            text += f", beside {format_bytes(least.host_bytes)} of host memory"
+            text += f", and {format_bytes(least.host_bytes)} of host memory"
         text += f", with {changed}" if changed else ", as asked"
         in_the_way = {
             name: None

@@ -21,13 +21,13 @@ class ChunkKey(NamedTuple):
     length: int
     """Elements of the part."""
 
-    def turn(self) -> tuple[int, int, int]:
-        """What places are sorted by: as a backward goes, from the model's last tensor to its first."""
+    def order(self) -> tuple[int, int, int]:
+        """What chunks are sorted by: as a backward goes, from the model's last tensor to its first."""
         return -self.weight, self.end, self.start
 
 
 NOWHERE = ChunkKey(-1, 0, 0, 0)
-"""After all places: where a rank is that has no more gradients in this backward."""
+"""After all chunks: where a rank is that has no more gradients in this backward."""
 
 
 class Communicator:

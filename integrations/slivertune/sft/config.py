@@ -76,7 +76,7 @@ class SFTConfig:
         _one_of("phi_gradient", self.phi_gradient, get_args(PhiGradient))
         _integer("estimation_steps", self.estimation_steps, 1)
         if not 0 <= self.replacement_rate <= 1:
-            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper has 0.2")
+            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2")
         _integer("seed", self.seed)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive; None does not clip")

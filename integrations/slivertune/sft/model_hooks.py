@@ -69,7 +69,7 @@ class ModelHooks:
         for at, weight in enumerate(self._weights):
             if weight.merged:
                 weight.target.parameter.requires_grad_(True)
-                hook = self._taker(at)
+                hook = self._gradient_hook(at)
                 self._handles.append(weight.target.parameter.register_post_accumulate_grad_hook(hook))
             else:
                 self._layers.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
@@ -102,7 +102,7 @@ class ModelHooks:
     def _owner(self) -> nn.Module:
         return self._weights[0].target.module
 
-    def _taker(self, at: int) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, at: int) -> Callable[[torch.Tensor], None]:
         # A tensor's hooks lie where Python's garbage collector does not look: they must not hold the tensor.
         reference = weakref.ref(self)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.ownership import check_free, give_back, take
+from slivertune.core.ownership import check_free, release, take
 from slivertune.core.placeholder_state import PlaceholderState
 from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
 from slivertune.deltas.base_hash import hash_tensor
@@ -288,7 +288,7 @@ class SFT(torch.optim.Optimizer):
                 after `detach`.
         """
         if not self._hooks.is_on:
-            raise RuntimeError("step() was called after detach(), which ends SFT's training; build SFT anew to go on")
+            raise RuntimeError("step() was called after detach(), which ends SFT's training; build a new SFT to go on")
         self._guard.check()
         self._check_shards()
         self._gradient_sync.communicator.check()
@@ -332,7 +332,7 @@ class SFT(torch.optim.Optimizer):
             raise RuntimeError(
                 f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
                 "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
-                "slivertune.prepare or initialize, or load a checkpoint of this run, which brings the deltas along"
+                "slivertune.prepare or initialize, or load a checkpoint of this run, which includes the deltas"
             )
 
     def _note_idle_step(self) -> None:
@@ -382,7 +382,7 @@ class SFT(torch.optim.Optimizer):
         for weight in self._weights:
             weight.merge() if merge else weight.write_base()
         self._hooks.restore_requires_grad()
-        give_back(self._model.parameters(), self)
+        release(self._model.parameters(), self)
 
     @contextmanager
     def rebinding_parameters(

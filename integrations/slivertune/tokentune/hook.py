@@ -142,7 +142,7 @@ class TokenTuneHandle:
         if state["seed"] != self.settings.seed:
             raise ValueError(
                 f"TokenTune's state was saved with seed={state['seed']}, and this run has seed={self.settings.seed}; "
-                "repeat the saved run's seed, or start anew"
+                "repeat the saved run's seed, or start again"
             )
         if state["num_draws"] < 0:
             raise ValueError(

@@ -11,7 +11,7 @@ from slivertune.training.ranks.coordinator import join_launch
 from tests.helpers.ranks import run_ranks
 
 
-@pytest.mark.parametrize(("at_exit", "printed"), [("let_threads_finish_at_exit()", b"let go"), ("", b"")])
+@pytest.mark.parametrize(("at_exit", "printed"), [("let_threads_finish_at_exit()", b"finished"), ("", b"")])
 def test_a_thread_that_waits_for_python_gets_it_before_python_ends(at_exit: str, printed: bytes) -> None:
     # In place of gloo's thread, which aborts the process where this one prints nothing.
     script = f"""
@@ -23,7 +23,7 @@ is_asleep = threading.Event()
 def finish():
     is_asleep.set()
     time.sleep(0.01)
-    os.write(1, b"let go")
+    os.write(1, b"finished")
 threading.Thread(target=finish, daemon=True).start()
 is_asleep.wait()
 start = time.perf_counter()

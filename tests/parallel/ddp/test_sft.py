@@ -298,8 +298,8 @@ def train_until_one_dies(rank: int, num_ranks: int) -> str:
 
 
 def test_a_rank_that_dies_ends_the_others_and_its_last_update_is_named() -> None:
-    told = run_ranks(train_until_one_dies, 2, may_die=(1,), collective_timeout_s=20)[0]
-    assert "rank 0 failed" in told and "rank 1 was last seen at update 2" in told
+    message = run_ranks(train_until_one_dies, 2, may_die=(1,), collective_timeout_s=20)[0]
+    assert "rank 0 failed" in message and "rank 1 was last seen at update 2" in message
 
 
 def quantised(case: Case) -> torch.nn.Module:

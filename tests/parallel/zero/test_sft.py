@@ -343,8 +343,8 @@ def test_a_bare_engine_steps_sft_and_its_checkpoints_continue(
 
 def test_the_schedule_of_the_config_drives_the_rate(bare: list[dict[str, Any]]) -> None:
     for found in bare:
-        own, told = zip(*found["rates"], strict=True)
-        assert own == told and len(set(own)) == 3
+        own, scheduled = zip(*found["rates"], strict=True)
+        assert own == scheduled and len(set(own)) == 3
 
 
 def test_a_model_that_was_born_in_parts_is_trained_alike(bare: list[dict[str, Any]]) -> None:

@@ -169,6 +169,6 @@ def _fail_together(target: Path, failure: str) -> None:
         failures = [""] * world_size()
         with guard("saving a checkpoint"):
             dist.all_gather_object(failures, failure)
-    told = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each]
-    if told:
-        raise OSError(f"{target} could not be written ({'; '.join(told)}); it must lie where every rank can write")
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each]
+    if failed:
+        raise OSError(f"{target} could not be written ({'; '.join(failed)}); every rank must be able to write there")

@@ -39,7 +39,7 @@ class HiFTSidecar:
     """
 
     folder_name = FOLDER
-    without_state = "masters, moments and the turn would begin anew in the midst of a run"
+    without_state = "masters, moments and the turn would start from zero in the middle of a run"
 
     def __init__(self, hift: HiFT) -> None:
         self._hift = hift

@@ -186,7 +186,7 @@ def _check_sidecar(optimizer: Any, folder: Path) -> None:
     if not (folder / name).is_dir():
         raise ValueError(
             f"{folder} has sharded weights and no folder {name!r} with the optimizer's state: it was saved by another "
-            "method or without slivertune; resume as it was saved, or begin anew from its weights"
+            "method or without slivertune; resume as it was saved, or start a new run from its weights"
         )
 
 
@@ -298,12 +298,12 @@ def _do_on_first(do: Callable[[], None], kind: type[Exception]) -> None:
 
 def _fail_together(folder: Path, failure: Exception | None) -> None:
     """Raise what this rank has met; or say what another has. A collective."""
-    told = [""] * world_size()
+    messages = [""] * world_size()
     if world_size() > 1:
         with guard("completing a checkpoint"):
-            dist.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")
+            dist.all_gather_object(messages, "" if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    others = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each]
+    others = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
     if others:
-        raise OSError(f"{folder} could not be written ({'; '.join(others)}); it must lie where every rank can write")
+        raise OSError(f"{folder} could not be written ({'; '.join(others)}); every rank must be able to write there")

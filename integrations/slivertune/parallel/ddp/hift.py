@@ -21,7 +21,7 @@ from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
 from slivertune.parallel.consistency.hift import ConsistencyCheck, check_hift_agreement
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
-from slivertune.parallel.objects import refuse_step_in_backward, replace_each, the_model_and_hift
+from slivertune.parallel.objects import find_model_and_hift, refuse_step_in_backward, replace_each
 
 
 def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -37,7 +37,7 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
     Raises:
         ValueError: If the ranks were given other settings or other models.
     """
-    model, hift = the_model_and_hift(objects)
+    model, hift = find_model_and_hift(objects)
     refuse_step_in_backward(hift.config, "DDP")
     prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
     check_hift_agreement(hift)

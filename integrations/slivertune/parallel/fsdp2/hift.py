@@ -30,7 +30,7 @@ from slivertune.parallel.consistency.hift import ConsistencyCheck, check_hift_ag
 from slivertune.parallel.consistency.timeouts import keeping_timeout
 from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight, shard_of
 from slivertune.parallel.fsdp2.units import check_units
-from slivertune.parallel.objects import refuse_step_in_backward, the_model_and_hift
+from slivertune.parallel.objects import find_model_and_hift, refuse_step_in_backward
 
 _WARM_UP = "_slivertune_warm_up"
 
@@ -49,7 +49,7 @@ def prepare_hift(accelerator: Any, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         ValueError: If the base optimizer looks beyond single elements, the ranks were given other settings or weights,
             a unit holds the input embedding, or a trained parameter is not cut by rows.
     """
-    model, hift = the_model_and_hift(objects)
+    model, hift = find_model_and_hift(objects)
     refuse_step_in_backward(hift.config, "FSDP2")
     refuse_what_looks_beyond_a_shard(hift)
     check_units(accelerator, model)
@@ -83,7 +83,7 @@ def share_hift(model: nn.Module, hift: HiFT) -> ConsistencyCheck:
 
     Args:
         model: The sharded model; `hift.param_groups` hold its parameters.
-        hift: Has let go of the parameters that it was built over.
+        hift: Has released the parameters that it was built over.
 
     Returns:
         What compares the ranks.

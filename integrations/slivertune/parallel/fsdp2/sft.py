@@ -95,6 +95,6 @@ class _Rows(ShardedPretrainedValues):
         if len(placements) != 1 or not placements[0].is_shard(0):
             raise ValueError(
                 f"{self._target.name} is placed as {placements or 'no DTensor'}; SFT reads weights that are cut by "
-                "rows over one dimension of ranks: leave replicas (HSDP), other placements and ignored_modules away"
+                "rows over one dimension of ranks: leave out replicas (HSDP), other placements and ignored_modules"
             )
         return parameter

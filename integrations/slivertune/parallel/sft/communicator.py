@@ -90,7 +90,7 @@ class RankCommunicator(Communicator):
             rows = own.new_empty(dist.get_world_size(), own.numel())
             dist.all_gather(list(rows), own)
             places = rows.tolist()
-        return min((ChunkKey(*each) for each in places), key=ChunkKey.turn)
+        return min((ChunkKey(*each) for each in places), key=ChunkKey.order)
 
     def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
         """All ranks' positions, each once, sorted."""

@@ -32,7 +32,7 @@ def check_layers(sft: SFT, layout: str) -> None:
         except ValueError as error:
             raise ValueError(
                 f'{layout} shares the weights out, so that layers have to add the deltas (form="layer"): {error}; '
-                "or leave that target away, or use DDP"
+                "or leave that target out, or use DDP"
             ) from error
 
 

@@ -49,7 +49,7 @@ class LabelSet:
             strangers = sorted({names[row] for row in unknown})
             numbers = column_values(rows.select(unknown), ROW_COLUMN)
             raise ValueError(
-                f"column {self.column!r} of the {split} split holds labels that the train split has not: "
+                f"column {self.column!r} of the {split} split holds labels that the train split does not have: "
                 f"{_listed(strangers)} ({len(unknown)} rows: {name_rows(numbers)}, counted from 0); the train "
                 f"split has {_listed(self.names)}; correct them, or train on rows with every label"
             )
