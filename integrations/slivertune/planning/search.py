@@ -11,7 +11,7 @@ from slivertune.planning.candidates import Candidate
 from slivertune.planning.memory_requirement import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
-Estimate = Callable[[PlanRequest], MemoryRequirement]
+Estimator = Callable[[PlanRequest], MemoryRequirement]
 """Plans a request; costs seconds."""
 Tell = Callable[[str], None]
 """Shows progress."""
@@ -70,7 +70,7 @@ def search(
     start: PlanRequest,
     candidates: Sequence[Candidate],
     limits: Limits,
-    estimate: Estimate,
+    estimate: Estimator,
     *,
     fixed: Collection[str] = (),
     tell: Tell = lambda line: None,
@@ -97,7 +97,7 @@ def search(
 
 class _Search:
     def __init__(
-        self, candidates: Sequence[Candidate], limits: Limits, estimate: Estimate, fixed: Collection[str], tell: Tell
+        self, candidates: Sequence[Candidate], limits: Limits, estimate: Estimator, fixed: Collection[str], tell: Tell
     ) -> None:
         self._candidates = candidates
         self._limits = limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slivertune.parallel.zero.engine import Unsupported, check_stage, refuse_unsupported
+from slivertune.parallel.zero.engine import UnsupportedSetting, check_stage, refuse_unsupported
 from slivertune.sft import SFT
 from slivertune.sft.linear import check_layer_form
 
@@ -64,7 +64,7 @@ def check_zero_config(config: Mapping[str, Any]) -> int:
     return stage
 
 
-_UNSUPPORTED: Unsupported = (
+_UNSUPPORTED: UnsupportedSetting = (
     ("zero_optimization", "zenflow", "remove it: SFT steps by itself"),
     ("zero_optimization", "zero_quantized_nontrainable_weights", "pretrained values would be lost; set it to false"),
     ("zero_optimization", "zero_quantized_weights", "pretrained values would be lost; set it to false"),

@@ -22,7 +22,7 @@ from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
 from slivertune.parallel.zero.schedule import GroupSchedule
-from slivertune.parallel.zero.shares import Piece, SavedShares, pieces_of
+from slivertune.parallel.zero.shares import SavedShares, ShareFragment, pieces_of
 
 
 class Checkpoints:
@@ -170,7 +170,7 @@ class Checkpoints:
             for index in range(len(mover.masters)):
                 child._reassign_or_swap_out_partitioned_parameters(index)
 
-    def _pieces(self, group: int) -> list[list[Piece]]:
+    def _pieces(self, group: int) -> list[list[ShareFragment]]:
         names = {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
         return pieces_of(self._schedule.children[group], self._schedule.stage, names)
 
@@ -287,7 +287,7 @@ class Checkpoints:
             is_same = [tuple(each.shape) for each in theirs] == [
                 tuple(each.shape) for each in schedule.mover(group).masters
             ]
-            pieces = [[Piece(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
+            pieces = [[ShareFragment(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
             if not is_same or pieces != self._pieces(group):
                 raise ValueError(
                     f"{path} has other shares of group {group} than this rank; build model, optimizer and config with "

@@ -18,7 +18,7 @@ from slivertune.core.manifest import check_whole
 from slivertune.parallel.zero.rank_file import file_name, read_rank_file, saved_ranks
 
 
-class Piece(NamedTuple):
+class ShareFragment(NamedTuple):
     """A run of elements of one parameter in a rank's share."""
 
     name: str
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     length: int
 
 
-def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list[Piece]]:
+def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list[ShareFragment]]:
     """What this rank's masters hold, one list a master; padding is in none.
 
     Args:
@@ -41,7 +41,7 @@ def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list
     return _pieces_of_each(optimizer, names) if stage == 3 else _pieces_end_to_end(optimizer, names)
 
 
-def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[Piece]]:
+def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
     found = []
     for index, parameters in enumerate(optimizer.round_robin_bit16_groups):
         size = int(optimizer.partition_size[index])
@@ -50,12 +50,12 @@ def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[Pi
         for parameter, offset in zip(parameters, optimizer.round_robin_bit16_offsets[index], strict=True):
             start, stop = max(offset, left), min(offset + parameter.numel(), left + size)
             if start < stop:
-                pieces.append(Piece(names[id(parameter)], start - offset, start - left, stop - start))
+                pieces.append(ShareFragment(names[id(parameter)], start - offset, start - left, stop - start))
         found.append(pieces)
     return found
 
 
-def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[Piece]]:
+def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
     found = []
     for parameters in optimizer.fp16_groups:
         pieces, offset = [], 0
@@ -64,7 +64,7 @@ def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[Piece
             first = size * dist.get_rank(parameter.ds_process_group)
             count = min(size, int(parameter.ds_numel) - first)
             if count > 0:
-                pieces.append(Piece(names[id(parameter)], first, offset, count))
+                pieces.append(ShareFragment(names[id(parameter)], first, offset, count))
             offset += size
         found.append(pieces)
     return found
@@ -110,7 +110,7 @@ class SavedShares:
         """Rank 0's file, for what all ranks have in common."""
         return self._files[0]
 
-    def fill(self, group: int, own: Sequence[Piece], master: torch.Tensor) -> dict[str, Any]:
+    def fill(self, group: int, own: Sequence[ShareFragment], master: torch.Tensor) -> dict[str, Any]:
         """Put a share together.
 
         Args:
@@ -132,7 +132,7 @@ class SavedShares:
             masters = exported["masters"]
             for index, pieces in enumerate(saved["pieces"][str(group)]):
                 kept = exported["optimizer"]["state"].get(index, {})
-                for theirs in (Piece(*each) for each in pieces):
+                for theirs in (ShareFragment(*each) for each in pieces):
                     for piece in own:
                         begin, end = _overlap(piece, theirs)
                         if begin >= end:
@@ -151,7 +151,7 @@ class SavedShares:
         return state
 
 
-def _overlap(one: Piece, other: Piece) -> tuple[int, int]:
+def _overlap(one: ShareFragment, other: ShareFragment) -> tuple[int, int]:
     if one.name != other.name:
         return 0, 0
     return max(one.first, other.first), min(one.first + one.length, other.first + other.length)
@@ -216,6 +216,6 @@ def fp32_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     for group, shapes in shares.first["shapes"].items():
         for name, shape in shapes.items():
             whole = torch.empty(shape, dtype=torch.float32)
-            shares.fill(int(group), [Piece(name, 0, 0, whole.numel())], whole.view(-1))
+            shares.fill(int(group), [ShareFragment(name, 0, 0, whole.numel())], whole.view(-1))
             found[name] = whole
     return found
