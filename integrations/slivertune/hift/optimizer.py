@@ -474,7 +474,7 @@ class HiFT(torch.optim.Optimizer):
         `load_whole_state` has brought what belongs to it.
 
         Args:
-            layout: What exchanges the gradients.
+            layout: What synchronizes the gradients.
         """
         self._integration.use_layout(layout)
         self._placeholder.is_used = True

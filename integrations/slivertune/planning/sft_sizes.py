@@ -43,7 +43,9 @@ class SizedGrowthEstimator(GrowthEstimator):
 
     @torch.no_grad()
     @override
-    def feed(self, gradient: torch.Tensor, start: int, active: torch.Tensor, exchange: Communicator = ALONE) -> None:
+    def feed(
+        self, gradient: torch.Tensor, start: int, active: torch.Tensor, communicator: Communicator = ALONE
+    ) -> None:
         share = gradient.numel() / self._num_elements
         barred = [active[: round(share * active.numel())]]
         if self._indices is not None and self._step is not None:

@@ -71,7 +71,7 @@ class Communicator:
         """
 
     def meet(self) -> None:
-        """Check that all ranks are in the exchange of the same update.
+        """Check that all ranks are at the same update.
 
         Raises:
             RuntimeError: If they are not, before anything was averaged.
@@ -118,4 +118,4 @@ class Communicator:
 
 
 ALONE = Communicator()
-"""The exchange of one process."""
+"""The communicator of one process."""

@@ -1,4 +1,4 @@
-"""SFT's exchange over torch.distributed: small all-reduces and all-gathers, nothing of a dense gradient's size."""
+"""SFT's collectives over torch.distributed: small all-reduces and all-gathers, nothing of a dense gradient's size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_POSITION = -1
 
 
 class RankCommunicator(Communicator):
-    """Exchanges over the default process group.
+    """Collectives over the default process group.
 
     Bytes that a rank contributes: 4 for each trained weight in an update, 8 in an estimation phase; in the first update
     of a phase, for each micro-batch, 8 and 4 for each rank (the positions, then the values at all ranks' positions).
@@ -41,7 +41,7 @@ class RankCommunicator(Communicator):
         return dist.get_rank() == 0
 
     def check(self) -> None:
-        """Nothing to check: there is an exchange."""
+        """Nothing to check: the ranks are connected."""
 
     def is_last(self) -> bool:
         """Whether the running backward is the last one before the update."""
@@ -55,7 +55,7 @@ class RankCommunicator(Communicator):
         """Compare, before every step from now on, where the ranks are and what they apply.
 
         Args:
-            sft: Exchanges by this.
+            sft: Communicates by this.
         """
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class RankCommunicator(Communicator):
         """Compare positions and deltas, wherever the phases stand. A collective.
 
         Args:
-            sft: Exchanges by this.
+            sft: Communicates by this.
 
         Raises:
             RuntimeError: On every rank, if they have drifted apart.
