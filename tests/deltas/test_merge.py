@@ -343,9 +343,9 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["base", "deltas", "merged"]
 
 
-@pytest.mark.parametrize("verb", ["merge", "unmerge"])
+@pytest.mark.parametrize("command", ["merge", "unmerge"])
 @pytest.mark.parametrize("stage", ["copying", "adding", "restoring", "writing"])
-def test_an_interruption_leaves_nothing_half_written(verb: str, stage: str, tmp_path: Path) -> None:
+def test_an_interruption_leaves_nothing_half_written(command: str, stage: str, tmp_path: Path) -> None:
     model = tiny_llama()
     base = save_model(model, tmp_path / "base")
     deltas = write_deltas(tmp_path / "deltas", model)
@@ -360,12 +360,12 @@ def test_an_interruption_leaves_nothing_half_written(verb: str, stage: str, tmp_
             raise KeyboardInterrupt
 
     def write() -> None:
-        if verb == "merge":
+        if command == "merge":
             merge(base, deltas, tmp_path / "output", progress=interrupt)
         else:
             unmerge(tmp_path / "merged", tmp_path / "output", progress=interrupt)
 
-    if stage == ("restoring" if verb == "merge" else "adding"):
+    if stage == ("restoring" if command == "merge" else "adding"):
         write()
         assert stage not in stages
         return
