@@ -1,6 +1,6 @@
 """A group's state while it waits: whole tensors by weight and key in a buffer, of which slices take their parts.
 
-Here state is flat: a value with tensors inside is a `Structure` under its key, its tensors lie beside it.
+Here state is flat: a value with tensors inside is a `Structure` under its key, its tensors have keys of their own.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class ResidentGroup(Residency):
         return piece
 
     def _on_device(self, one: Slice) -> WeightState:
-        """Copies of the state that was restored for a slice: tensors with dimensions lie beside its weight."""
+        """Copies of the state that was restored for a slice: tensors with dimensions are on its weight's device."""
         state: WeightState = {}
         on_device = self._meter.scalars_on_device(one.weight, one.leaf.dtype)
         for key, value in flatten_state(self._restored.get(one.weight.name, {}), copy_objects=True).items():

@@ -32,7 +32,7 @@ _STATE_PATTERNS = ("optimizer.pt", "optimizer.bin", "global_step*")
 
 
 def load_tokens(handle: TokenTuneHandle, path: Path) -> None:
-    """Continue the draws that a checkpoint's file tells of.
+    """Continue the draws that a checkpoint's file records.
 
     Args:
         handle: The selection in use.

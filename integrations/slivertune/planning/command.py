@@ -117,7 +117,7 @@ def _console(*, stderr: bool) -> Console:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Let standard output be the answer's alone, and keep back what libraries say of a model that no one will use."""
+    """Let standard output be the answer's alone, and hold back what libraries say of a model that will never run."""
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     # bitsandbytes warns of a CPU kernel that a plan never calls.

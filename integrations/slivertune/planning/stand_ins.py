@@ -90,7 +90,7 @@ class AllReduceBuckets(_AtGradients):
             self._start()
 
     def end(self) -> None:
-        """All means have come."""
+        """All means have arrived."""
         while self._pending:
             self._start()
         self._under_way.clear()

@@ -60,7 +60,7 @@ def measure_step(
             loss.backward()
         del loss
         rise.note("backward")
-    # Before `current`, which claims all gradients anew, those that another rank keeps included.
+    # Before `current`, which claims all gradients again, those that another rank keeps included.
     before_step = ledger.peak
     gradients, activations = ledger.current().gradients, ledger.highest.residual
     with FakeOverrides():

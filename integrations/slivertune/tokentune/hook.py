@@ -58,7 +58,7 @@ class TokenTuneHandle:
         self.last_selection: torch.Tensor | None = None
         """Positions that the latest training forward selected: sorted, int64, shape (batch, k); None before it."""
         self.num_draws = 0
-        """Training forwards so far; each has drawn anew."""
+        """Training forwards so far; each has made a draw of its own."""
         self._model = find_model(model)
         _check_supported(self._model)
         self._layers = find_layer_list(self._model)

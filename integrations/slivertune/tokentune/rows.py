@@ -16,7 +16,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F) -> _F:
-    """Let `torch.compile` leave a function out, which it would compile anew for every batch.
+    """Let `torch.compile` leave a function out, which it would compile again for every batch.
 
     Args:
         function: What finds things by the identity of tensors.
@@ -47,7 +47,7 @@ class Rows:
         self.others = (first + others[:, : length - self.num_selected]).flatten()
         """The other rows, int64, shape (batch * (n - k),)."""
         self.is_shrunk = False
-        """Whether the model's head gets the selected rows alone, so that nobody reads the last layer's others."""
+        """Whether the model's head gets the selected rows alone, so that nothing reads the last layer's others."""
         self.is_checkpointed = False
         """Whether layers are computed again in the backward."""
         self.live_layers: set[int] = set()

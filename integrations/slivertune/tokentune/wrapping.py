@@ -120,7 +120,7 @@ class TokenWise:
         rows = self.selection.current() if self.layer is None else self.layer.live_rows()
         if rows is None:
             return self.forward(*args, **kwargs)
-        # By their places: torch.compile would compile anew for every tensor that was looked up by its identity.
+        # By their places: torch.compile would compile again for every tensor that was looked up by its identity.
         values = (*args, *kwargs.values())
         layouts = [self._find_layout(rows, each) for each in values]
         given = next((layout for layout in layouts if layout is not None), None)
@@ -139,12 +139,12 @@ class TokenWise:
             others = self._run_others(other_parts, names)
         else:
             # A module inside that runs without a graph last is never released in ZeRO-3's backward (DeepSpeed 0.19.8),
-            # which counts anew in each run what its backward has to wait for.
+            # which counts from zero in each run what its backward has to wait for.
             others = self._run_others(other_parts, names)
             selected = self._run_selected(selected_parts, names)
         return _merge_results(rows, selected, others, given)
 
-    # Methods, not functions inside of the call: torch.compile would compile those anew in every step.
+    # Methods, not functions inside of the call: torch.compile would compile those again in every step.
 
     def _run_selected(self, values: Sequence[Any], names: tuple[str, ...]) -> Any:
         forward = self._recomputed if self.checkpointed and torch.is_grad_enabled() else self.forward

@@ -75,7 +75,7 @@ def atomic_new_folder(target: Path, *, needs_bytes: int | None = None) -> Iterat
             partial.content.mkdir()
             yield partial.content
             partial.publish()
-            # A rename takes the place of an empty folder without a word.
+            # A rename silently replaces an empty folder.
             check_absent(target)
             partial.content.rename(target)
             sync(target.parent)

@@ -105,7 +105,7 @@ def recover(target: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a path has the name of a hidden folder, which belongs to nobody but its writer and comes and goes."""
+    """Whether a path has the name of a hidden folder, which belongs to its writer alone and comes and goes."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -170,7 +170,7 @@ def _lock(file: IO[bytes]) -> None:
     except BlockingIOError:
         raise
     except OSError:
-        # A file system without locks: nobody can take this one either, so that nobody removes the folder.
+        # A file system without locks: no other process can take this one either, so none removes the folder.
         pass
 
 

@@ -270,7 +270,7 @@ def _point(folder: Path, tag: str) -> None:
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """What tells a file that was written anew from one that was not."""
+    """What differs between a file that was written again and one that was not."""
     found = {}
     for path in folder.rglob("*"):
         if path.is_file():

@@ -125,7 +125,7 @@ class Checkpoints:
     def _load_from_others(
         self, load_dir: Path, tag: str, num_saved: int, load_states: bool, rest: Mapping[str, Any]
     ) -> Any:
-        """Load what another number of ranks has saved: every share anew, out of all their files."""
+        """Load what another number of ranks has saved: every share put together from all their files."""
         schedule, folder = self._schedule, load_dir / tag
         shares = SavedShares(folder, num_saved)
         zero: Any = schedule.engine.optimizer

@@ -1,4 +1,4 @@
-"""A checkpoint of HiFT on DeepSpeed, taken up by one process without DeepSpeed: `load_zero`."""
+"""A checkpoint of HiFT on DeepSpeed, continued by one process without DeepSpeed: `load_zero`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     if changed:
         raise ValueError(
             f"the base optimizer of group {changed[0]} has changed its own hyperparameters, which only DeepSpeed's "
-            "layouts take up; resume there"
+            "layouts load; resume there"
         )
     now = hift.whole_state()
     weights, state = _put_together(hift, shares)

@@ -163,7 +163,7 @@ _PARTS: dict[str, _Check] = {
 
 
 def _check_groups(saved: Mapping[str, Any]) -> None:
-    """Each part tells of the same groups, and pieces lie within parameters and masters."""
+    """Each part has the same groups, and pieces lie within parameters and masters."""
     names = [str(index) for index in range(len(saved["pieces"]))]
     for key in ("pieces", "shapes", "own"):
         _require(sorted(saved[key]) == sorted(names), key, f"mapping of {len(names)} groups")

@@ -178,7 +178,7 @@ def _copy_state(
 
 
 def open_shares(folder: Path) -> SavedShares:
-    """All ranks' files of a checkpoint that nobody has looked at yet.
+    """All ranks' files of a checkpoint that nothing has read yet.
 
     Args:
         folder: The checkpoint's.

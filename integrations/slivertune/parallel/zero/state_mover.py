@@ -1,6 +1,6 @@
 """Moves the masters and state of one group's ZeRO optimizer between the device and host memory.
 
-DeepSpeed's own `offload_states` collects garbage and pins its buffers anew at every call, 200 to 400 ms a switch; here
+DeepSpeed's own `offload_states` collects garbage and pins its buffers again at every call, 200 to 400 ms a switch; here
 the host's buffers are allocated once, and only pointers change.
 """
 

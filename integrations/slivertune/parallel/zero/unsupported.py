@@ -55,7 +55,7 @@ def check_method(config: HiFTConfig, base_class: type, unit: str) -> None:
         )
     if name == "Adagrad":
         raise ValueError(
-            "DeepSpeed builds Adagrad anew and loses its param groups; use torch.optim.AdamW or RMSprop, or "
+            "DeepSpeed builds a new Adagrad and loses its param groups; use torch.optim.AdamW or RMSprop, or "
             "DDP or FSDP2"
         )
 

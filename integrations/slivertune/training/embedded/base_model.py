@@ -101,7 +101,7 @@ def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
 
 
 def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: StepReport | None = None) -> Path:
-    """Find the base model, or train it and keep it; one that is damaged is trained anew.
+    """Find the base model, or train it and keep it; one that is damaged is trained again.
 
     Args:
         recipe: What the model is.
