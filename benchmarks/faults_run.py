@@ -234,9 +234,9 @@ def load(rank: int, num_ranks: int, folder: Path, checkpoint: Path, cell: tuple[
 
 def report(rank: int, num_ranks: int, folder: Path, result: dict[str, Any]) -> None:
     """Write a rank's result whole, and wait for the others', whose connections this rank's end would break."""
-    aside = folder / f"rank-{rank}.partial"
-    aside.write_text(json.dumps(result), encoding="utf-8")
-    aside.rename(folder / f"rank-{rank}.json")
+    temporary = folder / f"rank-{rank}.partial"
+    temporary.write_text(json.dumps(result), encoding="utf-8")
+    temporary.rename(folder / f"rank-{rank}.json")
     deadline = time.monotonic() + COLLECTIVE_TIMEOUT_S
     while len(list(folder.glob("rank-*.json"))) < num_ranks and time.monotonic() < deadline:
         time.sleep(0.02)

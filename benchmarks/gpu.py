@@ -197,18 +197,18 @@ def measure_dense(model: Any, sizes: LlamaSizes, num_steps: int) -> dict[str, An
 def measure_host_memory(device: torch.device, num_bytes: int) -> dict[str, float]:
     """How fast host memory is pinned, and copied to the device and back, over one buffer of so many bytes."""
     start = time.perf_counter()
-    pool = host_buffer(device)
-    pool.reserve({torch.uint8: num_bytes})
+    buffer = host_buffer(device)
+    buffer.reserve({torch.uint8: num_bytes})
     pinning = time.perf_counter() - start
-    waiting = pool.empty_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
+    on_host = buffer.empty_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     seconds: dict[str, list[float]] = {"inbound": [], "outbound": []}
     for _ in range(4):
         timeline = Timeline(device)
         with timeline.span("inbound"):
-            on_device.copy_(waiting, non_blocking=True)
+            on_device.copy_(on_host, non_blocking=True)
         with timeline.span("outbound"):
-            waiting.copy_(on_device, non_blocking=True)
+            on_host.copy_(on_device, non_blocking=True)
         synchronize(device)
         for way, series in seconds.items():
             series.append(timeline.milliseconds(way) / 1e3)

@@ -12,7 +12,7 @@ and the number of ranks, not on the machine; a larger model changes the ratios o
 `bytes_per_step` is the mean over whole cycles of HiFT and over intervals between reselections of SFT; `plain` steps of
 SFT are those without estimation or reselection. A switch is everything HiFT does when the turn passes to another group;
 `beyond_copies` is its time less the copies of masters and state, whose duration is the bus's affair.
-A meeting is what ranks tell each other before a step or an exchange (`Heartbeat.meet`).
+A meeting is what ranks tell each other before a step or a gradient sync (`Heartbeat.meet`).
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def meeting_seconds() -> float:
 def switch_seconds(layout: str, model: Any, optimizer: Any) -> dict[str, float]:
     """Median seconds of a change of groups, less the copies of state; nothing is trained in it."""
     if layout.startswith("zero"):
-        turns = model.hift_schedule
-        beyond = (turns.switch_seconds - turns.copy_seconds) / turns.num_switches
-        return {"beyond_copies": beyond, "num_switches": turns.num_switches}
+        schedule = model.hift_schedule
+        beyond = (schedule.switch_seconds - schedule.copy_seconds) / schedule.num_switches
+        return {"beyond_copies": beyond, "num_switches": schedule.num_switches}
     series = []
     for _ in range(optimizer.num_groups * NUM_CYCLES):
         optimizer.rotation.updates += optimizer.rotation.steps_per_group

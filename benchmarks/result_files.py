@@ -1,4 +1,4 @@
-"""Result files under `results/`: written aside and renamed, so that a stop in mid-write loses nothing."""
+"""Result files under `results/`: written to a temporary file and renamed, so that a stop in mid-write loses nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ RESULTS = Path(__file__).parent / "results"
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replace `path` by `content` in one move; its folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    aside.replace(path)
+    temporary = path.with_suffix(".partial")
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:

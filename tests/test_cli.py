@@ -43,7 +43,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--layers_per_group" in capsys.readouterr().out
 
 
-def test_the_light_verbs_import_nothing_heavy() -> None:
+def test_the_light_commands_import_nothing_heavy() -> None:
     code = (
         "import sys; from slivertune.cli import main; main(['path', 'single_gpu_24g']);"
         "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
@@ -105,7 +105,7 @@ def test_an_unknown_preset_is_one_line_and_code_2(capsys: pytest.CaptureFixture[
         ["unmerge", "merged", "--model_name_or_path", "base", "--output_dir", "out"],
     ],
 )
-def test_no_verb_or_an_unknown_one_is_code_2(arguments: list[str]) -> None:
+def test_no_command_or_an_unknown_one_is_code_2(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
@@ -349,9 +349,9 @@ def test_a_merge_that_breaks_is_code_1_and_leaves_nothing(
     assert sorted(to_merge.rglob("*")) == before
 
 
-@pytest.mark.parametrize("verb", ["merge", "unmerge"])
+@pytest.mark.parametrize("command", ["merge", "unmerge"])
 def test_ctrl_c_while_merging_leaves_nothing_half_written(
-    verb: str, to_merge: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, to_merge: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from slivertune.deltas import merge as merging
 
@@ -367,8 +367,8 @@ def test_ctrl_c_while_merging_leaves_nothing_half_written(
     monkeypatch.setattr(merging, "_copy", copy_and_interrupt)
     old = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert main([verb, "deltas0" if verb == "merge" else "merged", "--output_dir", "out"]) == 130
+        assert main([command, "deltas0" if command == "merge" else "merged", "--output_dir", "out"]) == 130
     finally:
         signal.signal(signal.SIGINT, old)
-    assert capfd.readouterr().err == f"\nslivertune {verb}: interrupted; out was not written\n"
+    assert capfd.readouterr().err == f"\nslivertune {command}: interrupted; out was not written\n"
     assert sorted(to_merge.rglob("*")) == before

@@ -31,7 +31,7 @@ from tests.deltas.files import UP, write_deltas
 from tests.helpers.faults import Fault, Operations, counted, denied, error_of, full_disk, hidden, interrupted
 from tests.helpers.models import tiny_llama, token_batches
 from tests.planning.made import tiny_model
-from tests.planning.test_report import NEED
+from tests.planning.test_report import REQUIREMENT
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ def save_quality(target: Path, version: int) -> None:
 
 
 def save_plot(target: Path, version: int) -> None:
-    draw(Answer(model=tiny_model(), need=NEED), target)
+    draw(Answer(model=tiny_model(), requirement=REQUIREMENT), target)
 
 
 def save_results(target: Path, version: int) -> None:

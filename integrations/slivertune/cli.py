@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["plan"]:
         return _plan(arguments[1:], debug=debug)
     options = _make_parser().parse_args(arguments)
-    if options.verb in ("merge", "unmerge"):
+    if options.command in ("merge", "unmerge"):
         return _merge(options, debug=debug)
     try:
         print(preset_path(options.preset))
@@ -51,22 +51,22 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="slivertune",
         description="Fine-tune a sliver of a model at a time.",
-        epilog="slivertune VERB --help lists what a verb takes.",
+        epilog="slivertune COMMAND --help lists what a command takes.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"slivertune {__version__}")
-    parser.add_argument("--debug", action="store_true", help="before the verb: show the whole traceback of an error")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", dest="verb", required=True)
-    verbs.add_parser("train", add_help=False, help="fine-tune a causal language model or a classifier")
-    verbs.add_parser("plan", add_help=False, help="what a run will need before it runs; settings that fit a GPU")
-    path = verbs.add_parser(
+    parser.add_argument("--debug", action="store_true", help="before the command: show the whole traceback of an error")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    commands.add_parser("train", add_help=False, help="fine-tune a causal language model or a classifier")
+    commands.add_parser("plan", add_help=False, help="what a run will need before it runs; settings that fit a GPU")
+    path = commands.add_parser(
         "path",
         help="print where a preset lies",
-        description="Print where a preset lies, as for accelerate launch --config_file $(slivertune path PRESET) ...",
+        description="Print the path of a preset, as for accelerate launch --config_file $(slivertune path PRESET) ...",
         allow_abbrev=False,
     )
     path.add_argument("preset", metavar="PRESET", help=_preset_help())
-    _add_merge_verbs(verbs)
+    _add_merge_commands(commands)
     return parser
 
 
@@ -75,8 +75,8 @@ def _preset_help() -> str:
     return f"{', '.join(preset_names())}, whose ending may be left out; or by its whole name {examples}"
 
 
-def _add_merge_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    merge = verbs.add_parser(
+def _add_merge_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    merge = commands.add_parser(
         "merge",
         help="add SFT deltas to a plain checkpoint",
         description="Write a copy of a checkpoint with SFT deltas added to its weights.",
@@ -94,22 +94,22 @@ def _add_merge_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser])
         action="store_true",
         help="add deltas that were trained over a 4-bit model to the 16-bit one; results are near, not the same",
     )
-    unmerge = verbs.add_parser(
+    unmerge = commands.add_parser(
         "unmerge",
         help="take merged SFT deltas out of a checkpoint again",
         description="Write a copy of a merged checkpoint with the base's weights restored, to the bit.",
         allow_abbrev=False,
     )
     unmerge.add_argument("merged", metavar="MERGED", help="folder that `slivertune merge` wrote")
-    for verb in (merge, unmerge):
-        verb.add_argument("--output_dir", required=True, metavar="FOLDER", help="folder to write; must not exist")
+    for command in (merge, unmerge):
+        command.add_argument("--output_dir", required=True, metavar="FOLDER", help="folder to write; must not exist")
 
 
 def _merge(options: argparse.Namespace, *, debug: bool) -> int:
     try:
-        from slivertune.deltas.merge_verb import run_merge, run_unmerge
+        from slivertune.deltas.merge_command import run_merge, run_unmerge
 
-        if options.verb == "merge":
+        if options.command == "merge":
             run_merge(
                 options.deltas,
                 options.output_dir,
@@ -120,11 +120,11 @@ def _merge(options: argparse.Namespace, *, debug: bool) -> int:
             run_unmerge(options.merged, options.output_dir)
     except KeyboardInterrupt:
         there = "is whole" if Path(options.output_dir).exists() else "was not written"
-        print(f"\nslivertune {options.verb}: interrupted; {options.output_dir} {there}", file=sys.stderr)
+        print(f"\nslivertune {options.command}: interrupted; {options.output_dir} {there}", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
         is_argument = isinstance(error, (ValueError, FileExistsError, FileNotFoundError))
-        return _complain(options.verb, error, _BAD_ARGUMENTS if is_argument else _FAILED, debug=debug)
+        return _complain(options.command, error, _BAD_ARGUMENTS if is_argument else _FAILED, debug=debug)
     return 0
 
 
@@ -136,30 +136,30 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 def _train(argv: list[str], *, debug: bool) -> int:
     # Transformers pulls bitsandbytes in through peft, which then warns of a 4-bit kernel that nothing here calls.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_peers
+    from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_launch
 
-    peers = LaunchCoordinator()
+    coordinator = LaunchCoordinator()
     arguments = None
     is_ready = False
     try:
-        peers = join_peers()
+        coordinator = join_launch()
         from slivertune.training.assemble import assemble
         from slivertune.training.options.parse import parse_train_arguments
         from slivertune.training.output.terminal import make_console, one_voice
         from slivertune.training.run import describe_finished, execute
 
-        console = make_console(quiet=not peers.is_first)
+        console = make_console(quiet=not coordinator.is_first)
         with one_voice(console):
-            peers.agree_on("arguments", argv)
-            arguments = parse_train_arguments(argv, peers)
-            peers.reach(1)
+            coordinator.agree_on("arguments", argv)
+            arguments = parse_train_arguments(argv, coordinator)
+            coordinator.reach(1)
             if arguments.folder.is_finished:
-                if peers.is_first:
+                if coordinator.is_first:
                     print(f"slivertune train: {describe_finished(arguments)}")
                 return 0
-            run = assemble(arguments, console, peers)
+            run = assemble(arguments, console, coordinator)
             is_ready = True
-            peers.reach(2)
+            coordinator.reach(2)
             execute(run, console)
     except KeyboardInterrupt:
         # Launchers pass the signal on once more.
@@ -169,25 +169,26 @@ def _train(argv: list[str], *, debug: bool) -> int:
             from slivertune.training.run import describe_interruption
 
             line = describe_interruption(arguments)
-        if peers.is_first:
+        if coordinator.is_first:
             print(f"\nslivertune train: {line}", file=sys.stderr)
         return _INTERRUPTED
     except SilentError:
-        peers.await_word()
+        coordinator.await_error_report()
         return _FAILED if is_ready else _BAD_ARGUMENTS
     except Exception as error:
         # Until a run stands, what doesn't hold together was asked for; later on, something broke.
         code = _BAD_ARGUMENTS if isinstance(error, (ValueError, FileExistsError)) and not is_ready else _FAILED
-        if peers.speaks(str(error)):
-            _complain("train", error, code, debug=debug, where=peers.name if is_ready or not peers.is_first else "")
-            peers.has_spoken(str(error))
+        if coordinator.owns_error(str(error)):
+            where = coordinator.name if is_ready or not coordinator.is_first else ""
+            _complain("train", error, code, debug=debug, where=where)
+            coordinator.publish_error(str(error))
         return code
     return 0
 
 
 def _plan(argv: list[str], *, debug: bool) -> int:
     try:
-        from slivertune.planning.verb import run_plan
+        from slivertune.planning.command import run_plan
 
         run_plan(argv)
     except KeyboardInterrupt:
@@ -198,10 +199,10 @@ def _plan(argv: list[str], *, debug: bool) -> int:
     return 0
 
 
-def _complain(verb: str, error: Exception, code: int, *, debug: bool, where: str = "") -> int:
+def _complain(command: str, error: Exception, code: int, *, debug: bool, where: str = "") -> int:
     if debug:
         traceback.print_exception(error)
     text = " ".join(str(error).split())
     kind = "" if isinstance(error, (ValueError, RuntimeError, OSError)) and text else f"{type(error).__name__}: "
-    print(f"slivertune {verb}: error{where}: {kind}{text}", file=sys.stderr, flush=True)
+    print(f"slivertune {command}: error{where}: {kind}{text}", file=sys.stderr, flush=True)
     return code

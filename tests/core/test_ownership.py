@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune.core.ownership import check_free, give_back, owner_of, take
+from slivertune.core.ownership import check_free, owner_of, release, take
 
 
 class Owner:
@@ -22,9 +22,9 @@ def test_a_parameter_has_one_owner_until_that_gives_it_back() -> None:
     check_free(second.named_parameters(), "SFT")
     with pytest.raises(ValueError, match=r"^inner\.weight is trained by another Owner.*SFT.*detach\(\)"):
         check_free(nn.ModuleDict({"inner": first}).named_parameters(), "SFT")
-    give_back(first.parameters(), Owner())
+    release(first.parameters(), Owner())
     assert owner_of(first.weight) is owner, "what another one holds is not its to give back"
-    give_back(first.parameters(), owner)
+    release(first.parameters(), owner)
     check_free(first.named_parameters(), "SFT")
 
 

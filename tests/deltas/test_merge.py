@@ -246,15 +246,15 @@ def test_links_are_followed_and_access_rights_are_those_of_any_file(tmp_path: Pa
 def test_progress_reaches_the_end(tmp_path: Path) -> None:
     model = tiny_llama()
     base = save_model(model, tmp_path / "base", sharded=True)
-    told: list[tuple[str, int, int]] = []
-    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged", progress=lambda *it: told.append(it))
-    copied = [(done, total) for stage, done, total in told if stage == "copying"]
+    reported: list[tuple[str, int, int]] = []
+    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged", progress=lambda *it: reported.append(it))
+    copied = [(done, total) for stage, done, total in reported if stage == "copying"]
     size = sum(map(len, files_in(base).values()))
     assert copied == sorted(copied) and copied[-1] == (size, size)
-    assert list(dict.fromkeys(stage for stage, *_ in told)) == ["checking the base", "copying", "adding", "writing"]
-    told.clear()
-    unmerge(tmp_path / "merged", tmp_path / "again", progress=lambda *it: told.append(it))
-    assert list(dict.fromkeys(stage for stage, *_ in told)) == ["checking", "copying", "restoring", "writing"]
+    assert list(dict.fromkeys(stage for stage, *_ in reported)) == ["checking the base", "copying", "adding", "writing"]
+    reported.clear()
+    unmerge(tmp_path / "merged", tmp_path / "again", progress=lambda *it: reported.append(it))
+    assert list(dict.fromkeys(stage for stage, *_ in reported)) == ["checking", "copying", "restoring", "writing"]
 
 
 def refused(
@@ -344,9 +344,9 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["base", "deltas", "merged"]
 
 
-@pytest.mark.parametrize("verb", ["merge", "unmerge"])
+@pytest.mark.parametrize("command", ["merge", "unmerge"])
 @pytest.mark.parametrize("stage", ["copying", "adding", "restoring", "writing"])
-def test_an_interruption_leaves_nothing_half_written(verb: str, stage: str, tmp_path: Path) -> None:
+def test_an_interruption_leaves_nothing_half_written(command: str, stage: str, tmp_path: Path) -> None:
     model = tiny_llama()
     base = save_model(model, tmp_path / "base")
     deltas = write_deltas(tmp_path / "deltas", model)
@@ -361,12 +361,12 @@ def test_an_interruption_leaves_nothing_half_written(verb: str, stage: str, tmp_
             raise KeyboardInterrupt
 
     def write() -> None:
-        if verb == "merge":
+        if command == "merge":
             merge(base, deltas, tmp_path / "output", progress=interrupt)
         else:
             unmerge(tmp_path / "merged", tmp_path / "output", progress=interrupt)
 
-    if stage == ("restoring" if verb == "merge" else "adding"):
+    if stage == ("restoring" if command == "merge" else "adding"):
         write()
         assert stage not in stages
         return
@@ -404,7 +404,7 @@ def test_deltas_over_a_4_bit_base_are_merged_into_the_plain_one_on_request_alone
     base = save_model(model, tmp_path / "base")
     delta = deltas_of(model, UP)
     save_pretrained(tmp_path / "deltas", delta, config={}, base={UP: torch.zeros(768, 1, dtype=torch.uint8)})
-    message = "was trained over uint8 codes, and nobody can tell whether these bfloat16 weights are what they were made"
+    message = "was trained over uint8 codes, and it can't be known whether these bfloat16 weights are what they were"
     refused(DeltaFileError, message, base, tmp_path / "deltas", tmp_path / "merged", parent=tmp_path)
     merge(base, tmp_path / "deltas", tmp_path / "merged", allow_quantized_base=True)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
@@ -451,9 +451,9 @@ def breaks(folder: Path, kind: str) -> None:
             FileNotFoundError,
             "holds neither model.safetensors nor .*; other forms are not read, load the model",
         ),
-        ("shard lost", ValueError, "names the shard 'model-.*', which is no file in"),
+        ("shard lost", ValueError, "names the shard 'model-.*', which is not a file in"),
         ("shard cut", ValueError, "is no whole safetensors file"),
-        ("path", ValueError, "names the shard '../deltas/sft_delta.safetensors', which is no file in"),
+        ("path", ValueError, "names the shard '../deltas/sft_delta.safetensors', which is not a file in"),
         ("no map", ValueError, "has no weight_map; get the checkpoint again"),
         ("no JSON", ValueError, "index.json is no JSON"),
         ("list", ValueError, "index.json holds no JSON object"),

@@ -253,9 +253,9 @@ def test_a_step_needs_two_pieces_beside_weights_and_gradients(name: str, master:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats(DEVICE)
         hift.step()
-        beside = torch.cuda.max_memory_allocated(DEVICE) - before - gradients
+        extra_bytes = torch.cuda.max_memory_allocated(DEVICE) - before - gradients
         # The allocator rounds up to 512 bytes: a few tensors a slice, and of the loss before them.
-        assert beside <= 2 * stream_bytes + 64 * 1024
+        assert extra_bytes <= 2 * stream_bytes + 64 * 1024
         assert 2 * stream_bytes < whole, "the group is too small for this test to mean anything"
 
 

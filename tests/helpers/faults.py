@@ -105,13 +105,13 @@ def counted(operations: Operations, *, can_exchange: bool = True) -> Iterator[No
     """Let every file operation of this process pass by `operations`."""
     with ExitStack() as patches:
 
-        def replace(holder: Any, name: str, new: Any) -> None:
-            patches.enter_context(mock.patch.object(holder, name, new))
+        def replace(target: Any, name: str, new: Any) -> None:
+            patches.enter_context(mock.patch.object(target, name, new))
 
         for name in ("fsync", "rename", "replace", "mkdir", "chmod", "unlink", "rmdir", "link", "symlink"):
             replace(os, name, _before(getattr(os, name), name, operations))
-        for holder in (builtins, io):
-            replace(holder, "open", _opening(io.open if holder is io else builtins.open, operations))
+        for target in (builtins, io):
+            replace(target, "open", _opening(io.open if target is io else builtins.open, operations))
         for name in ("serialize_file", "serialize"):
             replace(safetensors.torch, name, _half_written(getattr(safetensors.torch, name), name, operations))
         replace(torch, "save", _half_written(torch.save, "torch.save", operations))

@@ -1,10 +1,10 @@
 """Streams that are only pretended: who may touch which memory when, checked on a CPU.
 
 Streams of a device run beside each other and beside the host; what orders them are events and waits. `Streams` stands
-in for them: every operator that torch runs is noted as one of the computing stream, of a copying lane or of the host,
+in for them: every operator that torch runs is noted as one of the computing stream, of a copy stream or of the host,
 with the bytes that it reads and writes, and must come *after* every earlier one that wrote them (or read what it
-writes). It does so if it follows in the same stream, or through a chain of marks and waits (vector clocks). Memory on
-the device that is let go of belongs to the stream that allocated it, at once, as in torch's caching allocator; memory
+writes). It does so if it follows in the same stream, or through a chain of events and waits (vector clocks). Memory on
+the device that is released belongs to the stream that allocated it, at once, as in torch's caching allocator; memory
 of the host is unpinned and gone. Both must come after all that other streams still do with it.
 
 The operators really run one after the other, so results are right even where the order is not promised: what a GPU
@@ -74,7 +74,7 @@ class Streams(TorchDispatchMode):
         return self._clocks[stream].copy()
 
     def wait(self, stream: str, record: Clock) -> None:
-        """Let what comes next on a stream come after a mark."""
+        """Let what comes next on a stream come after an event."""
         self._clocks[stream] |= record
 
     def call_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +113,7 @@ class Streams(TorchDispatchMode):
 
     def _adopt(self, storage: torch.UntypedStorage, owner: str, *, is_host: bool) -> _Memory:
         memory = self._memory[storage._cdata] = _Memory(owner, is_host)
-        weakref.finalize(storage, self._let_go, storage._cdata).atexit = False
+        weakref.finalize(storage, self._release, storage._cdata).atexit = False
         return memory
 
     def _note(self, stream: str, touched: list[tuple[torch.Tensor, bool]], what: str) -> None:
@@ -134,7 +134,7 @@ class Streams(TorchDispatchMode):
                     )
             memory.touched[stream, span, written] = clock[stream]
 
-    def _let_go(self, key: int) -> None:
+    def _release(self, key: int) -> None:
         memory = self._memory.pop(key, None)
         if memory is None or not self._watching:
             return
@@ -142,7 +142,7 @@ class Streams(TorchDispatchMode):
         for (other, span, _), when in memory.touched.items():
             if clock[other] < when:
                 kind = "host memory" if memory.is_host else "memory"
-                self.violations.append(f"{kind} {span} of {memory.owner} is let go of while {other} uses it")
+                self.violations.append(f"{kind} {span} of {memory.owner} is released while {other} uses it")
 
 
 def _has_memory(value: Any) -> bool:
@@ -163,26 +163,26 @@ def _span(tensor: torch.Tensor) -> Span:
     return (start, start + (last + 1) * tensor.itemsize)
 
 
-class PretendedLanes:
+class PretendedCopyStreams:
     """Has the methods of `slivertune.hift.copy_streams.CopyStreams`, on pretended streams."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._names = {lane: streams.add(lane) for lane in ("inbound", "outbound")}
+        self._names = {name: streams.add(name) for name in ("inbound", "outbound")}
 
     @contextmanager
-    def on(self, lane: str, *after: Clock | None) -> Iterator[None]:
+    def on(self, name: str, *after: Clock | None) -> Iterator[None]:
         for record in after:
             if record is not None:
-                self._streams.wait(self._names[lane], record)
-        before, self._streams.current = self._streams.current, self._names[lane]
+                self._streams.wait(self._names[name], record)
+        before, self._streams.current = self._streams.current, self._names[name]
         try:
             yield
         finally:
             self._streams.current = before
 
-    def record(self, lane: str | None = None) -> Clock:
-        return self._streams.record(COMPUTING if lane is None else self._names[lane])
+    def record(self, name: str | None = None) -> Clock:
+        return self._streams.record(COMPUTING if name is None else self._names[name])
 
     def compute_after(self, record: Clock | None) -> None:
         if record is not None:

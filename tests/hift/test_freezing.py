@@ -27,7 +27,7 @@ def lora_llama(seed: int = 0) -> Any:
             return get_peft_model(tiny_llama(seed=seed), config)
 
 
-def thaw_all(model: nn.Module) -> None:
+def unfreeze_all(model: nn.Module) -> None:
     model.requires_grad_(True)
 
 
@@ -35,14 +35,14 @@ def freeze_all(model: nn.Module) -> None:
     model.requires_grad_(False)
 
 
-def thaw_the_head(model: nn.Module) -> None:
+def unfreeze_the_head(model: nn.Module) -> None:
     model.get_parameter("lm_head.weight").requires_grad_(True)
 
 
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("change", [thaw_all, freeze_all, thaw_the_head])
-def test_freezing_and_thawing_by_others_changes_nothing(
+@pytest.mark.parametrize("change", [unfreeze_all, freeze_all, unfreeze_the_head])
+def test_freezing_and_unfreezing_by_others_changes_nothing(
     change: Callable[[nn.Module], None], checkpointing: bool, when: str
 ) -> None:
     model = tiny_llama()
@@ -71,7 +71,7 @@ def test_freezing_and_thawing_by_others_changes_nothing(
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.filterwarnings("ignore:.* do not require gradients")
 def test_adapters_that_are_switched_off_and_on_for_a_reference_stay_frozen(checkpointing: bool) -> None:
-    """What TRL does: a forward, a forward without adapters (which thaws all of them when it ends), the backward."""
+    """What TRL does: a forward, a forward without adapters (which unfreezes all of them when it ends), the backward."""
     model, other = lora_llama(), lora_llama()
     if checkpointing:
         model.base_model.model.activation_checkpointing_enable()
@@ -174,7 +174,7 @@ def test_what_is_not_in_the_optimizer_is_left_to_the_user() -> None:
     assert_all_moved(model, before)
 
 
-def test_an_evaluation_with_everything_thawed_leaves_it_so_until_the_next_training_forward() -> None:
+def test_an_evaluation_with_everything_unfrozen_leaves_it_so_until_the_next_training_forward() -> None:
     model = tiny_llama()
     hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(order="top2down"), lr=1e-2)
     model.requires_grad_(True)

@@ -394,7 +394,7 @@ def test_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> 
     assert hift.step() is None and hift.updates == 0
     embedding = model.get_parameter("model.embed_tokens.weight")
     embedding.grad = torch.ones_like(embedding)
-    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight has a gradient that no backward has brought"):
+    with pytest.raises(RuntimeError, match=r"embed_tokens\.weight has a gradient that did not come from a backward"):
         hift.step()
 
 

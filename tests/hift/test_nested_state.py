@@ -44,7 +44,7 @@ class Projector:
         return gradient * self.matrix
 
 
-class Marked(torch.Tensor):
+class TensorWithNote(torch.Tensor):
     """A subclass with memory and an attribute of its own."""
 
     note: str
@@ -66,19 +66,19 @@ class NestedSGD(torch.optim.Optimizer):
     def _step_one(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            marked = torch.zeros_like(gradient).as_subclass(Marked)
-            marked.note = "kept"
+            noted = torch.zeros_like(gradient).as_subclass(TensorWithNote)
+            noted.note = "kept"
             state.update(
                 old=[], nested={"mean": torch.zeros_like(gradient), "pair": (torch.zeros(()), "word")}, nothing=None
             )
-            state.update(word="plain", projector=Projector(0.5), marked=marked)
-        assert state["nothing"] is None and state["word"] == "plain" and state["marked"].note == "kept"
-        assert type(state["marked"]) is Marked
+            state.update(word="plain", projector=Projector(0.5), noted=noted)
+        assert state["nothing"] is None and state["word"] == "plain" and state["noted"].note == "kept"
+        assert type(state["noted"]) is TensorWithNote
         state["old"] = [*state["old"], gradient.clone()][-group["history"] :]
         state["nested"]["mean"].lerp_(gradient, 0.3)
         state["nested"]["pair"][0].add_(1)
-        state["marked"].mul_(0.5).add_(gradient)
-        total = sum(state["old"]) + state["nested"]["mean"] + state["marked"].as_subclass(torch.Tensor)
+        state["noted"].mul_(0.5).add_(gradient)
+        total = sum(state["old"]) + state["nested"]["mean"] + state["noted"].as_subclass(torch.Tensor)
         parameter.add_(state["projector"](total) / state["nested"]["pair"][0], alpha=-group["lr"])
 
 

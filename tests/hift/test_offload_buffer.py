@@ -1,4 +1,4 @@
-"""Pinned memory, with the CUDA runtime pretended: what is registered, and when it is let go of."""
+"""Pinned memory, with the CUDA runtime pretended: what is registered, and when it is released."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The copies of streamed state, checked on pretended streams: everything comes after what it depends on.
 
-What is checked is the real code of `streamed.py` and `waiting.py`; only its lanes are pretended (`helpers/streams.py`).
+What is checked is the real code of `streamed.py` and `offloaded_state.py`; only its copy streams are pretended
+(`helpers/streams.py`).
 """
 
 from __future__ import annotations
@@ -19,19 +20,21 @@ from slivertune.hift import streamed
 from slivertune.hift.offload_buffer import OffloadBuffer
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
-from tests.helpers.streams import PretendedLanes, Streams
+from tests.helpers.streams import PretendedCopyStreams, Streams
 from tests.hift.cases import BIG_VOCAB, OPTIMIZERS
 
 
 @contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch, lanes_class: type[PretendedLanes] = PretendedLanes) -> Iterator[Streams]:
-    """Streams in force, with lanes of this class over them in place of the real ones."""
+def pretended(
+    monkeypatch: pytest.MonkeyPatch, streams_class: type[PretendedCopyStreams] = PretendedCopyStreams
+) -> Iterator[Streams]:
+    """Streams in force, with copy streams of this class over them in place of the real ones."""
     streams = Streams()
 
     def allocate(num_bytes: int) -> torch.Tensor:
         return streams.call_host(torch.empty(num_bytes, dtype=torch.uint8))
 
-    monkeypatch.setattr(streamed, "CopyStreams", lambda device: lanes_class(streams))
+    monkeypatch.setattr(streamed, "CopyStreams", lambda device: streams_class(streams))
     monkeypatch.setattr(hift_optimizer, "host_buffer", lambda device: OffloadBuffer("host", allocate))
     with streams:
         yield streams
@@ -73,7 +76,7 @@ def test_every_copy_comes_after_what_it_depends_on(
         hift = run(name, dtype, master=master, stream_bytes=stream_bytes)
     assert hift.updates == 15
     assert streams.violations == []
-    assert min(streams.num_by_stream[lane] for lane in ("inbound", "outbound", "computing")) > 0
+    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > 0
 
 
 @pytest.mark.parametrize("state", ["host", "discard"])
@@ -96,7 +99,7 @@ def test_steps_in_the_backward_are_in_order(
         hift = run(name, torch.bfloat16, step_in_backward=True, **config)
     assert hift.updates == 15
     assert streams.violations == []
-    assert min(streams.num_by_stream[lane] for lane in ("inbound", "outbound", "computing")) > 0
+    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > 0
 
 
 def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,14 +160,14 @@ def test_an_error_in_the_middle_of_a_step_leaves_no_copy_behind(monkeypatch: pyt
         assert streams.violations == []
 
 
-class _Counting(PretendedLanes):
+class _Counting(PretendedCopyStreams):
     """Counts what the computing stream waits for."""
 
     num_waits = 0
 
-    def compute_after(self, mark: Any) -> None:
-        _Counting.num_waits += mark is not None
-        super().compute_after(mark)
+    def compute_after(self, event: Any) -> None:
+        _Counting.num_waits += event is not None
+        super().compute_after(event)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with masters"])
@@ -190,43 +193,45 @@ def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
     moved = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192, master="split"), lr=1e-2)
     moved.load_state_dict(saved)
     for group in moved._residencies:
-        group._waiting_for = torch.device("cuda", 0)  # type: ignore[attr-defined]
+        group._offloaded_from = torch.device("cuda", 0)  # type: ignore[attr-defined]
     train(model, hift, batches, 8)
     train(other, moved, batches, 8)
     assert_same_bits(model, other)
-    assert {group._waiting_for for group in moved._residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
+    assert {group._offloaded_from for group in moved._residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
 
 
-class _NoComputeAfter(PretendedLanes):
-    def compute_after(self, mark: Any) -> None:
+class _NoComputeAfter(PretendedCopyStreams):
+    def compute_after(self, event: Any) -> None:
         """The computing stream waits for no copy."""
 
 
-class _NoWaitOnLanes(PretendedLanes):
+class _NoWaitOnCopyStreams(PretendedCopyStreams):
     @contextmanager
-    def on(self, lane: str, *after: Any) -> Iterator[None]:
-        """The lanes wait for nothing."""
-        with super().on(lane):
+    def on(self, name: str, *after: Any) -> Iterator[None]:
+        """The copy streams wait for nothing."""
+        with super().on(name):
             yield
 
 
-class _OnlyFirstWait(PretendedLanes):
+class _OnlyFirstWait(PretendedCopyStreams):
     @contextmanager
-    def on(self, lane: str, *after: Any) -> Iterator[None]:
+    def on(self, name: str, *after: Any) -> Iterator[None]:
         """A load waits for the computing stream, not for the store that empties its slot."""
-        with super().on(lane, *after[:1]):
+        with super().on(name, *after[:1]):
             yield
 
 
-class _NoSynchronize(PretendedLanes):
+class _NoSynchronize(PretendedCopyStreams):
     def synchronize(self) -> None:
         """The host does not wait before it reads."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lanes_class", [_NoComputeAfter, _NoWaitOnLanes, _OnlyFirstWait, _NoSynchronize])
-def test_the_check_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, lanes_class: type[PretendedLanes]) -> None:
-    with pretended(monkeypatch, lanes_class) as streams:
+@pytest.mark.parametrize("streams_class", [_NoComputeAfter, _NoWaitOnCopyStreams, _OnlyFirstWait, _NoSynchronize])
+def test_the_check_sees_a_missing_wait(
+    monkeypatch: pytest.MonkeyPatch, streams_class: type[PretendedCopyStreams]
+) -> None:
+    with pretended(monkeypatch, streams_class) as streams:
         hift = run("AdamW", torch.float32, stream_bytes=4096)
     assert hift.updates == 15
     assert streams.violations

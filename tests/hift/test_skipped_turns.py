@@ -42,7 +42,7 @@ from tests.helpers.reference import NaiveHiFT, naive_groups
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
-class NaiveTurns(NaiveHiFT):
+class NaiveWithSkips(NaiveHiFT):
     """The reference of updates, in whose rotation a step without a gradient counts too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -218,12 +218,12 @@ def unheard() -> Iterator[None]:
         yield
 
 
-def both(case: Case, **config: Any) -> tuple[nn.Module, HiFT, nn.Module, NaiveTurns]:
+def both(case: Case, **config: Any) -> tuple[nn.Module, HiFT, nn.Module, NaiveWithSkips]:
     model = case.build()
     other = twin(model)
     settings = HiFTConfig(layers=case.layers, **config)
     hift = HiFT(model, torch.optim.AdamW, config=settings, **OPTIONS)
-    reference = NaiveTurns(
+    reference = NaiveWithSkips(
         other,
         torch.optim.AdamW,
         groups=[group.parameter_names for group in hift.groups],

@@ -1,4 +1,4 @@
-"""TRL's trainers with LoRA, whose reference forwards thaw all adapters, against an AdamW that is rotated by hand."""
+"""TRL's trainers with LoRA, whose reference forwards unfreeze all adapters, against an AdamW rotated by hand."""
 
 from __future__ import annotations
 

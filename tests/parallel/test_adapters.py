@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 
 from slivertune import SFT, HiFT
+from slivertune.core.layout import Layout
 from slivertune.core.sliver import Sliver
 from slivertune.parallel import adapters
 from slivertune.parallel.adapters import EngineAdapter, LayoutAdapter, adapter_of, engine_adapter_of, register_adapter
-from slivertune.parallel.layout import Layout
 
 LAYOUTS: list[Layout] = [layout for layout in get_args(Layout) if layout != "single"]
 

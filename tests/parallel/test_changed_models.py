@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import slivertune as st
-from slivertune.parallel.layout import Layout
+from slivertune.core.layout import Layout
 from tests.helpers.models import LAYERS, differing, tiny_llama, token_batches
 from tests.helpers.ranks import run_ranks
 from tests.parallel.sft.runs import Case, Run, accelerator_of, plain_state
@@ -45,7 +45,7 @@ def elsewhere(model: Any) -> None:
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
 
 
-def thaw(model: Any) -> None:
+def unfreeze(model: Any) -> None:
     """As PEFT's `disable_adapter` does when it ends."""
     model.requires_grad_(True)
 
@@ -54,7 +54,7 @@ def freeze(model: Any) -> None:
     model.requires_grad_(False)
 
 
-HARMLESS: dict[str, Change] = {"thaw": thaw, "freeze": freeze}
+HARMLESS: dict[str, Change] = {"unfreeze": unfreeze, "freeze": freeze}
 REFUSED: dict[str, tuple[Change, str]] = {
     "new head": (new_head, "lm_head.weight, which HiFT trains, is no longer in the model"),
     "new parameter": (new_parameter, "probe.weight and 1 more came into the model after HiFT was built"),

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import slivertune as st
-from slivertune.parallel.layout import Layout
+from slivertune.core.layout import Layout
 from slivertune.parallel.zero.shares import fp32_weights
 from tests.helpers.models import LAYERS, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks

@@ -58,11 +58,11 @@ def test_a_layout_is_known_by_its_name(accelerator: Any, layout: str) -> None:
         (pretended("DEEPSPEED", deepspeed_plugin=SimpleNamespace(zero_stage=0)), "use stage 1, 2 or 3, or DDP"),
         (
             pretended("DEEPSPEED", num_processes=1, deepspeed_plugin=SimpleNamespace(zero_stage=0)),
-            "leave DeepSpeed away on one device",
+            "leave DeepSpeed out on one device",
         ),
     ],
 )
-def test_a_layout_without_a_door_is_refused_with_what_to_use(accelerator: Any, way_out: str) -> None:
+def test_a_layout_without_an_integration_is_refused_with_what_to_use(accelerator: Any, way_out: str) -> None:
     with pytest.raises(ValueError, match=way_out):
         layout_of(accelerator)
 

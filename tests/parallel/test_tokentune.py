@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from slivertune.parallel.layout import Layout
+from slivertune.core.layout import Layout
 from tests.helpers.models import differing, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, exact_sums

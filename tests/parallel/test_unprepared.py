@@ -106,7 +106,7 @@ def drift(rank: int, num_ranks: int) -> dict[str, Any]:
         return {"message": message_of(train), "updates": len(done)}
 
 
-def doors(rank: int, num_ranks: int) -> dict[str, Any]:
+def messages_of(rank: int, num_ranks: int) -> dict[str, Any]:
     return {
         "without": step_unprepared(rank, num_ranks),
         "disagree": disagree(rank, num_ranks),
@@ -115,12 +115,12 @@ def doors(rank: int, num_ranks: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, Any]]:
-    return run_ranks(doors, 2)
+def messages() -> list[dict[str, Any]]:
+    return run_ranks(messages_of, 2)
 
 
-def test_a_step_on_ranks_that_were_not_prepared_names_the_doors(told: list[dict[str, Any]]) -> None:
-    for each in told:
+def test_a_step_on_ranks_that_were_not_prepared_names_what_to_call(messages: list[dict[str, Any]]) -> None:
+    for each in messages:
         for way in ("plain", "accelerator.prepare"):
             for way_out in ("slivertune.prepare", "slivertune.initialize", "slivertune.attach"):
                 assert each["without"][way].startswith("RuntimeError: HiFT runs on 2 ranks")
@@ -140,30 +140,30 @@ def test_a_step_on_ranks_that_were_not_prepared_names_the_doors(told: list[dict[
     ],
 )
 def test_settings_that_differ_are_named_at_prepare(
-    told: list[dict[str, Any]], layout: str, what: str, said: str
+    messages: list[dict[str, Any]], layout: str, what: str, said: str
 ) -> None:
-    for each in told:
+    for each in messages:
         message = each["disagree"][f"{layout}, {what}"]
         assert message.startswith("ValueError: the ranks disagree on") and said in message
 
 
-def test_the_same_settings_pass(told: list[dict[str, Any]]) -> None:
-    for each in told:
+def test_the_same_settings_pass(messages: list[dict[str, Any]]) -> None:
+    for each in messages:
         assert [
             each["disagree"][f"{layout}, {what}"] for layout in ON_RANKS for what in ("same", "place of files")
         ] == [""] * 4
 
 
-def test_ddp_sends_the_weights_of_rank_0_and_fsdp2_refuses_different_ones(told: list[dict[str, Any]]) -> None:
-    for each in told:
+def test_ddp_sends_the_weights_of_rank_0_and_fsdp2_refuses_different_ones(messages: list[dict[str, Any]]) -> None:
+    for each in messages:
         assert each["disagree"]["DDP, weights"] == ""
         assert each["disagree"]["not those of rank 0"] == "[]"
         assert "disagree on the bits of model.embed_tokens.weight" in each["disagree"]["FSDP2, weights"]
 
 
-def test_a_weight_that_drifts_on_one_rank_ends_the_run_at_the_end_of_the_cycle(told: list[dict[str, Any]]) -> None:
+def test_a_weight_that_drifts_on_one_rank_ends_the_run_at_the_end_of_the_cycle(messages: list[dict[str, Any]]) -> None:
     # Changed when the embedding had had its second turn, so seen at the end of the third cycle, in its last step.
-    for each in told:
+    for each in messages:
         assert each["drift"]["updates"] == 14
         assert "the ranks have drifted apart, at update 15" in each["drift"]["message"]
         assert "the sum of the weights' bits is" in each["drift"]["message"]

@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from slivertune.parallel.layout import Layout
+from slivertune.core.layout import Layout
 from slivertune.tokentune import hook
 from tests.helpers.models import weights
 from tests.helpers.reference import naive_groups

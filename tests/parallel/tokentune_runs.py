@@ -14,7 +14,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataP
 from torch import nn
 
 import slivertune as st
-from slivertune.parallel.layout import Layout
+from slivertune.core.layout import Layout
 from tests.parallel.zero.runs import Case
 from tests.parallel.zero.runs import Run as ZeroRun
 from tests.tokentune.families import FAMILIES, Batch, make_batch, make_model

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import slivertune
 from slivertune.core.ledger import Ledger
-from slivertune.parallel.ddp import gradient_sync as exchange
+from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.initialize import initialize
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import adam
@@ -26,7 +26,7 @@ from tests.parallel.zero.runs import quiet
 from tests.planning.real import LLAMA, attach_hooks, real_batch, real_model, real_optimizer
 
 BUCKET_BYTES = 96 * 2**10
-"""Of the exchange under DDP: fewer than a group's gradients, so that several are under way."""
+"""Of the gradient sync under DDP: fewer than a group's gradients, so that several are under way."""
 
 
 class _Look(TorchDispatchMode):
@@ -55,7 +55,7 @@ def all_peaks_on_rank(rank: int, num_ranks: int, requests: list[PlanRequest]) ->
 
 def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest) -> list[int]:
     """The bytes alive at the peak of each group's turn, in the second cycle."""
-    exchange.BUCKET_BYTES = BUCKET_BYTES
+    gradient_sync.BUCKET_BYTES = BUCKET_BYTES
     model = real_model(request, LLAMA)
     optimizer: Any = real_optimizer(request, model)
     attach_hooks(request, model)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from slivertune.planning.fake import Answers, without_data
+from slivertune.planning.fake import FakeOverrides, without_data
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT, SFTConfig
@@ -26,7 +26,7 @@ def test_a_step_that_asks_for_values_is_refused_with_the_reason() -> None:
 
 
 def test_an_optimizer_that_asks_for_values_gets_an_answer() -> None:
-    with without_data(), Answers():
+    with without_data(), FakeOverrides():
         assert torch.zeros(()).item() == 1.0
         assert torch.zeros(3, 2).nonzero().shape == (0, 2)
         assert torch.zeros(5, dtype=torch.int64).unique().shape == (5,)

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from slivertune.core.layout import Layout
 from slivertune.planning import layouts
 from slivertune.planning.layouts import LayerSizes, sizes_of
 from slivertune.planning.make import make_plan
 from slivertune.planning.model import build_model
 from slivertune.planning.plan import Plan
-from slivertune.planning.request import Layout, PlanRequest
+from slivertune.planning.request import PlanRequest
 from tests.planning.real import LLAMA
 
 ALONE = PlanRequest(precision="mixed_hi", gradient_checkpointing=True, batch_size=2, seq_length=64)

@@ -19,7 +19,7 @@ from slivertune.planning import make
 from slivertune.planning.arguments import PlanArguments, parse_plan_arguments
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.need import Limits, Need, need_of
+from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
 
 pytestmark = pytest.mark.slow
@@ -53,7 +53,7 @@ def arguments_of(stem: str) -> PlanArguments:
 
 
 @pytest.fixture(scope="module")
-def need() -> Any:
+def requirement() -> Any:
     """What the command of a preset needs. Presets that differ in their GPUs alone share the step that is run."""
     steps: dict[str, Any] = {}
     run_step = make._plan_of_one
@@ -66,13 +66,13 @@ def need() -> Any:
         return steps[key]
 
     @functools.cache
-    def need_by_stem(stem: str) -> Need:
+    def requirement_by_stem(stem: str) -> MemoryRequirement:
         arguments = arguments_of(stem)
-        return need_of(make_plan(PlanRequest(**arguments.given), find_model(arguments.model).config))
+        return add_allowance(make_plan(PlanRequest(**arguments.given), find_model(arguments.model).config))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(make, "_plan_of_one", step_once)
-        yield need_by_stem
+        yield requirement_by_stem
 
 
 def in_gib(num_bytes: int) -> str:
@@ -80,17 +80,17 @@ def in_gib(num_bytes: int) -> str:
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_a_preset_fits_24_gib_with_its_allowance(stem: str, need: Callable[[str], Need]) -> None:
-    found = need(stem)
+def test_a_preset_fits_24_gib_with_its_allowance(stem: str, requirement: Callable[[str], MemoryRequirement]) -> None:
+    found = requirement(stem)
     assert found.device_bytes > found.plan.peak_bytes
     assert found.fits(Limits(device_bytes=24 * GIB))
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_the_figures_in_the_table_and_in_the_preset_are_those_of_the_plan(
-    stem: str, need: Callable[[str], Need]
+    stem: str, requirement: Callable[[str], MemoryRequirement]
 ) -> None:
-    found = need(stem)
+    found = requirement(stem)
     planned = (in_gib(found.plan.peak_bytes), in_gib(found.device_bytes))
     cell = re.match(r"([\d.]+) GiB, needs ([\d.]+)", table()[stem]["GPU memory planned"])
     head = re.search(r"Planned peak: ([\d.]+) GiB, ([\d.]+) with its allowance, at 1 x 512 tokens", comment_of(stem))

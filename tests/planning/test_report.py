@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from slivertune.planning.answer import Answer, SweepAnswer
-from slivertune.planning.moves import all_moves
-from slivertune.planning.need import Limits, Need, need_of
+from slivertune.planning.candidates import all_candidates
+from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.report import describe_request, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found, search
@@ -27,7 +27,7 @@ BLOCKS = group(
     num_alike=32,
     num_parameters=202_383_360,
 )
-NEED = need_of(plan(REQUEST, EMBEDDING, BLOCKS, host_bytes=75 * GIB, notes=("a [odd] note",)))
+REQUIREMENT = add_allowance(plan(REQUEST, EMBEDDING, BLOCKS, host_bytes=75 * GIB, notes=("a [odd] note",)))
 
 
 def text_of(answer: Answer | SweepAnswer) -> str:
@@ -47,8 +47,8 @@ def row_of(text: str, title: str) -> list[str]:
 
 
 def test_the_parts_of_the_peak_the_allowance_and_the_groups_each_have_a_line() -> None:
-    text = text_of(Answer(model=tiny_model(), need=NEED))
-    allowance = NEED.allowance
+    text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT))
+    allowance = REQUIREMENT.allowance
     assert "hift on tiny: 1,234,567 parameters, from a test" in text
     assert row_of(text, "weights")[1] == "12.00 GiB"
     assert row_of(text, "gradients")[1] == "386.0 MiB"
@@ -59,7 +59,7 @@ def test_the_parts_of_the_peak_the_allowance_and_the_groups_each_have_a_line() -
     assert row_of(text, "CUDA context and kernels")[1:] == ["512.0 MiB", "allowance, not planned"]
     assert row_of(text, "cuBLAS workspaces")[1:] == ["64.00 MiB", "allowance"]
     assert row_of(text, "fragmentation")[1] == f"{allowance.fragmentation / MIB:.1f} MiB"
-    assert row_of(text, "a GPU must have")[1:] == [f"{NEED.device_bytes / GIB:.2f} GiB", ""]
+    assert row_of(text, "a GPU must have")[1:] == [f"{REQUIREMENT.device_bytes / GIB:.2f} GiB", ""]
     assert row_of(text, "waits in host memory")[1] == "75.00 GiB"
     assert "33 groups, one an update" in text
     assert row_of(text, "model.layers.0 or one of 31 alike")[1:] == [
@@ -74,17 +74,17 @@ def test_the_parts_of_the_peak_the_allowance_and_the_groups_each_have_a_line() -
 
 def test_a_limit_has_its_verdict() -> None:
     enough = Limits(device_bytes=24 * GIB)
-    text = text_of(Answer(model=tiny_model(), need=NEED, limits=enough))
-    spare = (24 * GIB - NEED.device_bytes) / GIB
+    text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT, limits=enough))
+    spare = (24 * GIB - REQUIREMENT.device_bytes) / GIB
     assert row_of(text, "a GPU must have")[2] == f"fits 24.00 GiB, {spare:.2f} GiB to spare"
     assert "--fit 24GiB finds" not in text
-    text = text_of(Answer(model=tiny_model(), need=NEED, limits=Limits(device_bytes=10 * GIB)))
-    assert row_of(text, "a GPU must have")[2] == f"{NEED.device_bytes / GIB - 10:.2f} GiB more than 10.00 GiB"
+    text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT, limits=Limits(device_bytes=10 * GIB)))
+    assert row_of(text, "a GPU must have")[2] == f"{REQUIREMENT.device_bytes / GIB - 10:.2f} GiB more than 10.00 GiB"
 
 
 def test_a_run_without_groups_has_no_table_of_them_and_one_on_several_gpus_has_nccl() -> None:
     request = PlanRequest(method="dense", layout="ddp", num_gpus=2)
-    text = text_of(Answer(model=tiny_model(), need=need_of(simple_plan(request, moment(parameters=GIB)))))
+    text = text_of(Answer(model=tiny_model(), requirement=add_allowance(simple_plan(request, moment(parameters=GIB)))))
     assert "groups" not in text and "to run it" not in text
     assert row_of(text, "NCCL buffers")[1] == "256.0 MiB"
     assert row_of(text, "peak")[2] == "in the backward"
@@ -94,25 +94,27 @@ def test_a_run_without_groups_has_no_table_of_them_and_one_on_several_gpus_has_n
 def test_kinds_of_updates_that_are_no_groups_are_called_so() -> None:
     inside = group(0, "inside an estimation phase", moment(0, parameters=GIB, state=MIB))
     outside = group(1, "outside of estimation phases", moment(1, parameters=GIB))
-    text = text_of(Answer(model=tiny_model(), need=need_of(plan(PlanRequest(method="sft"), inside, outside))))
+    text = text_of(
+        Answer(model=tiny_model(), requirement=add_allowance(plan(PlanRequest(method="sft"), inside, outside)))
+    )
     assert "2 kinds of updates" in text and "groups, one an update" not in text
     assert row_of(text, "peak")[2] == "in the backward, inside an estimation phase"
 
 
 def found_by_search() -> Found:
-    def memory_of(request: PlanRequest) -> Need:
+    def memory_of(request: PlanRequest) -> MemoryRequirement:
         activations = request.batch_size * (GIB // 8 if request.gradient_checkpointing else GIB)
-        return need_of(simple_plan(request, moment(parameters=GIB, residual=activations), host_bytes=9 * GIB))
+        return add_allowance(simple_plan(request, moment(parameters=GIB, residual=activations), host_bytes=9 * GIB))
 
     limits = Limits(device_bytes=3 * GIB, host_bytes=10 * GIB)
-    return search(PlanRequest(batch_size=8), all_moves(), limits, memory_of, fixed=("optimizer",))
+    return search(PlanRequest(batch_size=8), all_candidates(), limits, memory_of, fixed=("optimizer",))
 
 
 def test_what_was_chosen_comes_with_its_gain_and_cost_and_what_was_left_with_its_reason() -> None:
     found = found_by_search()
     limits = Limits(device_bytes=3 * GIB)
-    text = text_of(Answer(model=tiny_model(), need=found.need, limits=limits, found=found))
-    before, after = found.start.device_bytes / GIB, found.need.device_bytes / GIB
+    text = text_of(Answer(model=tiny_model(), requirement=found.requirement, limits=limits, found=found))
+    before, after = found.start.device_bytes / GIB, found.requirement.device_bytes / GIB
     assert f"\n{before:.2f} GiB needed as asked, {after:.2f} GiB as chosen:\n" in text
     (chosen,) = [line for line in text.splitlines() if line.startswith("  chose")]
     assert chosen.startswith("  chose  gradient checkpointing (gradient_checkpointing false -> true). Cost: the same")
@@ -120,21 +122,25 @@ def test_what_was_chosen_comes_with_its_gain_and_cost_and_what_was_left_with_its
 
 
 def test_a_run_that_fits_as_asked_says_so() -> None:
-    found = Found(start=NEED, need=NEED, steps=(), skipped=(), num_plans=1)
-    text = text_of(Answer(model=tiny_model(), need=NEED, limits=Limits(device_bytes=24 * GIB), found=found))
-    assert f"{NEED.device_bytes / GIB:.2f} GiB needed as asked, which fits without any change" in text
+    found = Found(start=REQUIREMENT, requirement=REQUIREMENT, steps=(), skipped=(), num_plans=1)
+    text = text_of(
+        Answer(model=tiny_model(), requirement=REQUIREMENT, limits=Limits(device_bytes=24 * GIB), found=found)
+    )
+    assert f"{REQUIREMENT.device_bytes / GIB:.2f} GiB needed as asked, which fits without any change" in text
 
 
 def test_the_json_has_the_plan_the_allowance_the_command_and_the_search() -> None:
     found = found_by_search()
     limits = Limits(device_bytes=3 * GIB, host_bytes=10 * GIB)
-    values = json.loads(json.dumps(Answer(model=tiny_model(), need=found.need, limits=limits, found=found).to_json()))
+    values = json.loads(
+        json.dumps(Answer(model=tiny_model(), requirement=found.requirement, limits=limits, found=found).to_json())
+    )
     promised = {
         "peak_bytes", "parameter_bytes", "gradient_bytes", "state_bytes", "residual_bytes", "host_bytes",
         "num_parameters", "num_trainable_peak", "groups", "peak",
     }  # fmt: skip
     assert promised <= values.keys()
-    assert values["peak_bytes"] == values["peak"]["total_bytes"] == found.need.plan.peak_bytes
+    assert values["peak_bytes"] == values["peak"]["total_bytes"] == found.requirement.plan.peak_bytes
     assert values["need_bytes"] == values["peak_bytes"] + values["allowance"]["total_bytes"]
     assert values["model"] == "tiny"
     assert values["command"].startswith("slivertune train --model_name_or_path owner/tiny --dataset")
@@ -149,12 +155,18 @@ def test_the_json_has_the_plan_the_allowance_the_command_and_the_search() -> Non
 
 
 def sweep() -> SweepAnswer:
-    needs = tuple(
-        (length, need_of(simple_plan(PlanRequest(seq_length=length), moment(parameters=GIB, residual=length * MIB))))
+    requirements = tuple(
+        (
+            length,
+            add_allowance(simple_plan(PlanRequest(seq_length=length), moment(parameters=GIB, residual=length * MIB))),
+        )
         for length in (512, 2048)
     )
     return SweepAnswer(
-        model=tiny_model(), field="seq_length", needs=needs, limits=Limits(device_bytes=2 * GIB + GIB // 4)
+        model=tiny_model(),
+        field="seq_length",
+        requirements=requirements,
+        limits=Limits(device_bytes=2 * GIB + GIB // 4),
     )
 
 

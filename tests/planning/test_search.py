@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
-from slivertune.planning.moves import BUSY_TOKENS, SMALL_PIECE_BYTES, all_moves
-from slivertune.planning.need import Limits, Need, need_of
+from slivertune.planning.candidates import BUSY_TOKENS, SMALL_PIECE_BYTES, all_candidates
+from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import Method, PlanRequest
 from slivertune.planning.search import DoesNotFitError, Found, search, start_of_search
 from tests.planning.made import GIB, moment, simple_plan
@@ -19,7 +19,7 @@ MIB = 2**20
 WEIGHTS = 10 * GIB
 
 
-def memory_of(request: PlanRequest) -> Need:
+def memory_of(request: PlanRequest) -> MemoryRequirement:
     """7B or so: activations by tokens, a group's gradients, pieces of state; all monotone in each setting."""
     tokens = request.batch_size * request.seq_length
     activations = tokens * (MIB // 4 if request.gradient_checkpointing else 2 * MIB)
@@ -41,13 +41,13 @@ def memory_of(request: PlanRequest) -> Need:
                       residual=activations)  # fmt: skip
     step = moment(phase="step", parameters=weights, gradients=gradients, state=state)
     peak = max(backward, step, key=lambda each: each.total)
-    return need_of(simple_plan(request, peak, host_bytes=0 if request.state == "disk" else host))
+    return add_allowance(simple_plan(request, peak, host_bytes=0 if request.state == "disk" else host))
 
 
 def find(limit: int, *, host: int | None = None, min_seq_length: int | None = None, **given: Any) -> Found:
     return search(
         start_of_search(given),
-        all_moves(min_seq_length),
+        all_candidates(min_seq_length),
         Limits(device_bytes=limit, host_bytes=host),
         memory_of,
         fixed=given,
@@ -61,7 +61,7 @@ def chosen(found: Found) -> dict[str, Any]:
 def test_where_the_start_fits_nothing_is_changed_and_one_plan_is_made() -> None:
     found = find(40 * GIB, batch_size=8)
     assert (found.steps, found.num_plans) == ((), 1)
-    assert found.need.plan.request == PlanRequest(precision="mixed_hi", batch_size=8)
+    assert found.requirement.plan.request == PlanRequest(precision="mixed_hi", batch_size=8)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_a_batch_is_split_before_anything_is_computed_twice_and_no_finer_than_ne
     # 16 x 512 tokens take 16 GiB of activations, 8 take 8, 4 (2,048 tokens) take 4.
     found = find(20 * GIB, batch_size=16)
     assert chosen(found) == {"batch_size": 8, "gradient_accumulation_steps": 2}
-    assert not found.need.plan.request.gradient_checkpointing
-    assert found.need.fits(Limits(device_bytes=20 * GIB))
+    assert not found.requirement.plan.request.gradient_checkpointing
+    assert found.requirement.fits(Limits(device_bytes=20 * GIB))
 
 
 def test_the_effective_batch_stays_whatever_is_chosen() -> None:
     for limit in range(12, 30):
-        request = find(limit * GIB, batch_size=12, gradient_accumulation_steps=3).need.plan.request
+        request = find(limit * GIB, batch_size=12, gradient_accumulation_steps=3).requirement.plan.request
         assert request.batch_size * request.gradient_accumulation_steps == 36
 
 
@@ -132,11 +132,11 @@ def test_host_memory_is_spared_in_its_own_order(host_gib: int, changes: dict[str
 def test_weights_that_do_not_fit_alone_are_streamed_and_nothing_else_is_tried_first() -> None:
     seen: list[PlanRequest] = []
 
-    def watched(request: PlanRequest) -> Need:
+    def watched(request: PlanRequest) -> MemoryRequirement:
         seen.append(request)
         return memory_of(request)
 
-    found = search(start_of_search({}), all_moves(), Limits(device_bytes=8 * GIB), watched)
+    found = search(start_of_search({}), all_candidates(), Limits(device_bytes=8 * GIB), watched)
     assert chosen(found) == {"layout": "fsdp2", "offload_parameters": True}
     assert seen[1].offload_parameters and not seen[1].gradient_checkpointing
     assert found.num_plans == len(seen) == 2
@@ -160,7 +160,7 @@ def test_sequences_are_shortened_only_where_that_is_allowed_and_no_more_than_nee
     found = find(limit, seq_length=65536, min_seq_length=64, layout="single")
     length = chosen(found)["seq_length"]
     assert length % 128 == 0
-    request = found.need.plan.request
+    request = found.requirement.plan.request
     assert not memory_of(replace(request, seq_length=length + 128)).fits(Limits(device_bytes=limit))
 
 
@@ -174,7 +174,7 @@ def test_sequences_are_shortened_only_where_that_is_allowed_and_no_more_than_nee
 def test_what_the_user_set_is_not_changed_but_for_the_batch(fixed: dict[str, Any], least: dict[str, Any]) -> None:
     found = find(13 * GIB, batch_size=8, **fixed)
     assert chosen(found) == least
-    assert all(getattr(found.need.plan.request, name) == value for name, value in fixed.items())
+    assert all(getattr(found.requirement.plan.request, name) == value for name, value in fixed.items())
 
 
 def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does() -> None:
@@ -187,25 +187,23 @@ def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does()
     assert match is not None
     smallest = int(match[1].replace(",", ""))
     given = {"batch_size": 4, "layout": "single", "precision": "mixed_hi"}
-    assert find(smallest, **given).need.device_bytes <= smallest
+    assert find(smallest, **given).requirement.device_bytes <= smallest
     with pytest.raises(DoesNotFitError):
         find(smallest - 1, **given)
 
 
 def test_an_impossible_fit_of_the_host_names_what_waits_there() -> None:
-    with pytest.raises(
-        DoesNotFitError, match=r"beside 60\.00 GiB of host memory, as asked; not changed, as you set it"
-    ):
+    with pytest.raises(DoesNotFitError, match=r"and 60\.00 GiB of host memory, as asked; not changed, as you set it"):
         find(40 * GIB, host=GIB, state="host", master="fp32", precision="mixed_hi", optimizer="adamw")
 
 
 def test_a_setting_that_can_not_be_planned_is_passed_over_with_the_reason() -> None:
-    def no_checkpoints(request: PlanRequest) -> Need:
+    def no_checkpoints(request: PlanRequest) -> MemoryRequirement:
         if request.gradient_checkpointing:
             raise ValueError("no\ncheckpoints here")
         return memory_of(request)
 
-    found = search(start_of_search({"batch_size": 8}), all_moves(), Limits(device_bytes=13 * GIB), no_checkpoints)
+    found = search(start_of_search({"batch_size": 8}), all_candidates(), Limits(device_bytes=13 * GIB), no_checkpoints)
     assert chosen(found) == {"batch_size": 1, "gradient_accumulation_steps": 8}
     assert dict(found.skipped)["gradient checkpointing"] == "can't be planned: no checkpoints here"
 
@@ -213,11 +211,11 @@ def test_a_setting_that_can_not_be_planned_is_passed_over_with_the_reason() -> N
 def test_what_can_not_change_the_peak_is_not_planned() -> None:
     seen: list[PlanRequest] = []
 
-    def watched(request: PlanRequest) -> Need:
+    def watched(request: PlanRequest) -> MemoryRequirement:
         seen.append(request)
         return memory_of(request)
 
-    found = search(start_of_search({"batch_size": 16}), all_moves(), Limits(device_bytes=20 * GIB), watched)
+    found = search(start_of_search({"batch_size": 16}), all_candidates(), Limits(device_bytes=20 * GIB), watched)
     assert all(request.optimizer == "adamw" and request.stream_bytes == 128 * MIB for request in seen)
     reasons = dict(found.skipped)
     assert reasons["smaller pieces of masters and state on the GPU"].startswith("no masters or optimizer state")
@@ -229,30 +227,34 @@ def test_what_can_not_change_the_peak_is_not_planned() -> None:
 def test_each_plan_is_told_of() -> None:
     lines: list[str] = []
     search(
-        start_of_search({"batch_size": 16}), all_moves(), Limits(device_bytes=20 * GIB), memory_of, tell=lines.append
+        start_of_search({"batch_size": 16}),
+        all_candidates(),
+        Limits(device_bytes=20 * GIB),
+        memory_of,
+        tell=lines.append,
     )
     assert lines[0].startswith("plan 1: ") and lines[0].endswith("GiB with the allowance, does not fit")
     assert lines[-1].endswith("fits")
 
 
 @pytest.mark.parametrize("method", get_args(Method))
-def test_the_options_of_a_move_go_from_the_cheapest_to_the_least(method: Any) -> None:
+def test_the_options_of_a_candidate_go_from_the_cheapest_to_the_least(method: Any) -> None:
     start = start_of_search({"method": method, "batch_size": 24, "seq_length": 4096})
-    for move in all_moves(min_seq_length=100):
-        options = [start, *move.options(start)]
+    for candidate in all_candidates(min_seq_length=100):
+        options = [start, *candidate.options(start)]
         bytes_needed = [memory_of(option).device_bytes for option in options[1:]]
-        assert bytes_needed == sorted(bytes_needed, reverse=True), move.title
-        assert len(set(options)) == len(options), f"{move.title} offers what is there already"
+        assert bytes_needed == sorted(bytes_needed, reverse=True), candidate.title
+        assert len(set(options)) == len(options), f"{candidate.title} offers what is there already"
         for option in options[1:]:
             changed = {name for name in ("method", "lora_rank", "density", "token_ratio", "layers_per_group")
                        if getattr(option, name) != getattr(start, name)}  # fmt: skip
-            assert not changed, f"{move.title} changes what is trained"
+            assert not changed, f"{candidate.title} changes what is trained"
 
 
 def test_a_search_never_needs_more_than_a_costlier_one_and_takes_no_more_than_it_must() -> None:
     # The smaller the GPU, the more is changed: what a smaller one does without, a larger one does, too.
     titles = [[step.title for step in find(limit * GIB, batch_size=32).steps] for limit in range(50, 9, -1)]
-    rank = {move.title: place for place, move in enumerate(all_moves())}
+    rank = {candidate.title: place for place, candidate in enumerate(all_candidates())}
     costs = [max((rank[title] for title in found), default=-1) for found in titles]
     assert all(larger <= smaller for larger, smaller in pairwise(costs))
     assert costs[0] == -1 and costs[-1] > rank["gradient checkpointing"]

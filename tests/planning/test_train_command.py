@@ -7,8 +7,9 @@ from typing import Any, get_args
 
 import pytest
 
+from slivertune.core.layout import Layout
 from slivertune.core.presets import preset_path
-from slivertune.planning.request import Layout, Method, OptimizerName, PlanRequest, PrecisionName
+from slivertune.planning.request import Method, OptimizerName, PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.planning.train_command import DATASET, train_command
 from slivertune.training.options.checks import enum_value

@@ -10,28 +10,28 @@ from slivertune.sft.budget import BudgetRequest, share_out
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
 
 
-def contender(scores: list[float], kept: int, share: int) -> BudgetRequest:
+def request(scores: list[float], kept: int, share: int) -> BudgetRequest:
     return BudgetRequest(scores=torch.tensor(scores), num_kept=kept, share=share)
 
 
 def test_the_highest_scores_win_over_all_tensors() -> None:
-    contenders = [contender([9, 8, 1, 1], 4, 4), contender([7, 6, 5, 2], 4, 4)]
-    assert share_out(contenders, 3) == [2, 1]
-    assert share_out(contenders, 5) == [2, 3]
-    assert share_out(contenders, 8) == [4, 4]
+    requests = [request([9, 8, 1, 1], 4, 4), request([7, 6, 5, 2], 4, 4)]
+    assert share_out(requests, 3) == [2, 1]
+    assert share_out(requests, 5) == [2, 3]
+    assert share_out(requests, 8) == [4, 4]
 
 
 def test_no_tensor_falls_below_a_quarter_or_rises_above_four_times_its_share() -> None:
-    contenders = [contender([1.0] * 20, 0, 4), contender([9.0] * 20, 0, 4)]
-    assert share_out(contenders, 8) == [1, 7]
-    assert share_out(contenders, 19) == [3, 16]
-    kept = [contender([1.0] * 20, 1, 4), contender([9.0] * 20, 14, 4)]
+    requests = [request([1.0] * 20, 0, 4), request([9.0] * 20, 0, 4)]
+    assert share_out(requests, 8) == [1, 7]
+    assert share_out(requests, 19) == [3, 16]
+    kept = [request([1.0] * 20, 1, 4), request([9.0] * 20, 14, 4)]
     assert share_out(kept, 5) == [3, 2]
 
 
 def test_the_total_is_kept_even_where_the_bounds_cannot_be() -> None:
-    contenders = [contender([1.0] * 20, 0, 1), contender([9.0] * 20, 0, 1)]
-    assert sum(share_out(contenders, 30)) == 30
+    requests = [request([1.0] * 20, 0, 1), request([9.0] * 20, 0, 1)]
+    assert sum(share_out(requests, 30)) == 30
 
 
 @pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])

@@ -430,18 +430,18 @@ def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str)
     assert len(_global_optimizer_pre_hooks) == num_hooks
 
 
-class Holder:
+class OtherOwner:
     """Another optimizer that has registered what it trains, as HiFT does."""
 
 
 def test_a_model_that_another_optimizer_holds_is_refused_and_sft_registers_what_it_holds() -> None:
-    model, holder = tiny_llama(), Holder()
-    ownership.take(model.parameters(), holder)
+    model, other = tiny_llama(), OtherOwner()
+    ownership.take(model.parameters(), other)
     before = trainable(model)
-    with pytest.raises(ValueError, match=r"is trained by another Holder.* so SFT can't train it; call detach\(\)"):
+    with pytest.raises(ValueError, match=r"is trained by another OtherOwner.* so SFT can't train it; call detach\(\)"):
         make(model)
     assert trainable(model) == before
-    ownership.give_back(model.parameters(), holder)
+    ownership.release(model.parameters(), other)
     optimizer = make(model)
     assert all(ownership.owner_of(parameter) is optimizer for parameter in model.parameters())
     optimizer.detach()

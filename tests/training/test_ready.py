@@ -42,7 +42,7 @@ def test_a_run_takes_the_selection_off_its_model_in_the_end(
 
 
 @pytest.mark.parametrize("method", ["hift", "sft"])
-def test_a_run_thaws_what_its_method_froze(method: str, tiny_base: Path, tmp_path: Path) -> None:
+def test_a_run_unfreezes_what_its_method_froze(method: str, tiny_base: Path, tmp_path: Path) -> None:
     run = make_run(tiny_base, tmp_path, "--method", method, *(("--density", "0.1") if method == "sft" else ()))
     model = run.trainer.model
     assert isinstance(model, torch.nn.Module)

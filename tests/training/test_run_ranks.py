@@ -180,7 +180,7 @@ def test_a_resumed_run_ends_as_one_that_never_stopped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PAIRS, *PRESETS])
-def test_the_first_rank_speaks_once_and_the_other_not_at_all(name: str, ranks: list[dict[str, Seen]]) -> None:
+def test_the_first_rank_reports_once_and_the_other_not_at_all(name: str, ranks: list[dict[str, Seen]]) -> None:
     first, second = (rank[name].printed for rank in ranks)
     assert second == ""
     for line in (

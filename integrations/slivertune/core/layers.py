@@ -173,28 +173,28 @@ class _Branch:
     """What stays together outside the blocks: a parameter, or all of a child, of a module that holds blocks."""
 
     path: str
-    holder: nn.Module
+    parent: nn.Module
     is_parameter: bool
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
 def _branches(model: nn.Module, block_lists: dict[str, nn.ModuleList]) -> Iterable[_Branch]:
     blocks = {id(block) for each in block_lists.values() for block in each}
-    holders = {id(owner) for path in block_lists for owner in _owners(model, path)}
+    parents = {id(owner) for path in block_lists for owner in _owners(model, path)}
     branches: dict[str, _Branch] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners, names = _owners(model, name), name.split(".")
         if any(id(owner) in blocks for owner in owners):
             continue
-        depth = max(depth for depth, owner in enumerate(owners) if id(owner) in holders)
+        depth = max(depth for depth, owner in enumerate(owners) if id(owner) in parents)
         path = ".".join(names[: depth + 1])
-        branch = branches.setdefault(path, _Branch(path=path, holder=owners[depth], is_parameter=path == name))
+        branch = branches.setdefault(path, _Branch(path=path, parent=owners[depth], is_parameter=path == name))
         branch.parameters[name] = parameter
     return branches.values()
 
 
 def _parameters_before_blocks(model: nn.Module, block_lists: dict[str, nn.ModuleList]) -> set[int]:
-    """Ids of the parameters that lie outside the blocks, in a branch that is read before its holder's blocks.
+    """Ids of the parameters that lie outside the blocks, in a branch that is read before its parent's blocks.
 
     A branch stays whole, so that what a dummy batch leaves out (a mask token) goes with its neighbours. A parameter
     directly beside a list of blocks (a class token) counts as read before it.
@@ -205,9 +205,9 @@ def _parameters_before_blocks(model: nn.Module, block_lists: dict[str, nn.Module
     guesses: dict[str, list[str]] = {"embedding": [], "head": []}
     for branch in _branches(model, block_lists):
         read = [moments[name] for name in branch.parameters if name in moments]
-        paths = [path_of[id(module)] for module in branch.holder.modules() if id(module) in path_of]
+        paths = [path_of[id(module)] for module in branch.parent.modules() if id(module) in path_of]
         entered = [moments[path] for path in paths if path in moments]
-        if branch.is_parameter and any(id(child) in path_of for child in branch.holder.children()):
+        if branch.is_parameter and any(id(child) in path_of for child in branch.parent.children()):
             is_before = True
         elif read or entered:
             is_before = min(read, default=math.inf) < min(entered, default=math.inf)
@@ -227,7 +227,7 @@ def _parameters_before_blocks(model: nn.Module, block_lists: dict[str, nn.Module
 
 
 def _is_registered_before(branch: _Branch, lists: Collection[int]) -> bool:
-    for name, child in branch.holder.named_children():
+    for name, child in branch.parent.named_children():
         if any(id(module) in lists for module in child.modules()):
             return False
         if name == branch.path.rpartition(".")[2]:

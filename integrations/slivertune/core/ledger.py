@@ -1,9 +1,9 @@
-"""Bytes alive, by kind and by place: a census of living storages, not a self-report.
+"""Bytes alive, by kind and by memory tier: a census of living storages, not a self-report.
 
 A `Ledger` watches every tensor that an operator returns (a dispatch mode) and every death (a weak reference to the
 storage), so it counts what is really alive. Owners may *claim* a storage (`claim`): the model's weights, a parameter's
 gradient, an optimizer's state. What no one claimed counts as `residual` on the device: activations, temporaries, leaks.
-Only what an owner claimed for another place (pinned host memory, a file) counts there; on a machine without an
+Only what an owner claimed for another tier (pinned host memory, a file) counts there; on a machine without an
 accelerator the CPU itself is "the device".
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 Kind = Literal["parameters", "gradients", "state", "residual"]
-Place = Literal["device", "host", "disk"]
+MemoryTier = Literal["device", "host", "disk"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _DEVICE_KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "residual")
@@ -83,15 +83,15 @@ _watching: list[Ledger] = []
 _birth_labels: list[str] = []
 
 
-def claim(tensor: torch.Tensor, kind: Kind, place: Place = "device") -> None:
+def claim(tensor: torch.Tensor, kind: Kind, tier: MemoryTier = "device") -> None:
     """Say what the storage under `tensor` is for and where it lies; a later claim replaces an earlier one.
 
     Args:
         tensor: Any tensor; the claim covers its whole storage.
         kind: What the bytes are.
-        place: Where they count. `device` is where the model computes.
+        tier: Where they count. `device` is where the model computes.
     """
-    label = kind if place == "device" else place
+    label = kind if tier == "device" else tier
     for storage in _storages(tensor):
         known = _claim_of(storage)
         _claims[storage._cdata] = (label, _await_death(storage, _dead_claims) if known is None else known[1])
@@ -117,9 +117,9 @@ def _claim_of(storage: torch.UntypedStorage) -> tuple[str, _Death] | None:
 
 
 @contextmanager
-def claimed_at_birth(kind: Kind, place: Place = "device") -> Iterator[None]:
+def claimed_at_birth(kind: Kind, tier: MemoryTier = "device") -> Iterator[None]:
     """Claim every storage that is allocated inside, from its first moment on, so that no peak sees it unclaimed."""
-    _birth_labels.append(kind if place == "device" else place)
+    _birth_labels.append(kind if tier == "device" else tier)
     try:
         yield
     finally:
@@ -223,7 +223,7 @@ class Ledger:
     def _watch_gradient(self, parameter: nn.Parameter) -> None:
         if not parameter.is_floating_point():
             return
-        # The hook stays through later freezing and thawing, but can only be set on what requires a gradient.
+        # The hook stays through later freezing and unfreezing, but can only be set on what requires a gradient.
         frozen = not parameter.requires_grad
         if frozen:
             parameter.requires_grad_(True)

@@ -154,22 +154,24 @@ def check_whole(folder: str | Path) -> None:
         return
     folder = Path(folder)
     if not folder.is_dir():
-        raise DamagedCheckpointError(f"{folder} is not there, or no folder; name a checkpoint")
-    text = f"{folder} can't be loaded, and nothing of it was: {damage}; use an older checkpoint{_whole_beside(folder)}"
+        raise DamagedCheckpointError(f"{folder} is not there, or not a folder; name a checkpoint")
+    text = f"{folder} can't be loaded, and nothing of it was: {damage}; use an older checkpoint{_whole_sibling(folder)}"
     if not (folder / MANIFEST_NAME).is_file() and any(folder.iterdir()):
         call = shlex.quote(f"from slivertune.core.manifest import write_manifest; write_manifest({str(folder)!r})")
         text += f". If you know that it is whole, since another program or an older version wrote it: python -c {call}"
     raise DamagedCheckpointError(text)
 
 
-def _whole_beside(folder: Path) -> str:
+def _whole_sibling(folder: Path) -> str:
     try:
         siblings = [path for path in folder.absolute().parent.iterdir() if path != folder.absolute()]
-        marked = sorted((each for each in siblings if (each / MANIFEST_NAME).is_file()), key=_written_at, reverse=True)
+        candidates = sorted(
+            (each for each in siblings if (each / MANIFEST_NAME).is_file()), key=_written_at, reverse=True
+        )
     except OSError:
         return ""
     # Sizes alone: whoever loads it compares the rest.
-    whole = next((each for each in marked if find_damage(each, read_files=False) is None), None)
+    whole = next((each for each in candidates if find_damage(each, read_files=False) is None), None)
     return "" if whole is None else f", such as {whole}"
 
 

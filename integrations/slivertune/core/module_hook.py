@@ -7,7 +7,7 @@ from typing import Any
 
 
 class ModuleHook:
-    """A hook of a module; in a copy of the model, deep or pickled, it does nothing: the copy is nobody's.
+    """A hook of a module; in a copy of the model, deep or pickled, it does nothing: nothing trains the copy.
 
     Args:
         function: What to call; None does nothing.

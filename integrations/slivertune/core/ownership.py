@@ -51,7 +51,7 @@ def take(parameters: Iterable[torch.Tensor], owner: object) -> None:
         _owners[parameter] = reference
 
 
-def give_back(parameters: Iterable[torch.Tensor], owner: object) -> None:
+def release(parameters: Iterable[torch.Tensor], owner: object) -> None:
     """End what `take` registered; parameters of another owner stay that one's."""
     for parameter in parameters:
         if owner_of(parameter) is owner:

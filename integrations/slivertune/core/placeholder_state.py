@@ -39,8 +39,8 @@ class PlaceholderState:
         """The number of updates that a placeholder tells; None of any other state."""
         if self._method.lower() in state_dict:
             return None
-        told = [state[self._key] for state in state_dict.get("state", {}).values() if self._key in state]
-        return int(told[0]) if told else None
+        counts = [state[self._key] for state in state_dict.get("state", {}).values() if self._key in state]
+        return int(counts[0]) if counts else None
 
     def await_state(self, updates: int) -> None:
         """Note that a placeholder was loaded, made after so many updates."""

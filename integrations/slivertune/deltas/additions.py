@@ -54,7 +54,7 @@ class Addition(Generic[D]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class TargetInfo:
     """Where the tensors are, and what errors say of it."""
 
     name: str
@@ -91,13 +91,15 @@ def read_sources(sources: Source | Sequence[Source]) -> list[DeltaFile]:
     return [_read(source, number) for number, source in enumerate(listed)]
 
 
-def add_up(files: Sequence[DeltaFile], targets: Mapping[str, D], place: Place, *, hash_base: bool) -> list[Addition[D]]:
+def add_up(
+    files: Sequence[DeltaFile], targets: Mapping[str, D], info: TargetInfo, *, hash_base: bool
+) -> list[Addition[D]]:
     """Find the tensors that deltas belong to, check that they are the base, and sum what is added to each.
 
     Args:
         files: The deltas.
         targets: Tensors by name; tied weights are one object under several names.
-        place: Where the tensors are.
+        info: Where the tensors are.
         hash_base: Whether to compare the bits of the tensors with those that the deltas were trained on.
 
     Returns:
@@ -107,7 +109,7 @@ def add_up(files: Sequence[DeltaFile], targets: Mapping[str, D], place: Place, *
         DeltaFileError: If a tensor is absent, quantised, of another shape or dtype, or not the base.
     """
     index = NameIndex(targets)
-    found = [(file, name, target) for file in files for name, target in _pairs(file, targets, index, place)]
+    found = [(file, name, target) for file in files for name, target in _pairs(file, targets, index, info)]
     # What costs a reading of the tensors comes last.
     checked = {id(target): target for file, name, target in found if hash_base and _is_plain(file, name)}
     hashes = {key: target.sha256() for key, target in checked.items()}
@@ -162,48 +164,48 @@ def _is_plain(file: DeltaFile, name: str) -> bool:
     return name in file.base and not file.base[name].is_quantized
 
 
-def _pairs(file: DeltaFile, targets: Mapping[str, D], index: NameIndex, place: Place) -> Iterator[tuple[str, D]]:
+def _pairs(file: DeltaFile, targets: Mapping[str, D], index: NameIndex, info: TargetInfo) -> Iterator[tuple[str, D]]:
     names: dict[int, str] = {}
     for name, delta in file.deltas.items():
-        for target in _targets_of(file, name, targets, index, place):
+        for target in _targets_of(file, name, targets, index, info):
             other = names.setdefault(id(target), name)
             if other != name:
                 raise DeltaFileError(
-                    f"{file.source}: {other!r} and {name!r} are one tensor in {place.name}; keep one of them"
+                    f"{file.source}: {other!r} and {name!r} are one tensor in {info.name}; keep one of them"
                 )
-            _check_target(file, name, delta, target, place)
+            _check_target(file, name, delta, target, info)
             yield name, target
 
 
-def _targets_of(file: DeltaFile, name: str, targets: Mapping[str, D], index: NameIndex, place: Place) -> list[D]:
+def _targets_of(file: DeltaFile, name: str, targets: Mapping[str, D], index: NameIndex, info: TargetInfo) -> list[D]:
     aliases = (name, *(file.base[name].tied_names if name in file.base else ()))
     found = [targets[match] for alias in aliases if (match := index.find(alias)) is not None]
     if not found:
         trained_on = f" ({file.base_model_name})" if file.base_model_name else ""
         raise DeltaFileError(
-            f"{file.source}: {name!r} names no tensor of {place.name}, or several; use the model that the deltas were "
-            f"trained on{trained_on}{place.unknown}"
+            f"{file.source}: {name!r} names no tensor of {info.name}, or several; use the model that the deltas were "
+            f"trained on{trained_on}{info.unknown}"
         )
     distinct = list({id(target): target for target in found}.values())
-    if len(distinct) > 1 and not place.has_copies:
+    if len(distinct) > 1 and not info.has_copies:
         raise DeltaFileError(
             f"{file.source}: {' and '.join(map(repr, aliases))} were one tied tensor in training and are "
-            f"{len(distinct)} in {place.name}; tie them (model.tie_weights())"
+            f"{len(distinct)} in {info.name}; tie them (model.tie_weights())"
         )
     return distinct
 
 
-def _check_target(file: DeltaFile, name: str, delta: SparseDelta, target: Destination, place: Place) -> None:
+def _check_target(file: DeltaFile, name: str, delta: SparseDelta, target: Destination, info: TargetInfo) -> None:
     where = f"{file.source}: {name!r}"
     here = name_of(target.dtype)
     if here not in PLAIN_DTYPES:
-        raise DeltaFileError(f"{where}: {place.name} holds {here} there; {place.quantized}")
+        raise DeltaFileError(f"{where}: {info.name} holds {here} there; {info.quantized}")
     if target.shape != delta.shape:
         raise DeltaFileError(
-            f"{where} has shape {delta.shape}, {place.name} has {target.shape} there; use the base of the deltas"
+            f"{where} has shape {delta.shape}, {info.name} has {target.shape} there; use the base of the deltas"
         )
-    if name in file.base and file.base[name].is_quantized and not place.allow_quantized_base:
+    if name in file.base and file.base[name].is_quantized and not info.allow_quantized_base:
         raise DeltaFileError(
-            f"{where} was trained over {file.base[name].dtype} codes, and nobody can tell whether these {here} weights "
-            "are what they were made from; if they are, say so with allow_quantized_base (near, not the same)"
+            f"{where} was trained over {file.base[name].dtype} codes, and it can't be known whether these {here} "
+            "weights are what they were made from; if they are, say so with allow_quantized_base (near, not the same)"
         )

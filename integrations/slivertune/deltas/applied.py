@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from slivertune.deltas.additions import Addition, Place, Source, add_rounded, add_up, read_sources
+from slivertune.deltas.additions import Addition, Source, TargetInfo, add_rounded, add_up, read_sources
 from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import read_flat, write_flat
 from slivertune.deltas.delta_file import memory_of
@@ -48,7 +48,7 @@ def apply(
         ...     print(handle.overlap)
         ...     model.generate(**inputs)
     """
-    place = Place(
+    target_info = TargetInfo(
         name="the model",
         unknown="",
         quantized=(
@@ -58,7 +58,7 @@ def apply(
         allow_quantized_base=allow_quantized_base,
         has_copies=False,
     )
-    additions = add_up(read_sources(deltas), _weights_of(model), place, hash_base=check_base)
+    additions = add_up(read_sources(deltas), _weights_of(model), target_info, hash_base=check_base)
     applied = AppliedDeltas({addition.target.name: addition.overlap for addition in additions})
     try:
         for addition in additions:

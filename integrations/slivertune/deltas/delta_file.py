@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slivertune.core.atomic import check_absent, new_file, new_folder
+from slivertune.core.atomic import atomic_file, atomic_new_folder, check_absent
 from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.sparse_file import DeltaFileError, check_entries, read_sparse_file, write_sparse_file
@@ -111,11 +111,11 @@ def save_pretrained(
     if folder.is_symlink() or folder.exists():
         if not folder.is_dir():
             check_absent(folder)
-        with new_file(folder / DELTA_FILE, needs_bytes=needs_bytes) as path:
+        with atomic_file(folder / DELTA_FILE, needs_bytes=needs_bytes) as path:
             write(path)
         return
-    with new_folder(folder, needs_bytes=needs_bytes) as aside:
-        write(aside / DELTA_FILE)
+    with atomic_new_folder(folder, needs_bytes=needs_bytes) as temporary:
+        write(temporary / DELTA_FILE)
 
 
 def load(folder: str | Path, *, base: Mapping[str, torch.Tensor] | None = None) -> DeltaFile:

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from slivertune.core.atomic import check_absent, new_folder
-from slivertune.deltas.additions import Addition, Place, Source, add_rounded, add_up, read_sources
+from slivertune.core.atomic import atomic_new_folder, check_absent
+from slivertune.deltas.additions import Addition, Source, TargetInfo, add_rounded, add_up, read_sources
 from slivertune.deltas.base_hash import CHUNK_BYTES
 from slivertune.deltas.delta_file import DeltaFile, name_of
 from slivertune.deltas.overlap import Overlap, total_overlap
@@ -90,9 +90,9 @@ def merge(
         )
     progress("checking the base", 0, 0)
     files = read_sources(deltas)
-    additions = add_up(files, base.tensors, _place(checkpoint, allow_quantized_base), hash_base=True)
+    additions = add_up(files, base.tensors, _target_info(checkpoint, allow_quantized_base), hash_base=True)
     touched_bytes = sum(addition.delta.indices.nbytes + addition.delta.values.nbytes for addition in additions)
-    with new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
+    with atomic_new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
         undo = _Undo(_copy(base, new, progress))
         for number, addition in enumerate(additions):
             progress("adding", number, len(additions))
@@ -126,7 +126,7 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
     for name, said in undo.table.items():
         _check_merged(path, name, said, merged)
     hashes = _hashes_of_files(path, undo.fields)
-    with new_folder(output, needs_bytes=_size(merged)) as new:
+    with atomic_new_folder(output, needs_bytes=_size(merged)) as new:
         found = _copy(merged, new, progress)
         for number, (name, (indices, values)) in enumerate(undo.entries.items()):
             progress("restoring", number, len(undo.entries))
@@ -140,8 +140,8 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
         progress("writing", 0, 0)
 
 
-def _place(checkpoint: Path, allow_quantized_base: bool) -> Place:
-    return Place(
+def _target_info(checkpoint: Path, allow_quantized_base: bool) -> TargetInfo:
+    return TargetInfo(
         name=str(checkpoint),
         unknown=(
             "; if the checkpoint stores it in another layout, load the model, add the deltas with "

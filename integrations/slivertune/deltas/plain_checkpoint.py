@@ -156,7 +156,7 @@ def _shards(folder: Path) -> dict[str, str]:
     for shard in set(map(str, names.values())):
         if Path(shard).name != shard or not (folder / shard).is_file():
             raise ValueError(
-                f"{index} names the shard {shard!r}, which is no file in {folder}; get the checkpoint again"
+                f"{index} names the shard {shard!r}, which is not a file in {folder}; get the checkpoint again"
             )
     return {name: str(shard) for name, shard in names.items()}
 
@@ -188,7 +188,7 @@ def _check_not_quantized(folder: Path) -> None:
         method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
         bits = " in 4 bits" if isinstance(settings, dict) and settings.get("load_in_4bit") else ""
         raise ValueError(
-            f"{folder} is quantised ({method}{bits}): merging would quantise anew and change weights that no delta "
+            f"{folder} is quantised ({method}{bits}): merging would quantise again and change weights that no delta "
             "touches; merge into the 16-bit checkpoint that it was made from (with --allow_quantized_base if the "
             "deltas were trained over the quantised one), or keep the deltas beside it"
         )

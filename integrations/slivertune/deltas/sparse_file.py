@@ -164,7 +164,7 @@ def _metadata(path: Path, metadata: Mapping[str, str], kind: str, version: int) 
             "use the version of slivertune that wrote it"
         )
     fields = {}
-    # Damage is told as such, before what it did to some field is complained of.
+    # Damage is reported as damage, before the field that it changed is reported.
     if not has_its_hash(path, metadata.get(FIELD)):
         raise DeltaFileError(f"{path} holds other bytes than were written (its SHA-256 is another); {_DAMAGED}")
     for key in {*metadata, "tensors"} - {"format", "version", FIELD}:

@@ -40,7 +40,7 @@ _TENSORWISE = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 _TENSORWISE_NAMES = frozenset({"transformers.optimization.Adafactor"})
 _TORCHAO_TENSORWISE = frozenset({"Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8"})
 
-# Vector loops and bitsandbytes' quantisation blocks both begin anew at multiples of this, so that a cut changes no bit.
+# Vector loops and bitsandbytes' quantisation blocks start again at multiples of this, so that a cut changes no bit.
 CUT_MULTIPLE = 256
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from slivertune.core.saved_state import StateMismatchError
 from slivertune.hift.base import CUT_MULTIPLE
 
 VERSION = 2
@@ -21,10 +22,6 @@ _MEANINGS = {
 }
 """What `HiFT.identity` tells, and which settings decide it."""
 _SINCE_2 = frozenset({"skipped_turns", "skipped_in_cycle"})
-
-
-class StateMismatchError(ValueError):
-    """A saved state is of another model, grouping or optimizer, or is damaged."""
 
 
 def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -38,7 +38,7 @@ class Freezer:
         self._gradient_hooks = [parameter.register_post_accumulate_grad_hook(on_gradient) for parameter in parameters]
 
     def settle(self) -> None:
-        """Freeze and thaw again what others have changed since: adapters that are switched on thaw all of theirs.
+        """Restore what others have frozen or unfrozen since: adapters that are switched on unfreeze all of theirs.
 
         Gradients that arrived where none belong are dropped, so that no norm counts them.
         """

@@ -15,7 +15,7 @@ from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
 from slivertune.hift.piece import Weight
 
-_WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start anew"
+_WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"
 
 
 class BackwardSteps:
@@ -51,14 +51,14 @@ class BackwardSteps:
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on a model, after `release`; an update that was left half done stays so."""
         first = self._first
-        holder = next(
+        parent = next(
             module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))
         )
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before_forward)),
             model.register_forward_hook(ModuleHook(self._after_forward)),
             # Inside of the model's forward, where accelerate has switched autocast on.
-            holder.register_forward_pre_hook(_refuse_fp16_autocast),
+            parent.register_forward_pre_hook(_refuse_fp16_autocast),
         ]
 
     @property
@@ -122,7 +122,7 @@ class BackwardSteps:
         given = [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
         if given:
             raise RuntimeError(
-                f"{given[0]} has a gradient that no backward has brought; step_in_backward=True steps inside the "
+                f"{given[0]} has a gradient that did not come from a backward; step_in_backward=True steps inside the "
                 "backward alone, so leave it off where gradients are set by hand"
             )
         had_one = bool(self._stepped)

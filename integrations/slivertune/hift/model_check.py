@@ -11,7 +11,7 @@ from torch import nn
 
 from slivertune.hift.piece import Weight
 
-_WAY_OUT = "do that before HiFT is built, or detach() this one and build HiFT anew"
+_WAY_OUT = "do that before HiFT is built, or detach() this one and build a new HiFT"
 
 
 class ModelCheck:

@@ -46,7 +46,7 @@ class _Subclass:
 
 
 @dataclass(frozen=True, slots=True)
-class _Marked:
+class _AttributedTensor:
     """A plain tensor with a type and attributes of its own."""
 
     type: type[torch.Tensor]
@@ -166,7 +166,7 @@ def _take_tensor_apart(
         raise UnsupportedStateError(
             f"{path!r} is a {type(value).__name__}, a tensor subclass without __tensor_flatten__"
         )
-    return _Marked(type(value), dict(vars(value)), inside(value.as_subclass(torch.Tensor), "data"))
+    return _AttributedTensor(type(value), dict(vars(value)), inside(value.as_subclass(torch.Tensor), "data"))
 
 
 def _put_together(template: Any, flat: dict[str, Any], copy_objects: bool) -> Any:
@@ -178,10 +178,10 @@ def _put_together(template: Any, flat: dict[str, Any], copy_objects: bool) -> An
     if isinstance(template, _Subclass):
         inner = {name: whole(part) for name, part in template.inner.items()}
         return template.type.__tensor_unflatten__(inner, template.context, template.size, template.stride)
-    if isinstance(template, _Marked):
-        marked = whole(template.inner).as_subclass(template.type)
-        vars(marked).update(template.attributes)
-        return marked
+    if isinstance(template, _AttributedTensor):
+        tensor = whole(template.inner).as_subclass(template.type)
+        vars(tensor).update(template.attributes)
+        return tensor
     if isinstance(template, _Object):
         value = copy.copy(template.value) if copy_objects else template.value
         vars(value).update({name: whole(part) for name, part in template.attributes.items()})
@@ -201,7 +201,7 @@ def _parts(template: Any) -> Iterator[Any]:
     inside: Any = ()
     if isinstance(template, _Subclass):
         inside = template.inner.values()
-    elif isinstance(template, _Marked):
+    elif isinstance(template, _AttributedTensor):
         inside = (template.inner,)
     elif isinstance(template, _Object):
         inside = template.attributes.values()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from slivertune.core.ledger import Place, claim, claimed_at_birth
+from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 
 ALIGNMENT = 64
 """Bytes; tensors in one buffer begin at multiples of it."""
@@ -51,33 +51,33 @@ class OffloadBuffer:
     """Owns one group's waiting tensors.
 
     Args:
-        place: Where its bytes count in the ledger.
+        tier: Where its bytes count in the ledger.
         allocate: Makes a uint8 buffer of so many bytes, or raises.
     """
 
-    def __init__(self, place: Place, allocate: Callable[[int], torch.Tensor]) -> None:
-        self._place = place
+    def __init__(self, tier: MemoryTier, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._tier = tier
         self._allocate = allocate
-        self._carvers: dict[torch.dtype, Arena] = {}
+        self._arenas: dict[torch.dtype, Arena] = {}
 
     def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
         """Allocate ahead for the tensors to come, so that a lack of memory shows now.
 
         One buffer a dtype: torch.save refuses tensors of several dtypes in one storage.
         """
-        with claimed_at_birth("state", self._place):
+        with claimed_at_birth("state", self._tier):
             buffers = {dtype: self._allocate(size) for dtype, size in num_bytes.items() if size}
         for dtype, buffer in buffers.items():
-            claim(buffer, "state", self._place)
-            self._carvers[dtype] = Arena(buffer)
+            claim(buffer, "state", self._tier)
+            self._arenas[dtype] = Arena(buffer)
 
     def empty_like(self, model: torch.Tensor) -> torch.Tensor:
         """A tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
         dtype = model.dtype
-        tensor = self._carvers[dtype].empty_like(model) if dtype in self._carvers else None
+        tensor = self._arenas[dtype].empty_like(model) if dtype in self._arenas else None
         if tensor is None:
             self.reserve({dtype: aligned(max(1, model.numel()) * dtype.itemsize)})
-            tensor = self._carvers[dtype].empty_like(model)
+            tensor = self._arenas[dtype].empty_like(model)
             assert tensor is not None
         return tensor
 
@@ -90,12 +90,12 @@ class OffloadBuffer:
 
 
 def host_buffer(device: torch.device) -> OffloadBuffer:
-    """A pool in host memory, pinned when `device` is a CUDA device so that copies run beside the computation."""
+    """A buffer in host memory, pinned when `device` is a CUDA device so that copies run beside the computation."""
     return OffloadBuffer("host", partial(_pinned, device) if device.type == "cuda" else _pageable)
 
 
 def disk_buffer(directory: Path) -> OffloadBuffer:
-    """A pool in memory-mapped files under `directory`.
+    """A buffer in memory-mapped files under `directory`.
 
     Files are allocated whole (a full disk is an error, never a SIGBUS) and unlinked as soon as they are mapped, so
     that nothing stays behind, however the process ends.

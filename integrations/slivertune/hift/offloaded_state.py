@@ -1,6 +1,6 @@
-"""A group's state while it waits: whole tensors by weight and key in a pool, of which slices take their parts.
+"""A group's state while it waits: whole tensors by weight and key in a buffer, of which slices take their parts.
 
-Here state is flat: a value with tensors inside is a `Structure` under its key, its tensors lie beside it.
+Here state is flat: a value with tensors inside is a `Structure` under its key, its tensors have keys of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOW = "master_low"
 TIES = "master_ties"
 """Key of the rounding ties that `LOW` leaves open; few, so they travel with the scalars."""
 
-Move = tuple[str, torch.Tensor, torch.Tensor]
+PendingCopy = tuple[str, torch.Tensor, torch.Tensor]
 """A key, the tensor on the device, and where it is to wait."""
 
 
@@ -67,7 +67,7 @@ class OffloadedState:
             for key, value in scalars.items()
         }
 
-    def receive(self, one: Slice, state: WeightState) -> list[Move]:
+    def receive(self, one: Slice, state: WeightState) -> list[PendingCopy]:
         """Take a slice's state after its step; tensors are to be copied by the caller.
 
         Args:
@@ -87,15 +87,15 @@ class OffloadedState:
         self._received[one.weight.name, one.start] = frozenset(
             key for key, value in state.items() if _has_extent(key, value)
         )
-        moves = []
+        copies = []
         for key, value in state.items():
             if _is_table(key) and key in self._tensors.get(one.weight.name, {}):
                 continue  # it never changes, and the next piece may be loading it
             if _has_extent(key, value):
                 whole = self._whole(one.weight, key, _like_whole(value, one, key))
-                moves.append((key, value, _part(whole, one, key)))
+                copies.append((key, value, _part(whole, one, key)))
         empty_objects(state)
-        return moves
+        return copies
 
     def export(self, weights: Sequence[Weight]) -> dict[str, WeightState]:
         """The state of a group's weights: living tensors, masters whole and following what others have written."""

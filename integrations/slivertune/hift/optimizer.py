@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from slivertune.core.layers import find_layers
-from slivertune.core.ownership import check_free, give_back, take
+from slivertune.core.ownership import check_free, release, take
 from slivertune.core.placeholder_state import PlaceholderState
-from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.core.saved_state import StateMismatchError, is_initialising_step, pack_state, unpack_state
 from slivertune.core.sliver import Sliver
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.checkpoint import VERSION, StateMismatchError, check_header, check_weight
+from slivertune.hift.checkpoint import VERSION, check_header, check_weight
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.freezing import Freezer
 from slivertune.hift.groups import Group, cut_groups, turn_order
@@ -405,7 +405,7 @@ class HiFT(Sliver):
         if self._config.step_in_backward:
             raise RuntimeError(
                 "a GradScaler unscales gradients after the backward, where step_in_backward=True has stepped on them: "
-                "the weights were updated by scaled gradients, so start anew, in bf16 or without step_in_backward"
+                "the weights were updated by scaled gradients, so start again, in bf16 or without step_in_backward"
             )
         return False
 
@@ -417,7 +417,7 @@ class HiFT(Sliver):
         if self._integration.is_delegated or self._is_detached:
             return
         self._take_off()
-        self._give_back()
+        self._release()
         if self._check is not None:
             self._check.free_successors()
         self._is_detached = True
@@ -442,8 +442,8 @@ class HiFT(Sliver):
         """Whether `detach` has ended the rotation."""
         return self._is_detached
 
-    def _give_back(self) -> None:
-        give_back([weight.trained for weight in self.trained_weights], self)
+    def _release(self) -> None:
+        release([weight.trained for weight in self.trained_weights], self)
 
     @property
     def uses_sidecar(self) -> bool:
@@ -491,7 +491,7 @@ class HiFT(Sliver):
         `load_whole_state` has brought what belongs to it.
 
         Args:
-            layout: What exchanges the gradients.
+            layout: What synchronizes the gradients.
         """
         self._integration.use_layout(layout)
         self._placeholder.is_used = True
@@ -508,7 +508,7 @@ class HiFT(Sliver):
                 f"HiFT has made {self._rotation.steps} steps; parameters can only be replaced before the first"
             )
         self._take_off()
-        self._give_back()
+        self._release()
         self._weights, self._residencies = [], []
         self._freezer, self._model, self._check = Freezer(nn.Module(), ()), None, None
         self._fill_placeholder()

@@ -28,7 +28,7 @@ class Weight:
 
     @property
     def trained(self) -> torch.nn.Parameter:
-        """The model's own parameter, which is frozen and thawed; `parameter` where that is not sharded."""
+        """The model's own parameter, which is frozen and unfrozen; `parameter` where that is not sharded."""
         return self.parameter
 
     def take_gradient(self) -> bool:
@@ -39,7 +39,7 @@ class Weight:
 class Slice:
     """Elements [start, stop) of a weight, and the leaf tensor that the base optimizer steps in their place.
 
-    The leaf is the weight itself where it is whole and has no master; else a placeholder, placed anew in every step.
+    The leaf is the weight itself where it is whole and has no master; else a placeholder, placed again in every step.
 
     Args:
         weight: The weight.

@@ -32,7 +32,7 @@ class StepNeeds:
     keys: frozenset[str]
     """Keys of all state."""
     scalars_on_device: frozenset[str]
-    """Keys of state without dimensions that lies beside the weight rather than on the host."""
+    """Keys of state without dimensions that is on the weight's device rather than on the host."""
 
 
 class StepMeter:

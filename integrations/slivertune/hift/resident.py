@@ -51,8 +51,8 @@ class ResidentGroup(Residency):
         self._num_pieces = len(self._weights) if by_weight else 1
         self._pieces: dict[str, Piece] = {}
         """By the name of its first weight."""
-        self._arriving: dict[str, WeightState] = {}
-        self._arriving_own: OwnHyperparameters = {}
+        self._restored: dict[str, WeightState] = {}
+        self._restored_own: OwnHyperparameters = {}
 
     @override
     def prefetch(self) -> None:
@@ -91,7 +91,7 @@ class ResidentGroup(Residency):
 
     @override
     def export(self) -> dict[str, WeightState]:
-        exported = {name: dict(state) for name, state in self._arriving.items()}
+        exported = {name: dict(state) for name, state in self._restored.items()}
         for weight in self._weights:
             if MASTER in exported.get(weight.name, {}):
                 arrived = exported[weight.name][MASTER].clone()
@@ -107,17 +107,17 @@ class ResidentGroup(Residency):
 
     @override
     def own_hyperparameters(self) -> OwnHyperparameters:
-        return common_hyperparameters(list(self._pieces.values()), self._base.name) or self._arriving_own
+        return common_hyperparameters(list(self._pieces.values()), self._base.name) or self._restored_own
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         self.discard()
-        self._arriving, self._arriving_own = {name: dict(values) for name, values in state.items()}, own
+        self._restored, self._restored_own = {name: dict(values) for name, values in state.items()}, own
 
     @override
     def discard(self) -> None:
         self._pieces = {}
-        self._arriving, self._arriving_own = {}, {}
+        self._restored, self._restored_own = {}, {}
 
     def _make_piece(self, weights: Sequence[Weight], param_groups: ParamGroups) -> Piece:
         slices = []
@@ -125,7 +125,7 @@ class ResidentGroup(Residency):
             on_master = self._with_masters and weight.has_master
             one = Slice(weight, 0, weight.parameter.numel(), on_master=on_master)
             if on_master:
-                source = self._arriving.get(weight.name, {}).get(MASTER, weight.parameter.data)
+                source = self._restored.get(weight.name, {}).get(MASTER, weight.parameter.data)
                 master = source.to(device=weight.parameter.device, dtype=torch.float32, copy=True)
                 claim(master, "state")
                 one.place_leaf(master)
@@ -133,22 +133,22 @@ class ResidentGroup(Residency):
         piece = Piece(slices, self._base)
         for one in slices:
             piece.put_state(param_groups, one, self._on_device(one))
-            self._arriving.pop(one.weight.name, None)
-        if self._arriving_own:
-            piece.restore_hyperparameters(param_groups, self._arriving_own)
+            self._restored.pop(one.weight.name, None)
+        if self._restored_own:
+            piece.restore_hyperparameters(param_groups, self._restored_own)
         self._pieces[weights[0].name] = piece
         if len(self._pieces) == self._num_pieces:
-            self._arriving_own = {}
+            self._restored_own = {}
         return piece
 
     def _on_device(self, one: Slice) -> WeightState:
-        """Copies of the state that was restored for a slice: tensors with dimensions lie beside its weight."""
+        """Copies of the state that was restored for a slice: tensors with dimensions are on its weight's device."""
         state: WeightState = {}
         on_device = self._meter.scalars_on_device(one.weight, one.leaf.dtype)
-        for key, value in flatten_state(self._arriving.get(one.weight.name, {}), copy_objects=True).items():
+        for key, value in flatten_state(self._restored.get(one.weight.name, {}), copy_objects=True).items():
             if isinstance(value, torch.Tensor):
-                beside = value.dim() or key in on_device
-                value = value.to(one.weight.parameter.device if beside else "cpu", copy=True)
+                with_weight = value.dim() or key in on_device
+                value = value.to(one.weight.parameter.device if with_weight else "cpu", copy=True)
             state[key] = value
         state.pop(MASTER, None)
         return unflatten_state(state)

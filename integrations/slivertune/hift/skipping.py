@@ -17,16 +17,16 @@ class SkipNotices:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
-        self._told: set[int] = set()
-        self._told_of_cycle: set[int] = set()
+        self._warned_of_skip: set[int] = set()
+        self._warned_of_cycle: set[int] = set()
 
     def skipped(self, group: int) -> None:
         """A step of this group has passed, because no gradient reached it."""
-        if group not in self._told:
-            self._told.add(group)
+        if group not in self._warned_of_skip:
+            self._warned_of_skip.add(group)
             warnings.warn(
                 f"no gradient reached group {group} ({_names(self._groups[group])}): its turn passes without an "
-                "update; optimizer.skipped_turns counts such steps, and this is said once a group",
+                "update; optimizer.skipped_turns counts such steps, and this warning comes once a group",
                 UserWarning,
                 stacklevel=5,
             )
@@ -34,8 +34,8 @@ class SkipNotices:
     def unreached(self, groups: Sequence[int]) -> None:
         """No batch of a whole cycle has reached these groups."""
         for group in groups:
-            if group not in self._told_of_cycle:
-                self._told_of_cycle.add(group)
+            if group not in self._warned_of_cycle:
+                self._warned_of_cycle.add(group)
                 warnings.warn(
                     f"no batch of a whole cycle reached group {group}, so it is not trained: "
                     f"{', '.join(self._groups[group].parameter_names)}. If the loss does not depend on them, freeze "

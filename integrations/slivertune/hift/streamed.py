@@ -47,7 +47,7 @@ Loaded = list[dict[str, torch.Tensor]]
 
 
 class StreamedGroup(Residency):
-    """A group whose masters and state wait in a pool; see `Residency`.
+    """A group whose masters and state wait in an offload buffer; see `Residency`.
 
     On the device there are at most two pieces at a time, each of at most `stream_bytes` with its temporaries.
 
@@ -87,11 +87,11 @@ class StreamedGroup(Residency):
         self._turn: list[str] = []
         """Weights stepped by `step_weight` since `end_weights`, in the order in which their gradients came."""
         self._is_first_turn = False
-        self._waiting: OffloadedState | None = None
-        self._waiting_for: torch.device | None = None
-        self._arriving_own: OwnHyperparameters = {}
-        self._awaiting_own: set[int] = set()
-        """Pieces, by identity, whose instance has not got `_arriving_own` yet."""
+        self._offloaded: OffloadedState | None = None
+        self._offloaded_from: torch.device | None = None
+        self._restored_own: OwnHyperparameters = {}
+        self._pending_own: set[int] = set()
+        """Pieces, by identity, whose instance has not got `_restored_own` yet."""
         self._streams: CopyStreams | None = None
         self._slots: list[torch.Tensor] = []
         self._loaded: dict[int, Loaded] = {}
@@ -103,7 +103,7 @@ class StreamedGroup(Residency):
     @override
     def prefetch(self) -> None:
         self._follow_the_model()
-        if self._waiting is not None and not self._loaded:
+        if self._offloaded is not None and not self._loaded:
             pieces = self._cut()
             for index in range(min(2, len(pieces))):
                 self._load(index)
@@ -151,8 +151,8 @@ class StreamedGroup(Residency):
         """Make ready to step pieces; the first time in a turn, find room for what will wait."""
         self._follow_the_model()
         pieces = self._cut()
-        if self._waiting is None:
-            self._waiting, self._waiting_for = self._reserved(), self._device()
+        if self._offloaded is None:
+            self._offloaded, self._offloaded_from = self._reserved(), self._device()
             self._is_first_turn = True
         return pieces
 
@@ -173,23 +173,23 @@ class StreamedGroup(Residency):
 
     @override
     def export(self) -> dict[str, WeightState]:
-        if self._waiting is None:
+        if self._offloaded is None:
             return {}
         self._copy_streams().synchronize()
-        return self._waiting.export(self._weights)
+        return self._offloaded.export(self._weights)
 
     @override
     def own_hyperparameters(self) -> OwnHyperparameters:
-        return common_hyperparameters(self._pieces, self._base.name) or self._arriving_own
+        return common_hyperparameters(self._pieces, self._base.name) or self._restored_own
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         self.discard()
         if state:
-            waiting = OffloadedState(self._make_buffer(self._device()), split=self._master == "split")
-            waiting.restore(self._weights, state)
-            self._waiting, self._waiting_for = waiting, self._device()
-        self._arriving_own = own
+            offloaded = OffloadedState(self._make_buffer(self._device()), split=self._master == "split")
+            offloaded.restore(self._weights, state)
+            self._offloaded, self._offloaded_from = offloaded, self._device()
+        self._restored_own = own
 
     @override
     def discard(self) -> None:
@@ -198,12 +198,12 @@ class StreamedGroup(Residency):
         self._empty_slots()
         self._pieces = []
         self._turn = []
-        self._waiting = None
-        self._arriving_own = {}
+        self._offloaded = None
+        self._restored_own = {}
 
     def _follow_the_model(self) -> None:
         """Take the state along if the model has moved to another device since: only for that is its memory right."""
-        if self._waiting is not None and self._waiting_for != self._device():
+        if self._offloaded is not None and self._offloaded_from != self._device():
             state, own = self.export(), self.own_hyperparameters()
             self.discard()
             self._streams = None
@@ -241,7 +241,7 @@ class StreamedGroup(Residency):
                     slices.append(Slice(weight, cut.start, cut.stop, on_master=self._on_master(weight)))
                 if slices:  # a rank may hold nothing of the whole group
                     self._pieces.append(Piece(slices, self._base))
-            self._awaiting_own = {id(piece) for piece in self._pieces}
+            self._pending_own = {id(piece) for piece in self._pieces}
         return self._pieces
 
     def _size(self, weight: Weight) -> WeightSize:
@@ -279,15 +279,15 @@ class StreamedGroup(Residency):
 
     def _load(self, index: int) -> None:
         """Queue the copies of a piece's waiting tensors into its slot."""
-        assert self._waiting is not None
-        waiting = [self._waiting.tensors_of(one) for one in self._pieces[index].slices]
+        assert self._offloaded is not None
+        offloaded = [self._offloaded.tensors_of(one) for one in self._pieces[index].slices]
         if not self._slots:
             self._slots = [self._new_slot() for _ in range(min(2, len(self._pieces)))]
         streams = self._copy_streams()
         slot = Arena(self._slots[index % 2])
         loaded: Loaded = []
         with streams.on("inbound", streams.record(), self._left.get(index % 2)):
-            for tensors in waiting:
+            for tensors in offloaded:
                 on_device = {}
                 for key, source in tensors.items():
                     target = slot.empty_like(source)
@@ -298,9 +298,9 @@ class StreamedGroup(Residency):
         self._loaded[index] = loaded
 
     def _new_slot(self) -> torch.Tensor:
-        assert self._waiting is not None
+        assert self._offloaded is not None
         num_bytes = max(
-            sum(aligned(tensor.nbytes) for one in piece.slices for tensor in self._waiting.tensors_of(one).values())
+            sum(aligned(tensor.nbytes) for one in piece.slices for tensor in self._offloaded.tensors_of(one).values())
             for piece in self._pieces
         )
         with claimed_at_birth("state"):
@@ -310,14 +310,14 @@ class StreamedGroup(Residency):
 
     def _place(self, index: int, param_groups: ParamGroups) -> None:
         """Put a piece's leaves and state on what was loaded, or make its masters."""
-        assert self._waiting is not None
+        assert self._offloaded is not None
         piece = self._pieces[index]
         self._copy_streams().compute_after(self._ready.pop(index, None))
         states = []
         for position, one in enumerate(piece.slices):
             tensors = dict(self._loaded[index][position]) if index in self._loaded else {}
             on_device = self._meter.scalars_on_device(one.weight, self._stepped_dtype(one.weight))
-            scalars = self._waiting.scalars_of(one, on_device)
+            scalars = self._offloaded.scalars_of(one, on_device)
             data = _leaf_data(one, tensors, scalars)
             if one.on_master and not self._is_first_turn:
                 refresh_master(data, one.part_of_weight())
@@ -326,15 +326,15 @@ class StreamedGroup(Residency):
             states.append(unflatten_state({**tensors, **scalars}))
         for one, state in zip(piece.slices, states, strict=True):
             piece.put_state(param_groups, one, state)
-        if self._arriving_own and id(piece) in self._awaiting_own:
-            piece.restore_hyperparameters(param_groups, self._arriving_own)
-            self._awaiting_own.discard(id(piece))
-            if not self._awaiting_own:
-                self._arriving_own = {}
+        if self._restored_own and id(piece) in self._pending_own:
+            piece.restore_hyperparameters(param_groups, self._restored_own)
+            self._pending_own.discard(id(piece))
+            if not self._pending_own:
+                self._restored_own = {}
 
     def _store(self, index: int) -> None:
-        """Write a piece's weights back, queue the copies of its tensors to where they wait, and let go of it."""
-        assert self._waiting is not None
+        """Write a piece's weights back, queue the copies of its tensors to where they wait, and release it."""
+        assert self._offloaded is not None
         piece, streams = self._pieces[index], self._copy_streams()
         self._loaded.pop(index, None)
         slots = {slot.untyped_storage().data_ptr() for slot in self._slots}
@@ -344,7 +344,7 @@ class StreamedGroup(Residency):
             if one.on_master:
                 one.part_of_weight().copy_(one.leaf.data)
                 state[MASTER] = one.leaf.data
-            leaving += [(source, target) for _, source, target in self._waiting.receive(one, state)]
+            leaving += [(source, target) for _, source, target in self._offloaded.receive(one, state)]
             one.drop_gradient()
             one.clear_leaf()
         with streams.on("outbound", streams.record()):

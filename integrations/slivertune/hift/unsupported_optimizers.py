@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unsupported:
+class UnsupportedOptimizer:
     """A kind of optimizers."""
 
     reason: str
@@ -34,32 +34,32 @@ def _demands_closure(kind: type) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-_PAGED = Unsupported(
+_PAGED = UnsupportedOptimizer(
     reason="it pages its state by itself, and HiFT already keeps it off the device",
     way_out="take its variant without Paged (paged_)",
     holds=lambda kind: kind.__module__.startswith("bitsandbytes.") and kind.__name__.startswith("Paged"),
     names=lambda name: name.startswith("paged_"),
 )
-_CLOSURE = Unsupported(
+_CLOSURE = UnsupportedOptimizer(
     reason="it evaluates the model again inside its step, on weights that HiFT writes back only afterwards",
     way_out="use an optimizer whose step needs no closure",
     holds=_demands_closure,
 )
 
 UNSUPPORTED = (
-    Unsupported(
+    UnsupportedOptimizer(
         reason="it swaps the weights between training and evaluation, also those of groups that wait",
         way_out="take torch.optim.AdamW (adamw_torch) with a schedule",
         holds=lambda kind: callable(getattr(kind, "train", None)) and callable(getattr(kind, "eval", None)),
         names=lambda name: name.startswith("schedule_free"),
     ),
-    Unsupported(
+    UnsupportedOptimizer(
         reason="it updates weights inside backward and keeps no gradient to step with",
         way_out="take torch.optim.AdamW (adamw_torch) with step_in_backward=True, which frees each gradient as early",
         holds=lambda kind: kind.__name__ in ("Lomo", "LOMO", "AdaLomo", "AdaLOMO"),
         names=lambda name: name in ("lomo", "adalomo"),
     ),
-    Unsupported(
+    UnsupportedOptimizer(
         reason="it steps each layer from hooks inside backward, past HiFT",
         way_out="take its variant without _layerwise: HiFT keeps only one group's gradients anyway",
         holds=lambda kind: kind.__name__ == "LayerWiseDummyOptimizer",
@@ -67,12 +67,12 @@ UNSUPPORTED = (
     ),
     _PAGED,
     _CLOSURE,
-    Unsupported(
+    UnsupportedOptimizer(
         reason="it takes sparse gradients alone, and a model's blocks have dense ones",
         way_out="set sparse=False on the embedding and take torch.optim.Adam",
         holds=lambda kind: issubclass(kind, torch.optim.SparseAdam),
     ),
-    Unsupported(
+    UnsupportedOptimizer(
         reason="it moves gradients and state to the host by hooks of its own",
         way_out="take the class that it offloads: HiFT keeps its state on the host",
         holds=lambda kind: kind.__module__.startswith("torchao.") and kind.__name__ == "CPUOffloadOptimizer",

@@ -32,7 +32,7 @@ _STATE_PATTERNS = ("optimizer.pt", "optimizer.bin", "global_step*")
 
 
 def load_tokens(handle: TokenTuneHandle, path: Path) -> None:
-    """Continue the draws that a checkpoint's file tells of.
+    """Continue the draws that a checkpoint's file records.
 
     Args:
         handle: The selection in use.
@@ -200,7 +200,7 @@ class KeepTokens(TrainerCallback):
             load_tokens(handle, path)
             return
         warnings.warn(
-            f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}); its draws begin anew",
+            f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}); its draws start again",
             UserWarning,
             stacklevel=2,
         )

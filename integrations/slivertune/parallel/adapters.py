@@ -7,8 +7,8 @@ from typing import Any, Protocol, cast
 
 from torch import nn
 
+from slivertune.core.layout import Layout
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.layout import Layout
 
 _FOLDERS: dict[Layout, str] = {"ddp": "ddp", "fsdp2": "fsdp2", "zero1": "zero", "zero2": "zero", "zero3": "zero"}
 _adapters: dict[tuple[str, str], str] = {

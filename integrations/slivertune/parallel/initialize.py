@@ -100,7 +100,7 @@ def initialize(
             "step, and load the engine's checkpoint afterwards"
         )
     if model_parameters is not None:
-        raise ValueError("model_parameters are the optimizer's own already; leave them away")
+        raise ValueError("model_parameters are the optimizer's own already; leave them out")
     if chosen is None and args is not None:
         chosen = getattr(args, "deepspeed_config", None)
         arguments["args"] = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-Layout = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
-"""`single` is one process; `zero1` to `zero3` are DeepSpeed's stages."""
+from slivertune.core.layout import Layout
 
 _PLAIN = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
 
@@ -47,7 +46,7 @@ def _zero_layout(accelerator: Any) -> Layout:
         return layouts[stage]
     if accelerator.num_processes == 1:
         raise ValueError(
-            f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed away on one device, or use stage 1, 2 or 3"
+            f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed out on one device, or use stage 1, 2 or 3"
         )
     raise ValueError(
         f"DeepSpeed's stage {stage} keeps a gradient bucket as large as the whole model; use stage 1, 2 or 3, or DDP"

@@ -23,13 +23,13 @@ def replace_each(accelerator: Any, objects: Sequence[Any], prepared: Mapping[int
 
 
 def refuse_step_in_backward(config: HiFTConfig, layout: str) -> None:
-    """Refuse what would step before the gradients of the ranks have come together.
+    """Refuse what would step before the ranks' gradients are averaged.
 
     Raises:
         ValueError: If the config says `step_in_backward`.
     """
     if config.step_in_backward:
         raise ValueError(
-            f"step_in_backward=True updates a tensor before the other ranks' gradients have come; under {layout}, "
+            f"step_in_backward=True updates a tensor before the other ranks' gradients have arrived; under {layout}, "
             "leave it False"
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from slivertune import __version__
 from slivertune.planning.configs import ModelFigures
-from slivertune.planning.need import Limits, Need
+from slivertune.planning.memory_requirement import Limits, MemoryRequirement
 from slivertune.planning.search import Found, Step
 from slivertune.planning.train_command import TrainCommand, train_command
 
@@ -19,7 +19,7 @@ class Answer:
 
     model: ModelFigures
     """What is trained."""
-    need: Need
+    requirement: MemoryRequirement
     """What it takes."""
     limits: Limits | None = None
     """What there is; None where nothing was said of it."""
@@ -29,13 +29,13 @@ class Answer:
     @property
     def command(self) -> TrainCommand:
         """The command that makes the run."""
-        return train_command(self.need.plan.request, self.model.name_or_path)
+        return train_command(self.requirement.plan.request, self.model.name_or_path)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: the plan's own fields, and beside them the model, the allowance, the command and the search."""
         command = self.command
         values: dict[str, Any] = {
-            **_need_json(self.need),
+            **_requirement_json(self.requirement),
             "model": self.model.name,
             "model_source": self.model.source,
             "command": None if command.arguments is None else shlex.join(command.arguments),
@@ -43,7 +43,7 @@ class Answer:
             "slivertune": __version__,
         }
         if self.limits is not None:
-            values["fit"] = _fit_json(self.limits, self.need, self.found)
+            values["fit"] = _fit_json(self.limits, self.requirement, self.found)
         return values
 
 
@@ -55,7 +55,7 @@ class SweepAnswer:
     """What is trained."""
     field: str
     """The field of the request."""
-    needs: tuple[tuple[Any, Need], ...]
+    requirements: tuple[tuple[Any, MemoryRequirement], ...]
     """Its values, each with what the run takes then."""
     limits: Limits | None = None
     """What there is; None where nothing was said of it."""
@@ -63,10 +63,10 @@ class SweepAnswer:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: an array of plans, each with the field's value."""
         points = []
-        for value, need in self.needs:
-            point = {self.field: value, **_need_json(need)}
+        for value, requirement in self.requirements:
+            point = {self.field: value, **_requirement_json(requirement)}
             if self.limits is not None:
-                point["fits"] = need.fits(self.limits)
+                point["fits"] = requirement.fits(self.limits)
             points.append(point)
         values: dict[str, Any] = {
             "field": self.field,
@@ -80,15 +80,19 @@ class SweepAnswer:
         return values
 
 
-def _need_json(need: Need) -> dict[str, Any]:
-    return {**need.plan.to_json(), "allowance": need.allowance.to_json(), "need_bytes": need.device_bytes}
+def _requirement_json(requirement: MemoryRequirement) -> dict[str, Any]:
+    return {
+        **requirement.plan.to_json(),
+        "allowance": requirement.allowance.to_json(),
+        "need_bytes": requirement.device_bytes,
+    }
 
 
-def _fit_json(limits: Limits, need: Need, found: Found | None) -> dict[str, Any]:
+def _fit_json(limits: Limits, requirement: MemoryRequirement, found: Found | None) -> dict[str, Any]:
     values: dict[str, Any] = {
         "limit_bytes": limits.device_bytes,
         "host_limit_bytes": limits.host_bytes,
-        "fits": need.fits(limits),
+        "fits": requirement.fits(limits),
     }
     if found is not None:
         values |= {

@@ -8,10 +8,10 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from slivertune.core.layout import Layout
 from slivertune.hift.config import MasterKind, StatePlace
 from slivertune.planning.byte_text import parse_bytes
 from slivertune.planning.request import (
-    Layout,
     Method,
     OptimizerName,
     PlanRequest,
@@ -19,7 +19,7 @@ from slivertune.planning.request import (
     TaskName,
 )
 from slivertune.planning.shipped import SHIPPED_MODELS
-from slivertune.sft.config import Selection
+from slivertune.sft.config import SelectionCriterion
 
 SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
     "batch_size": int,
@@ -186,7 +186,7 @@ def _add_methods(group: argparse._ArgumentGroup) -> None:
         metavar="SHARE",
         help="sft: share of the weights that is trained, in (0, 1]; by default as many as LoRA of rank 64 has",
     )
-    _choice(group, "--selection", Selection, "sft: how weights are chosen")
+    _choice(group, "--selection", SelectionCriterion, "sft: how weights are chosen")
     _number(group, ("--reselection_interval",), "sft: updates between two reselections; 0: none")
     _number(group, ("--estimation_steps",), "sft: updates of an estimation phase; beyond half the interval two overlap")
     group.add_argument(
@@ -248,7 +248,7 @@ def _check(arguments: PlanArguments) -> None:
                 raise ValueError(f"--{name} is read by the search of --fit alone, without --sweep; leave it out")
     for name, value in (("fit", arguments.fit_bytes), ("fit_host", arguments.fit_host_bytes)):
         if value is not None and value < 1:
-            raise ValueError(f"--{name} {value} must be more than nothing, as 24GiB")
+            raise ValueError(f"--{name} {value} must be more than 0, such as 24GiB")
     if arguments.min_seq_length is not None and arguments.min_seq_length < 1:
         raise ValueError(f"--min_seq_length {arguments.min_seq_length} must be at least 1")
     if arguments.sweep is not None and arguments.sweep.field in arguments.given:

@@ -1,4 +1,4 @@
-"""Tensors with sizes and no data, and what answers where code asks for their values."""
+"""Tensors with sizes and no data, and overrides of the operators that read their values."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def without_data() -> Iterator[None]:
         ) from error
 
 
-class Answers(TorchDispatchMode):
-    """Answers what an optimizer's step asks of values; a context manager, entered for backward and step alone.
+class FakeOverrides(TorchDispatchMode):
+    """Overrides operators that read values, which an optimizer's step calls; entered for backward and step alone.
 
     A single number is one; a search for what is true finds nothing; random positions are all different. The first
     decides no size in any optimizer here (step counts, code books); the second is the ties of split masters and of

@@ -23,7 +23,7 @@ from slivertune.core.ledger import Kind, claim, claimed_at_birth
 
 
 @dataclass(kw_only=True, eq=False)
-class Unit:
+class GatheredUnit:
     """Modules whose parameters are gathered together."""
 
     modules: tuple[nn.Module, ...]
@@ -49,7 +49,7 @@ class Unit:
         return sum(parameter.nbytes for parameter in self.parameters)
 
 
-def units_of(model: Any) -> list[Unit]:
+def units_of(model: Any) -> list[GatheredUnit]:
     """The units that accelerate makes of a model with its policy by the model's own classes of blocks.
 
     Training refuses such a class if it holds the input embedding (`RobertaEmbeddings`), so those are left out.
@@ -62,7 +62,7 @@ def units_of(model: Any) -> list[Unit]:
         The units; the last is what is left, and may be empty.
     """
     taken: set[int] = set()
-    units: list[Unit] = []
+    units: list[GatheredUnit] = []
 
     def add(*modules: nn.Module | None, stays: bool) -> None:
         found = [module for module in dict.fromkeys(modules) if module is not None]
@@ -70,7 +70,7 @@ def units_of(model: Any) -> list[Unit]:
         parameters = tuple(each for key, each in own.items() if key not in taken)
         taken.update(own)
         if parameters:
-            units.append(Unit(modules=tuple(found), parameters=parameters, stays=stays))
+            units.append(GatheredUnit(modules=tuple(found), parameters=parameters, stays=stays))
 
     bottom, head = model.get_input_embeddings(), model.get_output_embeddings()
     blocks = set(getattr(model, "_no_split_modules", None) or ())
@@ -84,7 +84,7 @@ def units_of(model: Any) -> list[Unit]:
         add(bottom, stays=False)
         add(_final_norm(model), head, stays=True)
     left = tuple(each for each in model.parameters() if id(each) not in taken and can_be_shared(each))
-    return [*units, Unit(modules=(model,), parameters=left, stays=True)]
+    return [*units, GatheredUnit(modules=(model,), parameters=left, stays=True)]
 
 
 def can_be_shared(parameter: nn.Parameter) -> bool:
@@ -113,7 +113,7 @@ class GatheredUnits:
     def __init__(self, model: nn.Module, *, num_gpus: int, num_backwards: int, offloads: bool) -> None:
         self._units = units_of(model)
         self._num_gpus, self._num_backwards, self._offloads = num_gpus, num_backwards, offloads
-        self._order: list[Unit] = []
+        self._order: list[GatheredUnit] = []
         self._last_buffer: torch.Tensor | None = None
         self._reduced: torch.Tensor | None = None
         self._backwards = 0
@@ -132,7 +132,7 @@ class GatheredUnits:
 
     # ---- forward
 
-    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before(self, unit: GatheredUnit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if unit.phase == "backward":  # a recomputation
             self._gather(unit)
             self._copy_out(unit)
@@ -147,7 +147,7 @@ class GatheredUnits:
             self._last_buffer = self._copy_out(unit)
         return self._watch_inputs(unit, args, kwargs)
 
-    def _after(self, unit: Unit, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _after(self, unit: GatheredUnit, module: nn.Module, inputs: Any, output: Any) -> None:
         if unit.phase != "forward":
             return
         unit.num_run += 1
@@ -170,7 +170,7 @@ class GatheredUnits:
     def _end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         self._last_buffer = None
 
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+    def _watch_inputs(self, unit: GatheredUnit, args: Any, kwargs: Any) -> Any:
         tensors = list(_that_need_gradients((args, kwargs)))
         if not tensors or not torch.is_grad_enabled():
             return args, kwargs
@@ -183,7 +183,7 @@ class GatheredUnits:
 
     # ---- backward
 
-    def _before_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+    def _before_backward(self, unit: GatheredUnit, gradient: torch.Tensor) -> None:
         if unit.phase == "backward":
             return
         if not self._is_running:
@@ -196,7 +196,7 @@ class GatheredUnits:
         if place:
             self._gather(self._order[place - 1])
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: GatheredUnit) -> None:
         """The gradients of all that a unit got are there, and its own."""
         unit.phase, unit.weights, self._reduced = "done", None, None
         whole = [each.grad for each in unit.parameters if each.grad is not None and each.requires_grad]
@@ -222,13 +222,13 @@ class GatheredUnits:
 
     # ---- weights
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: GatheredUnit) -> None:
         if unit.buffer is None and unit.weights is None and unit.parameters:
             own = _bytes(math.ceil(unit.num_bytes / self._num_gpus), "parameters") if self._offloads else None
             unit.buffer = _bytes(unit.num_bytes, "parameters")
             del own
 
-    def _copy_out(self, unit: Unit) -> torch.Tensor | None:
+    def _copy_out(self, unit: GatheredUnit) -> torch.Tensor | None:
         if unit.buffer is None:
             return None
         unit.weights = _bytes(unit.num_bytes, "parameters")
@@ -240,7 +240,7 @@ class _AfterBackward(torch.autograd.Function):
     """Passes tensors on, and says when all their gradients are there."""
 
     @staticmethod
-    def forward(ctx: Any, stand_in: GatheredUnits, unit: Unit, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, stand_in: GatheredUnits, unit: GatheredUnit, *tensors: torch.Tensor) -> Any:
         ctx.stand_in, ctx.unit = stand_in, unit
         return tuple(each.view_as(each) for each in tensors)
 

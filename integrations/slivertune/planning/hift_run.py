@@ -12,7 +12,7 @@ from torch import nn
 from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.groups import Group
-from slivertune.planning.fake import Answers
+from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step import Forward, GradientMeter, StepPeak, largest_of, measure_step
@@ -46,7 +46,7 @@ class HiFTRun:
             stream_bytes=request.stream_bytes,
             step_in_backward=request.step_in_backward,
         )
-        with Answers():
+        with FakeOverrides():
             self.optimizer = HiFT(model, optimizer_class, config=self._config, **arguments)
         self._at_start = self.optimizer.state_dict()
 
@@ -70,7 +70,7 @@ class HiFTRun:
         Returns:
             The peak; `after` is of the last update.
         """
-        self._give_turn_to(group)
+        self._activate_group(group)
         peaks = []
         with Ledger(self._model) as ledger:
             for _ in range(self._num_updates):
@@ -95,7 +95,7 @@ class HiFTRun:
                     )
         return masters, others
 
-    def _give_turn_to(self, group: Group) -> None:
+    def _activate_group(self, group: Group) -> None:
         start = self._at_start
         place = {"updates": group.index * self._num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**start, "hift": {**start["hift"], **place}})

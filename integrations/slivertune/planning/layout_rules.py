@@ -31,7 +31,7 @@ def clash_of(request: PlanRequest) -> str | None:
         return None
     if request.step_in_backward:
         return (
-            "step_in_backward updates a tensor before the other ranks' gradients have come; with "
+            "step_in_backward updates a tensor before the other ranks' gradients have arrived; with "
             f"layout={layout!r}, leave it out"
         )
     return None if layout == "ddp" else _clash_of_optimizer(request) or _clash_of_zero(request)
@@ -58,7 +58,7 @@ def _clash_of_zero(request: PlanRequest) -> str | None:
         return None
     if request.optimizer == "adagrad":
         return (
-            f"optimizer='adagrad' is built anew by DeepSpeed (layout={layout!r}), which loses its param groups; take "
+            f"optimizer='adagrad' is built again by DeepSpeed (layout={layout!r}), which loses its param groups; take "
             "optimizer='adamw', or layout='ddp' or 'fsdp2'"
         )
     if request.state not in ("host", "device"):

@@ -115,7 +115,7 @@ def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
 
 def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: LayerSizes) -> GroupPlan:
     if request.layout == "ddp" and request.method == "hift":
-        # Its buckets stood in the step that was run.
+        # Its buckets were part of the step that was run.
         return group
     if request.layout == "ddp" or (request.method == "sft" and request.layout in ("zero1", "zero2")):
         # SFT's last group is the one outside of phases.
@@ -149,7 +149,7 @@ def _zero_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> 
     own_gradients = 2 * math.ceil(group.gradient_bytes / ranks)
     before = group.before_step or group.peak
     return [
-        # The reduce bucket stood in the step that was run.
+        # The reduce bucket was part of the step that was run.
         replace(before, state=state),
         _moment(group, "step", group.peak.parameters, own_gradients, state, gradients_in_fp32),
     ]
@@ -162,7 +162,7 @@ def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
     gathered = min(weights, max(sizes.largest + sizes.largest_block, _MOST_LIVE_ELEMENTS * sizes.itemsize))
     bucket = sizes.bucket_elements * sizes.itemsize
     if request.method == "sft":
-        # Its vectors are on every rank, whole, and ZeRO has no bucket. It trains no embedding, which is let go early.
+        # Its vectors are on every rank, whole, and ZeRO has no bucket. It trains no embedding, which is released early.
         gathered = min(gathered, weights - sizes.looked_up)
         return [replace(group.before_step or group.peak, parameters=own + gathered)]
     state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
@@ -175,7 +175,7 @@ def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
 
 
 def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
-    """FSDP2: what is gathered, whole gradients and their reduction stood in the step that was run."""
+    """FSDP2: what is gathered, whole gradients and their reduction were part of the step that was run."""
     ranks, offloads = request.num_gpus, request.offload_parameters
     own = sizes.stored - sizes.shared + (0 if offloads else math.ceil(sizes.shared / ranks))
     resident_state = 0

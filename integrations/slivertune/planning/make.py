@@ -10,16 +10,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from slivertune.core.layout import Layout
 from slivertune.core.ledger import Census, Ledger
 from slivertune.hift.groups import Group
-from slivertune.planning.fake import Answers, without_data
+from slivertune.planning.fake import FakeOverrides, without_data
 from slivertune.planning.four_bit import num_weights, parameter_bytes
 from slivertune.planning.hift_run import HiFTRun, alike
 from slivertune.planning.layouts import sizes_of, spread
 from slivertune.planning.model import attached, build_model, give_sizes, make_batch
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.plan import GroupPlan, Moment, Phase, Plan
-from slivertune.planning.request import Layout, PlanRequest
+from slivertune.planning.request import PlanRequest
 from slivertune.planning.sft_run import SFTRun
 from slivertune.planning.sft_sizes import without_kept_tensors
 from slivertune.planning.stand_ins import standing_in
@@ -136,7 +137,7 @@ def _plan_whole(request: PlanRequest, model: nn.Module, forward: Forward) -> Pla
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     meter = GradientMeter(model)
     optimizer_class, arguments = optimizer_of(request.optimizer)
-    with Answers():
+    with FakeOverrides():
         optimizer = optimizer_class(trained, **arguments)
     with attached(request, model) as notes, Ledger(model) as ledger:
         # The first step makes the state, all later ones have it from their beginning.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slivertune.core.atomic import new_file
+from slivertune.core.atomic import atomic_file
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.plan import Moment
@@ -50,8 +50,8 @@ def draw(answer: Answer | SweepAnswer, path: Path) -> None:
         OSError: If it can't be written; an older file is whole then.
     """
     figure = sweep_figure(answer) if isinstance(answer, SweepAnswer) else groups_figure(answer)
-    with new_file(path) as aside:
-        figure.savefig(aside, dpi=_DOTS_PER_INCH)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=_DOTS_PER_INCH)
 
 
 def sweep_figure(answer: SweepAnswer) -> Figure:
@@ -60,16 +60,16 @@ def sweep_figure(answer: SweepAnswer) -> Figure:
     Args:
         answer: What was found out.
     """
-    needs = [need for _, need in answer.needs]
-    labels = [_value_label(answer.field, value) for value, _ in answer.needs]
-    title = f"{needs[0].plan.request.method} on {answer.model.name}"
+    requirements = [requirement for _, requirement in answer.requirements]
+    labels = [_value_label(answer.field, value) for value, _ in answer.requirements]
+    title = f"{requirements[0].plan.request.method} on {answer.model.name}"
     return _figure(
         labels=labels,
-        moments=[need.plan.peak for need in needs],
-        allowances=[need.allowance.total for need in needs],
+        moments=[requirement.plan.peak for requirement in requirements],
+        allowances=[requirement.allowance.total for requirement in requirements],
         limit=None if answer.limits is None else answer.limits.device_bytes,
         title=title,
-        subtitle=describe_request(needs[0].plan.request, without=answer.field),
+        subtitle=describe_request(requirements[0].plan.request, without=answer.field),
         x_label=f"{answer.field}{_unit_of_field(answer.field)}",
     )
 
@@ -80,7 +80,7 @@ def groups_figure(answer: Answer) -> Figure:
     Args:
         answer: What was found out.
     """
-    plan = answer.need.plan
+    plan = answer.requirement.plan
     labels = [
         group.name if len(group.indices) == 1 else f"{group.name}\n(and {len(group.indices) - 1} alike)"
         for group in plan.groups
@@ -88,7 +88,7 @@ def groups_figure(answer: Answer) -> Figure:
     return _figure(
         labels=labels,
         moments=[group.peak for group in plan.groups],
-        allowances=[answer.need.allowance.total] * len(labels),
+        allowances=[answer.requirement.allowance.total] * len(labels),
         limit=None if answer.limits is None else answer.limits.device_bytes,
         title=f"{plan.request.method} on {answer.model.name}",
         subtitle=describe_request(plan.request),

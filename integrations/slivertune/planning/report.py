@@ -13,7 +13,7 @@ from rich.text import Text
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.configs import ModelFigures
-from slivertune.planning.need import Limits, Need
+from slivertune.planning.memory_requirement import Limits, MemoryRequirement
 from slivertune.planning.plan import GroupPlan, Moment, Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found
@@ -48,13 +48,13 @@ def print_answer(answer: Answer, console: Console) -> None:
         answer: What was found out.
         console: Where to.
     """
-    plan = answer.need.plan
+    plan = answer.requirement.plan
     say = _sayer(console)
     say(_headline(answer.model, plan))
     say(f"  {describe_request(plan.request)}")
     if answer.found is not None:
         _print_search(answer.found, say)
-    console.print(_parts_table(answer.need, answer.limits))
+    console.print(_parts_table(answer.requirement, answer.limits))
     if len(plan.groups) > 1:
         console.print(_groups_table(plan))
     for note in plan.notes:
@@ -70,27 +70,27 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
         answer: What was found out.
         console: Where to.
     """
-    first = answer.needs[0][1].plan
+    first = answer.requirements[0][1].plan
     say = _sayer(console)
     say(_headline(answer.model, first))
     say(f"  {describe_request(first.request, without=answer.field)}")
-    unit, size = common_unit(max(need.device_bytes for _, need in answer.needs))
+    unit, size = common_unit(max(requirement.device_bytes for _, requirement in answer.requirements))
     table = Table(title=f"on one GPU, in {unit}", title_justify="left")
     table.add_column(answer.field, justify="right")
     for title in ("weights", "gradients", "state", "activations", "peak", "allowance", "needed", "on the host"):
         table.add_column(title, justify="right")
     if answer.limits is not None:
         table.add_column("fits")
-    for value, need in answer.needs:
-        peak = need.plan.peak
+    for value, requirement in answer.requirements:
+        peak = requirement.plan.peak
         sizes = [getattr(peak, kind) for kind in PART_TITLES]
-        sizes += [peak.total, need.allowance.total, need.device_bytes, need.host_bytes]
+        sizes += [peak.total, requirement.allowance.total, requirement.device_bytes, requirement.host_bytes]
         cells = [str(value), *(f"{num_bytes / size:,.2f}" for num_bytes in sizes)]
         if answer.limits is not None:
-            cells.append("yes" if need.fits(answer.limits) else "no")
+            cells.append("yes" if requirement.fits(answer.limits) else "no")
         table.add_row(*cells)
     console.print(table)
-    for note in dict.fromkeys(note for _, need in answer.needs for note in need.plan.notes):
+    for note in dict.fromkeys(note for _, requirement in answer.requirements for note in requirement.plan.notes):
         say(f"note: {note}")
 
 
@@ -122,8 +122,8 @@ def _setting(name: str, value: Any) -> str:
     return f"{name} {format_bytes(value) if name.endswith('_bytes') else value}"
 
 
-def _parts_table(need: Need, limits: Limits | None) -> Table:
-    plan, allowance = need.plan, need.allowance
+def _parts_table(requirement: MemoryRequirement, limits: Limits | None) -> Table:
+    plan, allowance = requirement.plan, requirement.allowance
     table = Table(title="on one GPU", title_justify="left", show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
@@ -139,7 +139,9 @@ def _parts_table(need: Need, limits: Limits | None) -> Table:
         table.add_row("NCCL buffers", format_bytes(allowance.collectives), "allowance")
     table.add_row("fragmentation", format_bytes(allowance.fragmentation), "allowance, 5 % of what comes and goes")
     table.add_section()
-    table.add_row("a GPU must have", Text(format_bytes(need.device_bytes), style="bold"), _verdict(need, limits))
+    table.add_row(
+        "a GPU must have", Text(format_bytes(requirement.device_bytes), style="bold"), _verdict(requirement, limits)
+    )
     if plan.host_bytes or plan.disk_bytes:
         table.add_section()
     if plan.host_bytes:
@@ -169,13 +171,14 @@ def _name_of(group: GroupPlan) -> str:
     return group.name if not others else f"{group.name} or one of {others} alike"
 
 
-def _verdict(need: Need, limits: Limits | None) -> str:
+def _verdict(requirement: MemoryRequirement, limits: Limits | None) -> str:
     if limits is None:
         return ""
-    missing = need.missing_device_bytes(limits)
+    missing = requirement.missing_device_bytes(limits)
     if missing:
         return f"{format_bytes(missing)} more than {format_bytes(limits.device_bytes)}"
-    return f"fits {format_bytes(limits.device_bytes)}, {format_bytes(limits.device_bytes - need.device_bytes)} to spare"
+    spare = limits.device_bytes - requirement.device_bytes
+    return f"fits {format_bytes(limits.device_bytes)}, {format_bytes(spare)} to spare"
 
 
 def _groups_table(plan: Plan) -> Table:
@@ -205,7 +208,7 @@ def _print_search(found: Found, say: Any) -> None:
     if not found.steps:
         say(f"{as_asked}, which fits without any change")
         return
-    say(f"{as_asked}, {format_bytes(found.need.device_bytes)} as chosen:")
+    say(f"{as_asked}, {format_bytes(found.requirement.device_bytes)} as chosen:")
     for step in found.steps:
         changes = ", ".join(f"{name} {_plain(old)} -> {_plain(new)}" for name, (old, new) in step.changes.items())
         say(f"  chose  {step.title} ({changes}). Cost: {step.cost}")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from slivertune.core.layout import Layout
 from slivertune.hift.config import MasterKind, StatePlace
 from slivertune.planning.four_bit_rules import clash_with_method
 from slivertune.planning.layout_rules import clash_of
-from slivertune.sft.config import Selection
+from slivertune.sft.config import SelectionCriterion
 
 Method = Literal["dense", "hift", "sft", "lora"]
 OptimizerName = Literal["adamw", "sgd_momentum", "sgd", "adafactor", "adagrad", "adamw8bit"]
 PrecisionName = Literal["fp32", "mixed", "mixed_hi", "bf16"]
-Layout = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 TaskName = Literal["causal_lm", "classification"]
 
 _SHARDING_PARAMETERS: tuple[Layout, ...] = ("fsdp2", "zero3")
@@ -63,7 +63,7 @@ class PlanRequest:
     """Whether HiFT steps a tensor as soon as its gradient is there."""
     density: float | None = None
     """SFT's share of trained weights, in (0, 1]; None: as many as LoRA of rank 64 has."""
-    selection: Selection = "accumulated_gradient"
+    selection: SelectionCriterion = "accumulated_gradient"
     """How SFT grows weights."""
     reselection_interval: int = 20
     """Updates between two of SFT's reselections (S); 0 keeps the first choice, so that nothing is estimated."""
@@ -91,7 +91,7 @@ class PlanRequest:
             ("precision", PrecisionName),
             ("task", TaskName),
             ("state", StatePlace),
-            ("selection", Selection),
+            ("selection", SelectionCriterion),
             ("layout", Layout),
         ):
             _one_of(name, getattr(self, name), get_args(choices))
@@ -115,7 +115,7 @@ class PlanRequest:
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be in (0, 1]; leave it out for the default")
         if not 0 <= self.replacement_rate <= 1:
-            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper has 0.2")
+            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2")
         self._check_precision()
         self._check_method()
         self._check_layout()
@@ -153,7 +153,7 @@ class PlanRequest:
             raise ValueError("precision='mixed_hi' means masters, and master='none' has none; take precision='bf16'")
         if self.precision != "mixed_hi" and self.master_kind != "none":
             raise ValueError(
-                f"master={self.master!r} stands behind bf16 weights, which precision={self.precision!r} does not train "
+                f"master={self.master!r} is for bf16 weights, which precision={self.precision!r} does not train "
                 "on masters; take precision='mixed_hi'"
             )
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
-from slivertune.planning.moves import Move
-from slivertune.planning.need import Limits, Need
+from slivertune.planning.candidates import Candidate
+from slivertune.planning.memory_requirement import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
-NeedOf = Callable[[PlanRequest], Need]
+Estimator = Callable[[PlanRequest], MemoryRequirement]
 """Plans a request; costs seconds."""
 Tell = Callable[[str], None]
 """Shows progress."""
@@ -40,9 +40,9 @@ class Step:
 class Found:
     """What a search came to."""
 
-    start: Need
+    start: MemoryRequirement
     """What the run takes as it was asked for."""
-    need: Need
+    requirement: MemoryRequirement
     """What it takes as it was changed; it fits."""
     steps: tuple[Step, ...]
     """What was changed for it, the cheapest first; what proved needless in the end is not among them."""
@@ -68,9 +68,9 @@ def start_of_search(given: dict[str, Any]) -> PlanRequest:
 
 def search(
     start: PlanRequest,
-    moves: Sequence[Move],
+    candidates: Sequence[Candidate],
     limits: Limits,
-    need_of: NeedOf,
+    estimate: Estimator,
     *,
     fixed: Collection[str] = (),
     tell: Tell = lambda line: None,
@@ -79,9 +79,9 @@ def search(
 
     Args:
         start: Where from.
-        moves: What may be changed, the cheapest first.
+        candidates: What may be changed, the cheapest first.
         limits: What there is.
-        need_of: Plans a request.
+        estimate: Plans a request and adds the allowance.
         fixed: Fields that stay as they are.
         tell: Told of each plan.
 
@@ -92,88 +92,96 @@ def search(
         DoesNotFitError: If none are; says the least that would fit.
         ValueError: If the run can't be planned at all.
     """
-    return _Search(moves, limits, need_of, fixed, tell).run(start)
+    return _Search(candidates, limits, estimate, fixed, tell).run(start)
 
 
 class _Search:
     def __init__(
-        self, moves: Sequence[Move], limits: Limits, need_of: NeedOf, fixed: Collection[str], tell: Tell
+        self, candidates: Sequence[Candidate], limits: Limits, estimate: Estimator, fixed: Collection[str], tell: Tell
     ) -> None:
-        self._moves = moves
+        self._candidates = candidates
         self._limits = limits
-        self._need_of = need_of
+        self._estimate = estimate
         self._fixed = frozenset(fixed)
         self._tell = tell
-        self._needs: dict[PlanRequest, Need] = {}
+        self._requirements: dict[PlanRequest, MemoryRequirement] = {}
         self._reasons: dict[int, str] = {}
 
     def run(self, start: PlanRequest) -> Found:
-        need = as_asked = self._plan(start)
-        taken: list[tuple[Move, Need, Need]] = []
-        remaining = list(self._moves)
-        while not need.fits(self._limits):
-            move = self._next(remaining, need)
-            if move is None:
-                raise DoesNotFitError(self._complaint(start, need))
-            remaining.remove(move)
-            better = self._take(move, need)
+        requirement = as_asked = self._plan(start)
+        taken: list[tuple[Candidate, MemoryRequirement, MemoryRequirement]] = []
+        remaining = list(self._candidates)
+        while not requirement.fits(self._limits):
+            candidate = self._next(remaining, requirement)
+            if candidate is None:
+                raise DoesNotFitError(self._complaint(start, requirement))
+            remaining.remove(candidate)
+            better = self._take(candidate, requirement)
             if better is not None:
-                taken.append((move, need, better))
-                need = better
-        need, steps = self._take_back(need, taken)
+                taken.append((candidate, requirement, better))
+                requirement = better
+        requirement, steps = self._take_back(requirement, taken)
         return Found(
-            start=as_asked, need=need, steps=tuple(steps), skipped=self._skipped(steps), num_plans=len(self._needs)
+            start=as_asked,
+            requirement=requirement,
+            steps=tuple(steps),
+            skipped=self._skipped(steps),
+            num_plans=len(self._requirements),
         )
 
-    def _plan(self, request: PlanRequest) -> Need:
-        if request not in self._needs:
-            self._needs[request] = self._need_of(request)
-            need = self._needs[request]
-            verdict = "fits" if need.fits(self._limits) else "does not fit"
-            self._tell(f"plan {len(self._needs)}: {format_bytes(need.device_bytes)} with the allowance, {verdict}")
-        return self._needs[request]
+    def _plan(self, request: PlanRequest) -> MemoryRequirement:
+        if request not in self._requirements:
+            self._requirements[request] = self._estimate(request)
+            requirement = self._requirements[request]
+            verdict = "fits" if requirement.fits(self._limits) else "does not fit"
+            size = format_bytes(requirement.device_bytes)
+            self._tell(f"plan {len(self._requirements)}: {size} with the allowance, {verdict}")
+        return self._requirements[request]
 
-    def _next(self, remaining: Sequence[Move], need: Need) -> Move | None:
-        """The cheapest move that can help; where the weights alone do not fit, of those that make them smaller."""
+    def _next(self, remaining: Sequence[Candidate], requirement: MemoryRequirement) -> Candidate | None:
+        """The cheapest candidate that can help; where the weights alone do not fit, of those that make them smaller."""
         able = []
-        for move in remaining:
-            reason = self._reason_against(move, need)
+        for candidate in remaining:
+            reason = self._reason_against(candidate, requirement)
             if reason is None:
-                able.append(move)
+                able.append(candidate)
             else:
-                self._reasons[id(move)] = reason
-        if self._weights_alone_are_too_large(need):
-            weights_first = [move for move in able if move.shrinks_weights]
+                self._reasons[id(candidate)] = reason
+        if self._weights_alone_are_too_large(requirement):
+            weights_first = [candidate for candidate in able if candidate.shrinks_weights]
             able = weights_first or able
         return able[0] if able else None
 
-    def _reason_against(self, move: Move, need: Need) -> str | None:
-        set_by_user = [name for name in move.fields if name in self._fixed]
-        if not move.options(need.plan.request):
+    def _reason_against(self, candidate: Candidate, requirement: MemoryRequirement) -> str | None:
+        set_by_user = [name for name in candidate.fields if name in self._fixed]
+        if not candidate.options(requirement.plan.request):
             return ""
         if set_by_user:
             return f"--{set_by_user[0]} was set"
-        return move.cannot_help(need, self._limits)
+        return candidate.cannot_help(requirement, self._limits)
 
-    def _weights_alone_are_too_large(self, need: Need) -> bool:
-        request = need.plan.request
-        fixed_bytes = need.allowance.total - need.allowance.fragmentation
-        return not request.offload_parameters and need.plan.peak.parameters + fixed_bytes > self._limits.device_bytes
+    def _weights_alone_are_too_large(self, requirement: MemoryRequirement) -> bool:
+        request = requirement.plan.request
+        fixed_bytes = requirement.allowance.total - requirement.allowance.fragmentation
+        return (
+            not request.offload_parameters
+            and requirement.plan.peak.parameters + fixed_bytes > self._limits.device_bytes
+        )
 
-    def _take(self, move: Move, need: Need) -> Need | None:
-        """The cheapest value of a move that fits, or that which needs least; None if it gains nothing."""
-        options = move.options(need.plan.request)
+    def _take(self, candidate: Candidate, requirement: MemoryRequirement) -> MemoryRequirement | None:
+        """The cheapest value of a candidate that fits, or that which needs least; None if it gains nothing."""
+        options = candidate.options(requirement.plan.request)
         try:
             least = self._plan(options[-1])
         except (ValueError, ImportError) as error:
-            self._reasons[id(move)] = f"can't be planned: {' '.join(str(error).split())}"
+            self._reasons[id(candidate)] = f"can't be planned: {' '.join(str(error).split())}"
             return None
-        if self._missing(least) >= self._missing(need):
-            self._reasons[id(move)] = "it was planned, and gained nothing"
+        if self._missing(least) >= self._missing(requirement):
+            self._reasons[id(candidate)] = "it was planned, and gained nothing"
             return None
         return self._cheapest_fitting(options) if least.fits(self._limits) else least
 
-    def _cheapest_fitting(self, options: Sequence[PlanRequest]) -> Need:
+    def _cheapest_fitting(self, options: Sequence[PlanRequest]) -> MemoryRequirement:
         """The first of the options that fits; the last does, and each needs no more than those before it."""
         low, high = 0, len(options) - 1
         while low < high:
@@ -184,50 +192,58 @@ class _Search:
                 low = middle + 1
         return self._plan(options[high])
 
-    def _missing(self, need: Need) -> int:
-        return need.missing_device_bytes(self._limits) + need.missing_host_bytes(self._limits)
+    def _missing(self, requirement: MemoryRequirement) -> int:
+        return requirement.missing_device_bytes(self._limits) + requirement.missing_host_bytes(self._limits)
 
-    def _take_back(self, need: Need, taken: Sequence[tuple[Move, Need, Need]]) -> tuple[Need, list[Step]]:
-        """Undo what a later, costlier move made needless, the costliest first."""
-        kept: list[tuple[Move, Need, Need]] = list(taken)
-        for entry in sorted(taken[:-1], key=lambda entry: self._moves.index(entry[0]), reverse=True):
-            move, before, _ = entry
+    def _take_back(
+        self, requirement: MemoryRequirement, taken: Sequence[tuple[Candidate, MemoryRequirement, MemoryRequirement]]
+    ) -> tuple[MemoryRequirement, list[Step]]:
+        """Undo what a later, costlier candidate made needless, the costliest first."""
+        kept: list[tuple[Candidate, MemoryRequirement, MemoryRequirement]] = list(taken)
+        for entry in sorted(taken[:-1], key=lambda entry: self._candidates.index(entry[0]), reverse=True):
+            candidate, before, _ = entry
             names = list(_changes(before.plan.request, entry[2].plan.request))
-            now = need.plan.request
-            values = (before.plan.request, *move.options(before.plan.request))
+            now = requirement.plan.request
+            values = (before.plan.request, *candidate.options(before.plan.request))
             options = [_with_fields(now, value, names) for value in values]
             # What needs more than the present value: the present one fits, and so does all that follows it.
             options = options[: options.index(now) + 1] if now in options else [options[0], now]
-            need = self._cheapest_fitting(options)
-            if need.plan.request == options[0]:
+            requirement = self._cheapest_fitting(options)
+            if requirement.plan.request == options[0]:
                 kept.remove(entry)
-                self._reasons[id(move)] = "needless after a costlier setting that had to be changed"
-        return need, self._steps(kept, need)
+                self._reasons[id(candidate)] = "needless after a costlier setting that had to be changed"
+        return requirement, self._steps(kept, requirement)
 
-    def _steps(self, kept: Sequence[tuple[Move, Need, Need]], final: Need) -> list[Step]:
-        """Each changed field once, at the costliest move that changed it, with its first and its final value."""
+    def _steps(
+        self, kept: Sequence[tuple[Candidate, MemoryRequirement, MemoryRequirement]], final: MemoryRequirement
+    ) -> list[Step]:
+        """Each changed field once, at the costliest candidate that changed it, with its first and its final value."""
         steps: list[Step] = []
-        ordered = sorted(kept, key=lambda entry: self._moves.index(entry[0]))
+        ordered = sorted(kept, key=lambda entry: self._candidates.index(entry[0]))
         first: dict[str, Any] = {}
         changed = [_changes(before.plan.request, after.plan.request) for _, before, after in ordered]
         for names in changed:
             first = {**{name: old for name, (old, _) in names.items()}, **first}
-        for number, (move, _, _) in enumerate(ordered):
+        for number, (candidate, _, _) in enumerate(ordered):
             later = {name for names in changed[number + 1 :] for name in names}
             changes = {
                 name: (first[name], getattr(final.plan.request, name)) for name in changed[number] if name not in later
             }
             if changes:
-                steps.append(Step(title=move.title, cost=move.cost, changes=changes))
+                steps.append(Step(title=candidate.title, cost=candidate.cost, changes=changes))
         return steps
 
     def _skipped(self, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
         done = {step.title for step in steps}
-        reasons = ((move.title, self._reasons.get(id(move), "")) for move in self._moves if move.title not in done)
+        reasons = (
+            (candidate.title, self._reasons.get(id(candidate), ""))
+            for candidate in self._candidates
+            if candidate.title not in done
+        )
         return tuple((title, reason) for title, reason in reasons if reason)
 
-    def _complaint(self, start: PlanRequest, need: Need) -> str:
-        least = min(self._needs.values(), key=lambda each: (self._missing(each), each.device_bytes))
+    def _complaint(self, start: PlanRequest, requirement: MemoryRequirement) -> str:
+        least = min(self._requirements.values(), key=lambda each: (self._missing(each), each.device_bytes))
         changed = ", ".join(f"--{name} {_typed(new)}" for name, (_, new) in _changes(start, least.plan.request).items())
         parts = f"{format_bytes(least.plan.peak_bytes)} at the peak, {format_bytes(least.allowance.total)} of allowance"
         text = (
@@ -235,13 +251,13 @@ class _Search:
             f"that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: {parts})"
         )
         if self._limits.host_bytes is not None:
-            text += f", beside {format_bytes(least.host_bytes)} of host memory"
+            text += f", and {format_bytes(least.host_bytes)} of host memory"
         text += f", with {changed}" if changed else ", as asked"
         in_the_way = {
             name: None
-            for move in self._moves
-            if move.options(least.plan.request)
-            for name in move.fields
+            for candidate in self._candidates
+            if candidate.options(least.plan.request)
+            for name in candidate.fields
             if name in self._fixed
         }
         if in_the_way:

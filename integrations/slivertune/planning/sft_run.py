@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from slivertune.core.ledger import Ledger
-from slivertune.planning.fake import Answers
+from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.sft_sizes import SizedSFT, show_dense_shapes
 from slivertune.planning.step import Forward, StepPeak, largest_of, measure_step
@@ -39,7 +39,7 @@ class SFTRun:
             replacement_rate=request.replacement_rate,
             form="auto",
         )
-        with Answers():
+        with FakeOverrides():
             self.optimizer = SizedSFT(model, config=config, lr=1e-4, total_steps=1000)
 
     @property

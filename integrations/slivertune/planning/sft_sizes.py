@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from slivertune.planning.four_bit import CodedLinear
 from slivertune.sft import SFT, adam
-from slivertune.sft.attachment import Attachment
 from slivertune.sft.communicator import ALONE, Communicator
 from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.linear import DeltaLayer
+from slivertune.sft.model_hooks import ModelHooks
 from slivertune.sft.moments import SM3Accumulators
 from slivertune.sft.reselection import Reselection
 from slivertune.sft.selection import PIECE, largest_of, random_indices
@@ -43,7 +43,9 @@ class SizedGrowthEstimator(GrowthEstimator):
 
     @torch.no_grad()
     @override
-    def feed(self, gradient: torch.Tensor, start: int, active: torch.Tensor, exchange: Communicator = ALONE) -> None:
+    def feed(
+        self, gradient: torch.Tensor, start: int, active: torch.Tensor, communicator: Communicator = ALONE
+    ) -> None:
         share = gradient.numel() / self._num_elements
         barred = [active[: round(share * active.numel())]]
         if self._indices is not None and self._step is not None:
@@ -138,8 +140,8 @@ class _CodedDeltaLayer(DeltaLayer):
         yield dense.put_(indices, sums.to(dense.dtype)).to(dtype)
 
 
-class SizedAttachment(Attachment):
-    """Adds deltas beside 4-bit weights that are sizes alone; see `Attachment`."""
+class SizedHooks(ModelHooks):
+    """Adds deltas beside 4-bit weights that are sizes alone; see `ModelHooks`."""
 
     layer_class = _CodedDeltaLayer
 
@@ -148,7 +150,7 @@ class SizedSFT(SFT):
     """SFT over a model without data, in either form."""
 
     reselection_class = SizedReselection
-    attachment_class = SizedAttachment
+    hooks_class = SizedHooks
 
     @override
     def _new_weight(self, target: Target, count: int, options: Mapping[str, Any]) -> SparseWeight:

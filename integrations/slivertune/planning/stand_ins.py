@@ -18,7 +18,7 @@ from slivertune.core.ledger import claimed_at_birth
 from slivertune.planning.gathered_units import GatheredUnits
 from slivertune.planning.request import PlanRequest
 
-EXCHANGE_BUCKET_BYTES = 25 * 2**20
+ALL_REDUCE_BUCKET_BYTES = 25 * 2**20
 """Of a bucket in which HiFT averages gradients under DDP."""
 _MOST_UNDER_WAY = 2
 
@@ -61,42 +61,42 @@ class _AtGradients:
         self.end()
 
 
-class ExchangeBuckets(_AtGradients):
+class AllReduceBuckets(_AtGradients):
     """HiFT under DDP: gradients are copied into buckets of a fixed size, at most two of which are under way.
 
     Args:
         model: The model.
-        bucket_bytes: Bytes of a bucket; None takes `EXCHANGE_BUCKET_BYTES`.
+        bucket_bytes: Bytes of a bucket; None takes `ALL_REDUCE_BUCKET_BYTES`.
     """
 
     def __init__(self, model: nn.Module, bucket_bytes: int | None = None) -> None:
         super().__init__(model)
-        self._bucket_bytes = EXCHANGE_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self._waiting: list[tuple[set[int], int, torch.dtype]] = []
+        self._bucket_bytes = ALL_REDUCE_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+        self._pending: list[tuple[set[int], int, torch.dtype]] = []
         self._under_way: deque[torch.Tensor] = deque()
 
     def begin(self) -> None:
         """Share what trains out among buckets, last parameter first."""
         trained = [parameter for parameter in reversed(self.parameters) if parameter.requires_grad]
-        self._waiting = []
+        self._pending = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in trained):
-            self._waiting += _filled([each for each in trained if each.dtype == dtype], self._bucket_bytes)
+            self._pending += _filled([each for each in trained if each.dtype == dtype], self._bucket_bytes)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Start the buckets that are full, in their order."""
-        for missing, _, _ in self._waiting:
+        for missing, _, _ in self._pending:
             missing.discard(id(parameter))
-        while self._waiting and not self._waiting[0][0]:
+        while self._pending and not self._pending[0][0]:
             self._start()
 
     def end(self) -> None:
-        """All means have come."""
-        while self._waiting:
+        """All means have arrived."""
+        while self._pending:
             self._start()
         self._under_way.clear()
 
     def _start(self) -> None:
-        _, num_elements, dtype = self._waiting.pop(0)
+        _, num_elements, dtype = self._pending.pop(0)
         while len(self._under_way) >= _MOST_UNDER_WAY:
             self._under_way.popleft()
         with claimed_at_birth("gradients"):
@@ -155,7 +155,7 @@ def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) ->
     """
     with ExitStack() as stack:
         if request.method == "hift" and request.layout == "ddp":
-            stack.callback(ExchangeBuckets(model).remove)
+            stack.callback(AllReduceBuckets(model).remove)
         elif request.method == "hift" and request.layout in ("zero1", "zero2"):
             stack.callback(ReduceBucket(model, bucket_elements).remove)
         elif request.layout == "fsdp2":

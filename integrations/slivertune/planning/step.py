@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slivertune.core.ledger import Census, Ledger, claim
-from slivertune.planning.fake import Answers
+from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.plan import Phase
 
 Forward = Callable[[], torch.Tensor]
@@ -56,14 +56,14 @@ def measure_step(
     for _ in range(num_backwards):
         loss = forward()
         rise.note("forward")
-        with Answers():
+        with FakeOverrides():
             loss.backward()
         del loss
         rise.note("backward")
-    # Before `current`, which claims all gradients anew, those that another rank keeps included.
+    # Before `current`, which claims all gradients again, those that another rank keeps included.
     before_step = ledger.peak
     gradients, activations = ledger.current().gradients, ledger.highest.residual
-    with Answers():
+    with FakeOverrides():
         optimizer.step()
         optimizer.zero_grad()
     claim_state(optimizer)

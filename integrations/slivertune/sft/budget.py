@@ -27,34 +27,34 @@ class BudgetRequest:
     """Weights that it began with."""
 
 
-def share_out(contenders: Sequence[BudgetRequest], total: int) -> list[int]:
+def share_out(requests: Sequence[BudgetRequest], total: int) -> list[int]:
     """Give positions to the highest scores over all tensors, within each tensor's bounds.
 
     A tensor ends with a quarter to four times its share, as far as its positions and the total allow.
 
     Args:
-        contenders: The tensors.
+        requests: The tensors.
         total: Positions to give away, at most as many as there are.
 
     Returns:
         Positions for each tensor; they add up to `total`.
     """
-    free = [each.scores.numel() for each in contenders]
+    free = [each.scores.numel() for each in requests]
     lows = [
         min(most, max(0, math.ceil(LEAST_SHARE * each.share) - each.num_kept))
-        for each, most in zip(contenders, free, strict=True)
+        for each, most in zip(requests, free, strict=True)
     ]
     highs = [
         min(most, max(0, int(MOST_SHARE * each.share) - each.num_kept))
-        for each, most in zip(contenders, free, strict=True)
+        for each, most in zip(requests, free, strict=True)
     ]
     if sum(lows) > total:
-        lows = [0] * len(contenders)
+        lows = [0] * len(requests)
     if sum(highs) < total:
         highs = free
     ranges = [
         each.scores.sort(descending=True).values[low:high].cpu()
-        for each, low, high in zip(contenders, lows, highs, strict=True)
+        for each, low, high in zip(requests, lows, highs, strict=True)
     ]
     chosen = largest_of(torch.cat(ranges), total - sum(lows))
     extra = [int(part.sum()) for part in chosen.split([part.numel() for part in ranges])]

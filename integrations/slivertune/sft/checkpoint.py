@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
+from slivertune.core.saved_state import StateMismatchError
 from slivertune.deltas.delta import check_positions
 from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight
 
 VERSION = 1
 """Version of the saved form."""
-
-
-class StateMismatchError(ValueError):
-    """A saved state is of another model or selection, or is damaged."""
 
 
 def check_header(saved: Mapping[str, Any], selection: str, names: Sequence[str], num_param_groups: int) -> None:

@@ -21,13 +21,13 @@ class ChunkKey(NamedTuple):
     length: int
     """Elements of the part."""
 
-    def turn(self) -> tuple[int, int, int]:
-        """What places are sorted by: as a backward goes, from the model's last tensor to its first."""
+    def order(self) -> tuple[int, int, int]:
+        """What chunks are sorted by: as a backward goes, from the model's last tensor to its first."""
         return -self.weight, self.end, self.start
 
 
 NOWHERE = ChunkKey(-1, 0, 0, 0)
-"""After all places: where a rank is that has no more gradients in this backward."""
+"""After all chunks: where a rank is that has no more gradients in this backward."""
 
 
 class Communicator:
@@ -71,20 +71,20 @@ class Communicator:
         """
 
     def meet(self) -> None:
-        """Check that all ranks are in the exchange of the same update.
+        """Check that all ranks are at the same update.
 
         Raises:
             RuntimeError: If they are not, before anything was averaged.
         """
 
-    def earliest(self, place: ChunkKey, device: torch.device) -> ChunkKey:
+    def earliest(self, key: ChunkKey, device: torch.device) -> ChunkKey:
         """Where the rank is whose turn comes first.
 
         Args:
-            place: Where this rank is.
+            key: Where this rank is.
             device: Where its gradients are.
         """
-        return place
+        return key
 
     def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
         """All ranks' positions, each once.
@@ -118,4 +118,4 @@ class Communicator:
 
 
 ALONE = Communicator()
-"""The exchange of one process."""
+"""The communicator of one process."""

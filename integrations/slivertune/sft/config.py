@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-Selection = Literal["accumulated_gradient", "momentum"]
+SelectionCriterion = Literal["accumulated_gradient", "momentum"]
 Form = Literal["auto", "optimizer", "layer"]
 PhiGradient = Literal["chunked", "sampled"]
 
@@ -35,7 +35,7 @@ class SFTConfig:
     equivalent_lora_rank: int | None = None
     """As many weights as LoRA of this rank would train on the same matrices: rank x (in + out) for each of them, and
     for each expert's. 64 if nothing is said."""
-    selection: Selection = "accumulated_gradient"
+    selection: SelectionCriterion = "accumulated_gradient"
     """How weights are grown: by the gradient accumulated over `estimation_steps` updates, trained by AdamW (AG), or by
     the row and column accumulators of the SM3 optimizer that trains them (MA), which takes less memory."""
     reselection_interval: int | None = 20
@@ -71,12 +71,12 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         self._check_amount()
-        _one_of("selection", self.selection, get_args(Selection))
+        _one_of("selection", self.selection, get_args(SelectionCriterion))
         _one_of("form", self.form, get_args(Form))
         _one_of("phi_gradient", self.phi_gradient, get_args(PhiGradient))
         _integer("estimation_steps", self.estimation_steps, 1)
         if not 0 <= self.replacement_rate <= 1:
-            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper has 0.2")
+            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2")
         _integer("seed", self.seed)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive; None does not clip")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-HOLDER_NAME = "slivertune_sft"
+DELTA_PARAMETERS_NAME = "slivertune_sft"
 """Their name among the modules of the first target's layer while SFT is attached."""
 
 _WITNESS_GRADIENT = 2.0**-100

@@ -115,22 +115,22 @@ class GradientSync:
                 estimator.feed(gradient, start, active)
             else:
                 feed = partial(estimator.feed, gradient, start, active, self.communicator)
-                self._in_turn(ChunkKey(at, end, start, gradient.numel()), feed)
+                self._in_order(ChunkKey(at, end, start, gradient.numel()), feed)
                 if is_end:
                     estimator.end_backward()
 
-    def _in_turn(self, place: ChunkKey, act: Callable[[], None]) -> None:
-        while (first := self.communicator.earliest(place, self._weights[0].device)) != place:
+    def _in_order(self, key: ChunkKey, act: Callable[[], None]) -> None:
+        while (first := self.communicator.earliest(key, self._weights[0].device)) != key:
             self._join(first)
         act()
 
-    def _join(self, place: ChunkKey) -> None:
-        weight = self._weights[place.weight]
-        estimator = weight.estimators[place.end]
+    def _join(self, key: ChunkKey) -> None:
+        weight = self._weights[key.weight]
+        estimator = weight.estimators[key.end]
         weight.follow(weight.device)
         estimator.begin(self._delta_parameters.begin())
-        estimator.join(place.start, place.length, weight.device, self.communicator)
-        if place.start + place.length == weight.target.num_elements:
+        estimator.join(key.start, key.length, weight.device, self.communicator)
+        if key.start + key.length == weight.target.num_elements:
             estimator.end_backward()
 
     def _await_end(self) -> None:
@@ -145,7 +145,7 @@ class GradientSync:
     def _end_backward(self) -> None:
         self._waits_for_end = False
         if self._lacks_candidates():
-            self._in_turn(NOWHERE, lambda: None)
+            self._in_order(NOWHERE, lambda: None)
         if self.communicator.is_last():
             for bucket in _buckets(self._weights):
                 self._average(bucket)

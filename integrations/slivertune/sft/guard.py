@@ -153,7 +153,7 @@ class ModelGuard:
             raise RuntimeError(
                 f"{name} was replaced after SFT was built, so that the model would not compute with what is trained; "
                 "do what replaced it (a new module, resize_token_embeddings, load_state_dict(assign=True), an offload) "
-                "before SFT(...), or call detach() first and build SFT anew"
+                "before SFT(...), or call detach() first and build a new SFT"
             )
         for weight in self._weights:
             weight.check_tensor()

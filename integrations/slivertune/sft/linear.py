@@ -144,7 +144,7 @@ def dequantised(target: Target) -> torch.Tensor:
     if getattr(state, "packing_format_for_cpu", False):
         raise RuntimeError(
             f"{target.name} was repacked by bitsandbytes for inference on the CPU; call model.train() before the first "
-            "forward, or load the model anew"
+            "forward, or load the model again"
         )
     dense: torch.Tensor = bitsandbytes.functional.dequantize_4bit(parameter.data, state)
     return dense.view(target.shape)

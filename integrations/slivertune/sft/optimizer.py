@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.ownership import check_free, give_back, take
+from slivertune.core.ownership import check_free, release, take
 from slivertune.core.placeholder_state import PlaceholderState
 from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
 from slivertune.core.sliver import Sliver
@@ -21,7 +21,6 @@ from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
 from slivertune.deltas.names import name_before
-from slivertune.sft.attachment import Attachment
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.communicator import Communicator
 from slivertune.sft.config import SFTConfig
@@ -29,6 +28,7 @@ from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.guard import ModelGuard
 from slivertune.sft.linear import check_layer_form
+from slivertune.sft.model_hooks import ModelHooks
 from slivertune.sft.options import checked_options
 from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.reselection import Reselection
@@ -78,7 +78,7 @@ class SFT(Sliver):
 
     reselection_class = Reselection
     """Chooses what is dropped and grown; planning, which has no values to choose by, takes another."""
-    attachment_class = Attachment
+    hooks_class = ModelHooks
     """Puts the deltas on the model; planning takes another."""
 
     method = "sft"
@@ -122,10 +122,10 @@ class SFT(Sliver):
         self._grad_norm: torch.Tensor | None = None
         self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
         self._guard = ModelGuard(model, self._weights, self._delta_parameters, self, self._gradient_sync.check_ranks)
-        self._attachment = self.attachment_class(
+        self._hooks = self.hooks_class(
             model, self._weights, self._delta_parameters, self._gradient_sync, config.phi_gradient, self._guard
         )
-        self._attachment.put_on()
+        self._hooks.put_on()
         take(model.parameters(), self)
         self._open_phases()
 
@@ -290,8 +290,8 @@ class SFT(Sliver):
                 placeholder of a state was loaded (see `use_sidecar`); if a trained tensor was replaced or cast; or
                 after `detach`.
         """
-        if not self._attachment.is_on:
-            raise RuntimeError("step() was called after detach(), which ends SFT's training; build SFT anew to go on")
+        if not self._hooks.is_on:
+            raise RuntimeError("step() was called after detach(), which ends SFT's training; build a new SFT to go on")
         self._guard.check()
         self._check_shards()
         self._gradient_sync.communicator.check()
@@ -335,7 +335,7 @@ class SFT(Sliver):
             raise RuntimeError(
                 f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
                 "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
-                "slivertune.prepare or initialize, or load a checkpoint of this run, which brings the deltas along"
+                "slivertune.prepare or initialize, or load a checkpoint of this run, which includes the deltas"
             )
 
     def _note_idle_step(self) -> None:
@@ -368,7 +368,7 @@ class SFT(Sliver):
             ValueError: If 4-bit weights were to be merged.
             RuntimeError: If deltas were to be merged into shards that somebody else has written.
         """
-        if not self._attachment.is_on:
+        if not self._hooks.is_on:
             return
         quantised = [weight.name for weight in self._weights if weight.target.is_4bit]
         if merge and quantised:
@@ -381,20 +381,20 @@ class SFT(Sliver):
         for weight in self._weights:
             if not merge:
                 weight.adopt()
-        self._attachment.take_off()
+        self._hooks.take_off()
         for weight in self._weights:
             weight.merge() if merge else weight.write_base()
-        self._attachment.thaw()
-        give_back(self._model.parameters(), self)
+        self._hooks.restore_requires_grad()
+        release(self._model.parameters(), self)
 
     @contextmanager
-    def moving(
+    def rebinding_parameters(
         self,
         communicator: Communicator,
         *,
         in_layers: bool = False,
         pretrained: Callable[[Target], PretrainedValues] = PretrainedValues,
-        is_shown: bool = True,
+        with_delta_parameters: bool = True,
     ) -> Iterator[None]:
         """Follow the model while a layout rearranges it: inside, it is a frozen model with its pretrained weights.
 
@@ -402,10 +402,10 @@ class SFT(Sliver):
             communicator: Reaches the other ranks from then on.
             in_layers: Whether the weights can't be written from then on, so that the layers have to add the deltas.
             pretrained: Makes what reads and writes a tensor's pretrained values from then on.
-            is_shown: Whether the deltas are parameters of the model again afterwards; not where an engine that holds
-                the model would take them for its own.
+            with_delta_parameters: Whether the deltas are parameters of the model again afterwards; not where an engine
+                that holds the model would take them for its own.
         """
-        self._attachment.take_off()
+        self._hooks.take_off()
         for weight in self._weights:
             weight.adopt()
             weight.write_base()
@@ -413,7 +413,7 @@ class SFT(Sliver):
         self._gradient_sync.communicator = communicator
         for weight in self._weights:
             weight.place(weight.merged and not in_layers, pretrained(weight.target))
-        self._attachment.put_on(with_holder=is_shown)
+        self._hooks.put_on(with_delta_parameters=with_delta_parameters)
 
     def check_built_over(self, model: nn.Module) -> None:
         """Check that this was built over a model.

@@ -74,9 +74,9 @@ class Reselection:
         filled = {name: pool for name, pool in pools.items() if pool is not None}
         if not filled:
             return
-        contenders = [BudgetRequest(scores=pool, num_kept=0, share=self._shares[name]) for name, pool in filled.items()]
+        requests = [BudgetRequest(scores=pool, num_kept=0, share=self._shares[name]) for name, pool in filled.items()]
         total = sum(estimators[name].num_candidates for name in filled)
-        for name, count in zip(filled, share_out(contenders, total), strict=True):
+        for name, count in zip(filled, share_out(requests, total), strict=True):
             estimators[name].num_candidates = count
 
     def reselect(self, updates: int, options: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Reselection:
         dropped = [int(proposal.dropped.sum()) for _, proposal in proposals]
         if not self._config.redistribute or not proposals:
             return dropped
-        contenders = [
+        requests = [
             BudgetRequest(
                 scores=proposal.scores,
                 num_kept=weight.num_active - int(proposal.dropped.sum()),
@@ -110,4 +110,4 @@ class Reselection:
             )
             for weight, proposal in proposals
         ]
-        return share_out(contenders, sum(dropped))
+        return share_out(requests, sum(dropped))

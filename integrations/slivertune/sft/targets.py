@@ -136,7 +136,7 @@ def _default_names(model: nn.Module) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{error}; or, for SFT, name what to train with SFTConfig(targets=[...])") from error
     in_blocks = {name for layer in layers if layer.kind == "block" for name in layer.parameter_names}
-    others_are_frozen = _is_frozen_beside_4bit(model)
+    others_are_frozen = _is_frozen_with_4bit(model)
     names = []
     for name in _matrix_names(model):
         weight = model.get_parameter(name)
@@ -147,7 +147,7 @@ def _default_names(model: nn.Module) -> list[str]:
     return names
 
 
-def _is_frozen_beside_4bit(model: nn.Module) -> bool:
+def _is_frozen_with_4bit(model: nn.Module) -> bool:
     """Whether all weights beside 4-bit ones are frozen, as PEFT's `prepare_model_for_kbit_training` leaves them."""
     parameters = list(model.parameters())
     return any(map(is_4bit, parameters)) and not any(parameter.requires_grad for parameter in parameters)

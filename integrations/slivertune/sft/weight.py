@@ -160,18 +160,18 @@ class SparseWeight:
         if now.dtype != self._dtype:
             raise RuntimeError(
                 f"{self.name} was {self._dtype} when SFT was built and is {now.dtype} now; cast the model (to, half, "
-                "bfloat16) before SFT(...), or call detach() first and build SFT anew"
+                "bfloat16) before SFT(...), or call detach() first and build a new SFT"
             )
         if tuple(now.shape) != self.target.shape:
             raise RuntimeError(
                 f"{self.name} was of shape {self.target.shape} when SFT was built and is of {tuple(now.shape)} now; "
-                "resize it (resize_token_embeddings) before SFT(...), or call detach() first and build SFT anew"
+                "resize it (resize_token_embeddings) before SFT(...), or call detach() first and build a new SFT"
             )
 
     def _check_data(self) -> None:
         if self.pretrained.is_whole and self.target.parameter.is_meta:
             raise RuntimeError(
-                f"{self.name} has left for the meta device since SFT was built, as accelerate's cpu_offload and "
+                f"{self.name} was moved to the meta device after SFT was built, as accelerate's cpu_offload and "
                 "disk_offload move weights; SFT trains weights that are in memory"
             )
 

@@ -56,7 +56,7 @@ def intercept(
 
     Returns:
         What undoes it; the registry is then as it was, unless another hooked model still uses it. And what tells
-        whether it still works: whether nobody has registered another function since.
+        whether it still works: whether another function was registered since.
 
     Raises:
         ValueError: If only a dedicated kernel of the implementation could compute it.

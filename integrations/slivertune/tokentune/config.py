@@ -40,7 +40,7 @@ class TokenTune:
     positions, which keep the paths between near tokens; "block" one run. None: "chunks" for causal language models,
     else "random"."""
     chunk_size: int = 16
-    """Positions in a chunk. Where the first one is cut is drawn anew for each sequence; a packed segment starts one."""
+    """Positions in a chunk. Where the first one is cut is drawn for each sequence; a packed segment starts one."""
     always: tuple[int, ...] | None = None
     """Positions that every draw contains, counted in real tokens: 0 is the first, -1 the last. None: (0, -1) for
     classification, since the head reads one of them; else ()."""

@@ -24,7 +24,7 @@ from slivertune.tokentune.rows import Rows, apply_function
 from slivertune.tokentune.selection import count_selected, draw_positions, make_generator, segment_starts
 from slivertune.tokentune.wrapping import (
     LayerRows,
-    Selection,
+    SelectionContext,
     TokenWise,
     attends_once,
     attention_modules,
@@ -58,7 +58,7 @@ class TokenTuneHandle:
         self.last_selection: torch.Tensor | None = None
         """Positions that the latest training forward selected: sorted, int64, shape (batch, k); None before it."""
         self.num_draws = 0
-        """Training forwards so far; each has drawn anew."""
+        """Training forwards so far; each has made a draw of its own."""
         self._model = find_model(model)
         _check_supported(self._model)
         self._layers = find_layer_list(self._model)
@@ -72,7 +72,7 @@ class TokenTuneHandle:
         self._implementation: str = self._model.config._attn_implementation
         self._configs: list[tuple[Any, str]] = []
         self._containers: list[tuple[nn.Module, list[nn.Module | None]]] = []
-        self._selection = Selection()
+        self._selection = SelectionContext()
         self._call: Call | None = None
         self._wrapped: list[TokenWise] = []
         self._undo: list[Callable[[], None]] = []
@@ -142,7 +142,7 @@ class TokenTuneHandle:
         if state["seed"] != self.settings.seed:
             raise ValueError(
                 f"TokenTune's state was saved with seed={state['seed']}, and this run has seed={self.settings.seed}; "
-                "repeat the saved run's seed, or start anew"
+                "repeat the saved run's seed, or start again"
             )
         if state["num_draws"] < 0:
             raise ValueError(
@@ -173,10 +173,10 @@ class TokenTuneHandle:
         self._configs = [(each, each._attn_implementation) for each in (model.config, *configs.values())]
         _hooked_models[model] = None
         self._undo.append(lambda: _hooked_models.pop(model, None))
-        holder = next(module for module in model.modules() if self._layers in list(module.children()))
-        self._holder = holder
+        parent = next(module for module in model.modules() if self._layers in list(module.children()))
+        self._parent = parent
         self._containers = _containers(self._layers, self._wrapped)
-        self._undo.append(holder.register_forward_hook(ModuleHook(self._leave_layers)).remove)
+        self._undo.append(parent.register_forward_hook(ModuleHook(self._leave_layers)).remove)
         self._undo.append(
             model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True, prepend=True).remove
         )
@@ -325,8 +325,8 @@ class TokenTuneHandle:
                 raise RuntimeError(
                     _REPLACED.format(f"{wrapped.name} of {type(wrapped.parent).__name__}, or its forward,")
                 )
-        if self._layers not in self._holder._modules.values():
-            raise RuntimeError(_REPLACED.format(f"the list of layers of {type(self._holder).__name__}"))
+        if self._layers not in self._parent._modules.values():
+            raise RuntimeError(_REPLACED.format(f"the list of layers of {type(self._parent).__name__}"))
         for container, children in self._containers:
             if [_uncompiled(each) for each in container._modules.values()] != children:
                 raise RuntimeError(_REPLACED.format(f"a module in {type(container).__name__}"))
@@ -379,14 +379,14 @@ class _Passed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, selection: Selection, rows: Rows) -> torch.Tensor:
+    def forward(ctx: Any, hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -> torch.Tensor:
         ctx.selection, ctx.rows = selection, rows
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        selection: Selection = ctx.selection
+        selection: SelectionContext = ctx.selection
         if selection.is_removed and ctx.rows.is_checkpointed:
             raise RuntimeError(
                 "TokenTune was removed between the forward and the backward of checkpointed layers, which would now be "

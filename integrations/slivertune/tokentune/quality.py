@@ -14,7 +14,7 @@ import torch
 from rich.progress import Progress
 from torch import nn
 
-from slivertune.core.atomic import new_file
+from slivertune.core.atomic import atomic_file
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.hook import find_model
 
@@ -84,8 +84,8 @@ class GradientQuality:
             axes.grid(alpha=0.3)
         panels[0].legend()
         path = Path(path)
-        with new_file(path) as aside:
-            figure.savefig(aside, dpi=150)
+        with atomic_file(path) as temporary:
+            figure.savefig(temporary, dpi=150)
         return path
 
 

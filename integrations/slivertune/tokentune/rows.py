@@ -9,14 +9,14 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-Layout = Literal["tokens", "flat", "heads"]
+TokenLayout = Literal["tokens", "flat", "heads"]
 """Where a tensor has its tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def uncompiled(function: _F) -> _F:
-    """Let `torch.compile` leave a function out, which it would compile anew for every batch.
+    """Let `torch.compile` leave a function out, which it would compile again for every batch.
 
     Args:
         function: What finds things by the identity of tensors.
@@ -47,7 +47,7 @@ class Rows:
         self.others = (first + others[:, : length - self.num_selected]).flatten()
         """The other rows, int64, shape (batch * (n - k),)."""
         self.is_shrunk = False
-        """Whether the model's head gets the selected rows alone, so that nobody reads the last layer's others."""
+        """Whether the model's head gets the selected rows alone, so that nothing reads the last layer's others."""
         self.is_checkpointed = False
         """Whether layers are computed again in the backward."""
         self.live_layers: set[int] = set()
@@ -64,7 +64,7 @@ class Rows:
         """Whether every position is selected."""
         return self.num_selected == self.length
 
-    def layout(self, tensor: torch.Tensor) -> Layout | None:
+    def layout(self, tensor: torch.Tensor) -> TokenLayout | None:
         """Where a tensor has its tokens, by its shape; None if it has none. Four dimensions are left to the caller."""
         if tensor.dim() == 3 and tensor.shape[0] == self.batch and tensor.shape[1] == self.length:
             return "tokens"
@@ -73,7 +73,7 @@ class Rows:
         return None
 
     @uncompiled
-    def split(self, tensor: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+    def split(self, tensor: torch.Tensor, layout: TokenLayout) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a tensor apart. It costs nothing for what `merge` has just put together.
 
         Args:
@@ -108,7 +108,7 @@ class Rows:
         return selected, others
 
     @uncompiled
-    def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+    def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: TokenLayout) -> torch.Tensor:
         """Put two parts together.
 
         Args:
@@ -132,7 +132,7 @@ class Rows:
             self._remember(merged, selected, others)
         return merged
 
-    def output_layout(self, tensor: torch.Tensor, given: Layout) -> Layout | None:
+    def output_layout(self, tensor: torch.Tensor, given: TokenLayout) -> TokenLayout | None:
         """How a module that was given selected rows laid out as `given` lays out a result; None if not by token."""
         if given == "heads":
             return "heads"
@@ -154,7 +154,7 @@ class Rows:
         """Let go of the parts of tensors that are still alive."""
         self._parts.clear()
 
-    def _lay_out(self, part: torch.Tensor, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def _lay_out(self, part: torch.Tensor, tensor: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         shape = (self.batch, -1, *tensor.shape[2:]) if layout == "tokens" else (-1, *tensor.shape[1:])
         if layout == "heads":
             by_token = part.reshape(self.batch, -1, tensor.shape[1], tensor.shape[3])

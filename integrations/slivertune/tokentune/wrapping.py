@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slivertune.core.backward import NO_BACKWARD, running_backward
-from slivertune.tokentune.rows import Layout, Rows
+from slivertune.tokentune.rows import Rows, TokenLayout
 
 _ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
 """What a module asks for that treats tokens by their places."""
 
 
-class Selection:
+class SelectionContext:
     """The selection that modules should use at this moment.
 
     It is the running forward's or, where a backward computes a layer again, that of the forward it belongs to.
@@ -55,7 +55,7 @@ def in_backward() -> bool:
 class LayerRows:
     """What the modules of one layer, and its attention, ask for the selection."""
 
-    def __init__(self, selection: Selection, *, is_last: bool) -> None:
+    def __init__(self, selection: SelectionContext, *, is_last: bool) -> None:
         self.selection = selection
         self.is_last = is_last
         self.has_other_forwards = False
@@ -71,7 +71,7 @@ class TokenWise:
     """Stands in for the `forward` of a module that treats each token for itself."""
 
     def __init__(
-        self, parent: nn.Module, name: str, selection: Selection, layer: LayerRows | None, *, checkpointed: bool
+        self, parent: nn.Module, name: str, selection: SelectionContext, layer: LayerRows | None, *, checkpointed: bool
     ) -> None:
         """Wrap a child module.
 
@@ -120,7 +120,7 @@ class TokenWise:
         rows = self.selection.current() if self.layer is None else self.layer.live_rows()
         if rows is None:
             return self.forward(*args, **kwargs)
-        # By their places: torch.compile would compile anew for every tensor that was looked up by its identity.
+        # By their places: torch.compile would compile again for every tensor that was looked up by its identity.
         values = (*args, *kwargs.values())
         layouts = [self._find_layout(rows, each) for each in values]
         given = next((layout for layout in layouts if layout is not None), None)
@@ -139,12 +139,12 @@ class TokenWise:
             others = self._run_others(other_parts, names)
         else:
             # A module inside that runs without a graph last is never released in ZeRO-3's backward (DeepSpeed 0.19.8),
-            # which counts anew in each run what its backward has to wait for.
+            # which counts from zero in each run what its backward has to wait for.
             others = self._run_others(other_parts, names)
             selected = self._run_selected(selected_parts, names)
         return _merge_results(rows, selected, others, given)
 
-    # Methods, not functions inside of the call: torch.compile would compile those anew in every step.
+    # Methods, not functions inside of the call: torch.compile would compile those again in every step.
 
     def _run_selected(self, values: Sequence[Any], names: tuple[str, ...]) -> Any:
         forward = self._recomputed if self.checkpointed and torch.is_grad_enabled() else self.forward
@@ -166,12 +166,12 @@ class TokenWise:
             rows.skips_others = False
         return rows.skips_others
 
-    def _find_layout(self, rows: Rows, value: Any) -> Layout | None:
+    def _find_layout(self, rows: Rows, value: Any) -> TokenLayout | None:
         if not isinstance(value, torch.Tensor):
             return None
         return self._head_layout(rows, value) if value.dim() == 4 else rows.layout(value)
 
-    def _head_layout(self, rows: Rows, tensor: torch.Tensor) -> Layout | None:
+    def _head_layout(self, rows: Rows, tensor: torch.Tensor) -> TokenLayout | None:
         """Norms of heads and projections of latents get (batch, n, heads, size) or (batch, heads, n, size).
 
         Dropout gets attention weights.
@@ -208,7 +208,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
-def _merge_results(rows: Rows, selected: Any, others: Any, given: Layout) -> Any:
+def _merge_results(rows: Rows, selected: Any, others: Any, given: TokenLayout) -> Any:
     if isinstance(selected, torch.Tensor):
         layout = rows.output_layout(selected, given)
         return selected if layout is None else rows.merge(selected, others, layout)

@@ -1,1 +1,1 @@
-"""The `train` verb: from a dataset and a model to a fine-tuned checkpoint."""
+"""The `train` command: from a dataset and a model to a fine-tuned checkpoint."""

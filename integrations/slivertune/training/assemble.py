@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
-from slivertune.training.callbacks import CheckpointMarker, JudgeFirst, NonFiniteGuard
+from slivertune.training.callbacks import CheckpointMarker, EvaluateFirst, NonFiniteGuard
 from slivertune.training.data.splits import load_from_arguments
 from slivertune.training.embedded.default import prepare_base_model, reference_splits
 from slivertune.training.loss import attach_loss
@@ -78,7 +78,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     training.save_total_limit = None
     steps_in_backward = method.name == "hift" and arguments.hift.step_in_backward
     guard = NonFiniteGuard(arguments.method.non_finite_limit, display.say, stops=steps_in_backward)
-    judge_first = JudgeFirst()
+    evaluate_first = EvaluateFirst()
     with method.admit(model):
         trainer = Trainer(
             model=model,
@@ -90,7 +90,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
             compute_metrics=task.compute_metrics,
             preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
             compute_loss_func=None if task.compute_loss_func is None else guard.watch_loss(task.compute_loss_func),
-            callbacks=[guard, judge_first, display],
+            callbacks=[guard, evaluate_first, display],
         )
     layout = settle_layout(trainer)
     guard.can_skip = not layout.startswith("zero")
@@ -118,7 +118,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         num_trained=method.num_trained(num_trainable),
         display=display,
         guard=guard,
-        judge_first=judge_first,
+        evaluate_first=evaluate_first,
         ledger=_add_ledger(trainer, arguments, method, display, coordinator),
         probe=make_probe(
             trainer,
@@ -158,7 +158,7 @@ def _facts(arguments: TrainArguments, method: TrainingMethod) -> dict[str, Any]:
         if saved.get(name) != value:
             raise ValueError(
                 f"{checkpoint} was trained with {name}={saved.get(name)}, and this run asks for {name}={value}; repeat "
-                "the first run's settings, or start anew without --resume_from_checkpoint"
+                "the first run's settings, or start again without --resume_from_checkpoint"
             )
     return saved
 
@@ -178,7 +178,7 @@ def _settle(arguments: TrainArguments, display: Display) -> None:
         training.log_level_replica = "error"
     if training.n_gpu > 1:
         # The Trainer would spread each batch over all of them by DataParallel, which HiFT can't rotate under.
-        display.say(f"{training.n_gpu} GPUs are here; this run uses the first")
+        display.say(f"{training.n_gpu} GPUs are visible; this run uses the first")
         training._n_gpu = 1
 
 

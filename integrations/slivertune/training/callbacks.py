@@ -63,19 +63,19 @@ class CheckpointMarker(KeepManifest):
             remove_old(output_folder, self._save_total_limit, best)
 
 
-class JudgeFirst(TrainerCallback):
+class EvaluateFirst(TrainerCallback):
     """Does something before the first update, when the model is as its layout has it."""
 
     def __init__(self) -> None:
-        self.judge: Callable[[], None] | None = None
+        self.evaluate: Callable[[], None] | None = None
         """What to do; nothing where it was done before."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Do it."""
-        if self.judge is not None:
-            self.judge()
+        if self.evaluate is not None:
+            self.evaluate()
 
 
 class NonFiniteGuard(TrainerCallback):

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Trainer
 
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle
-from slivertune.training.callbacks import JudgeFirst, NonFiniteGuard
+from slivertune.training.callbacks import EvaluateFirst, NonFiniteGuard
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import TokenSelection
 from slivertune.training.models import ModelSource
@@ -43,7 +43,7 @@ class Run:
     """Those of them that the method trains."""
     display: Display
     guard: NonFiniteGuard
-    judge_first: JudgeFirst
+    evaluate_first: EvaluateFirst
     ledger: LedgerLines | None
     probe: Probe | None
     """Asked before and after."""

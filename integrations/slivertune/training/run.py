@@ -1,4 +1,4 @@
-"""`slivertune train`: judge, train, judge again, keep the model, report."""
+"""`slivertune train`: evaluate, train, evaluate again, save the model, report."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def describe_finished(arguments: TrainArguments) -> str:
     return (
         f"the run in {folder} is finished after {results['num_steps']} updates; nothing was trained. It was started "
         f"by: {command}. To train on, raise --max_steps or --num_train_epochs with --resume_from_checkpoint true; to "
-        "start anew, name another --output_dir"
+        "start again, name another --output_dir"
     )
 
 
@@ -112,10 +112,10 @@ def _execute(run: Run, console: Console) -> Results:
         atomic.write_json(output_folder / START_NAME, {"command": run.arguments.command})
     plan_line = PlanLine(run)
     if run.layout == "single":
-        _judge_before(run)
+        _evaluate_before(run)
     else:
         # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
-        run.judge_first.judge = lambda: _judge_before(run)
+        run.evaluate_first.evaluate = lambda: _evaluate_before(run)
     # The Trainer's own files, which torch writes.
     with atomic.explain_write_errors(output_folder):
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -152,7 +152,7 @@ def _execute(run: Run, console: Console) -> Results:
     return results
 
 
-def _judge_before(run: Run) -> None:
+def _evaluate_before(run: Run) -> None:
     if "before" not in run.facts:
         run.facts["before"] = _evaluate(run)
         run.facts["sample_before"] = None if run.probe is None else run.probe.ask()

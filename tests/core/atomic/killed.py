@@ -7,12 +7,12 @@ import signal
 import sys
 from pathlib import Path
 
-from slivertune.core.atomic import folder_aside
+from slivertune.core.atomic import atomic_folder
 from tests.helpers.faults import Operations, counted, killed
 
 
 def replace(target: Path, files: dict[str, str]) -> None:
-    with folder_aside(target) as folder:
+    with atomic_folder(target) as folder:
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slivertune.core.atomic import explain_write_errors, folder_aside, new_file, new_folder, write_json
+from slivertune.core.atomic import atomic_file, atomic_folder, atomic_new_folder, explain_write_errors, write_json
 from tests.helpers.faults import names
 
 SIZE = 512 * 1024
@@ -48,12 +48,12 @@ def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_what_was_f
     write: Callable[[Path], object], small_disk: Path
 ) -> None:
     target = small_disk / "state"
-    with new_file(target) as path:
+    with atomic_file(target) as path:
         path.write_text("old")
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
     with (
         pytest.raises(OSError, match="could not be written: No space left on device") as caught,
-        new_file(target, needs_bytes=LARGE.nbytes) as path,
+        atomic_file(target, needs_bytes=LARGE.nbytes) as path,
     ):
         write(path)
     assert caught.value.errno == errno.ENOSPC
@@ -62,9 +62,9 @@ def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_what_was_f
     assert target.read_text() == "old"
     assert names(small_disk) == ["state"]
     folder = small_disk / "folder"
-    with folder_aside(folder) as new:
+    with atomic_folder(folder) as new:
         (new / "a").write_text("old")
-    for make, place in ((folder_aside, folder), (new_folder, small_disk / "other")):
+    for make, place in ((atomic_folder, folder), (atomic_new_folder, small_disk / "other")):
 
         def write_in(new: Path) -> None:
             (new / "sub").mkdir()
@@ -85,7 +85,7 @@ LIMITED = """
 import errno, resource, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from slivertune.core.atomic import new_file
+from slivertune.core.atomic import atomic_file
 
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -96,7 +96,7 @@ for number, write in enumerate((
     lambda path: path.write_bytes(large.numpy().tobytes()),
 )):
     try:
-        with new_file(Path("state"), needs_bytes=large.nbytes) as path:
+        with atomic_file(Path("state"), needs_bytes=large.nbytes) as path:
             write(path)
     except OSError as error:
         assert error.errno == errno.EFBIG, error
@@ -124,9 +124,9 @@ def test_a_limit_of_file_sizes_is_named(tmp_path: Path) -> None:
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(NotADirectoryError, match=r"mine could not be written: Not a directory .*needs a folder"):
-        folder_aside(tmp_path / "mine").__enter__()
+        atomic_folder(tmp_path / "mine").__enter__()
     with pytest.raises(OSError, match=r"mine/deep/model could not be written: .*needs a folder .*mine/deep in which"):
-        folder_aside(tmp_path / "mine" / "deep" / "model").__enter__()
+        atomic_folder(tmp_path / "mine" / "deep" / "model").__enter__()
     with pytest.raises(OSError, match=r"mine/facts.json could not be written"):
         write_json(tmp_path / "mine" / "facts.json", {})
     with pytest.raises(FileNotFoundError, match=r"absent/facts.json could not be written: No such file or directory"):
@@ -161,8 +161,8 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 def test_a_folder_that_cannot_be_written_in_is_named(read_only: Path) -> None:
     for write in (
         lambda: write_json(read_only / "a.json", {}),
-        lambda: folder_aside(read_only / "model").__enter__(),
-        lambda: new_folder(read_only / "new").__enter__(),
+        lambda: atomic_folder(read_only / "model").__enter__(),
+        lambda: atomic_new_folder(read_only / "new").__enter__(),
     ):
         with pytest.raises(OSError, match=r"read only/.* could not be written: .*; it needs a folder .*read only in "):
             write()
@@ -187,9 +187,9 @@ def test_what_has_another_cause_passes_as_it_is(tmp_path: Path) -> None:
 
 def test_an_error_is_explained_once_and_for_what_the_user_asked_for(tmp_path: Path) -> None:
     def write() -> None:
-        with folder_aside(tmp_path / "model") as new:
+        with atomic_folder(tmp_path / "model") as new:
             write_json(new / "facts.json", {})
-            with new_file(new / "state"):
+            with atomic_file(new / "state"):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError, match=f"^.Errno 28. {tmp_path}/model could not be written: No space left on device; "):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slivertune.core.atomic import folder_aside, new_folder, write_json
+from slivertune.core.atomic import atomic_folder, atomic_new_folder, write_json
 from tests.helpers.faults import names
 
 
@@ -27,8 +27,8 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077, 0o027])
-@pytest.mark.parametrize("make", [folder_aside, new_folder])
-def test_what_is_written_aside_is_as_readable_as_any_file(
+@pytest.mark.parametrize("make", [atomic_folder, atomic_new_folder])
+def test_what_is_written_atomically_is_as_readable_as_any_file(
     make: Callable[[Path], AbstractContextManager[Path]], umask: int, tmp_path: Path
 ) -> None:
     before = os.umask(umask)
@@ -58,17 +58,17 @@ def mode(path: Path) -> int:
 def test_a_folder_that_hands_its_group_on_does_so(tmp_path: Path) -> None:
     tmp_path.chmod(0o2775)
     (tmp_path / "plain").mkdir()
-    with folder_aside(tmp_path / "folder") as new:
+    with atomic_folder(tmp_path / "folder") as new:
         (new / "sub").mkdir()
     assert mode(tmp_path / "folder") == mode(tmp_path / "folder" / "sub") == mode(tmp_path / "plain")
 
 
 def test_a_folder_behind_a_link_is_replaced_where_it_lies(tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
-    with folder_aside(tmp_path / "large" / "model") as new:
+    with atomic_folder(tmp_path / "large" / "model") as new:
         (new / "weights").write_text("old")
     (tmp_path / "model").symlink_to(tmp_path / "large" / "model")
-    with folder_aside(tmp_path / "model") as new:
+    with atomic_folder(tmp_path / "model") as new:
         (new / "weights").write_text("new")
     assert (tmp_path / "model").is_symlink()
     assert (tmp_path / "large" / "model" / "weights").read_text() == "new"
@@ -77,7 +77,7 @@ def test_a_folder_behind_a_link_is_replaced_where_it_lies(tmp_path: Path) -> Non
 
 def test_a_folder_appears_when_its_block_ends(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "model"
-    with folder_aside(target) as new:
+    with atomic_folder(target) as new:
         (new / "weights").write_text("all")
         assert not target.exists()
     assert (target / "weights").read_text() == "all"
@@ -89,11 +89,11 @@ def test_a_block_that_fails_leaves_the_older_folder_and_nothing_else(
     error: type[BaseException], tmp_path: Path
 ) -> None:
     target = tmp_path / "model"
-    with folder_aside(target) as new:
+    with atomic_folder(target) as new:
         (new / "weights").write_text("old")
 
     def fail() -> None:
-        with folder_aside(target) as new:
+        with atomic_folder(target) as new:
             (new / "weights").write_text("half")
             raise error
 
@@ -106,7 +106,7 @@ def test_a_block_that_fails_leaves_the_older_folder_and_nothing_else(
 def test_a_newer_folder_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     target = tmp_path / "model"
     for text, name in (("old", "a"), ("new", "b")):
-        with folder_aside(target) as new:
+        with atomic_folder(target) as new:
             (new / name).write_text(text)
     assert [path.name for path in target.iterdir()] == ["b"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

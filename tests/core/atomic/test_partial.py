@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.core.atomic import folder_aside, new_file, new_folder, partial, recover
+from slivertune.core.atomic import atomic_file, atomic_folder, atomic_new_folder, partial, recover
 from slivertune.core.atomic.partial import exchange, partial_version
 from tests.core.atomic.killed import replace
 from tests.helpers.faults import (
@@ -99,7 +99,7 @@ def test_an_error_at_any_file_operation_leaves_the_old_folder_or_the_new_one(
 
 def test_what_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with folder_aside(target) as first:
+    with atomic_folder(target) as first:
         (first / "a").write_text("old")
         write_folder(target, "new")
         assert (first / "a").read_text() == "old"
@@ -134,7 +134,7 @@ def test_every_kind_of_remains_is_removed_by_the_next_write(files: tuple[str, ..
     for name in files:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
-    with new_file(tmp_path / "model") as path:
+    with atomic_file(tmp_path / "model") as path:
         path.write_text("x")
     assert names(tmp_path) == ["model"]
 
@@ -210,7 +210,7 @@ def test_a_new_folder_is_whole_or_absent_at_any_error(tmp_path: Path) -> None:
         operations = Operations(number, full_disk)
 
         def write(target: Path = target) -> None:
-            with new_folder(target) as folder:
+            with atomic_new_folder(target) as folder:
                 (folder / "a").write_text("all")
 
         with counted(operations):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slivertune import SFTConfig
-from slivertune.parallel.layout import Layout
+from slivertune.core.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, weights
 from tests.helpers.tolerance import with_exact
 from tests.interop import test_trainer_layouts as trainers

@@ -10,7 +10,7 @@ import torch
 import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.manifest import DamagedCheckpointError, write_manifest
-from slivertune.parallel.checkpoint import hift_sidecar as beside
+from slivertune.parallel.checkpoint import hift_sidecar
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar, load_state, save_state
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
@@ -60,19 +60,19 @@ def failing(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
             optimizer.step()
             if update == 0:
                 save_state(optimizer, f"{folder}/failing")
-        original = beside.save_file
+        original = hift_sidecar.save_file
         if rank == 1:
 
             def full(*_: Any) -> None:
                 raise OSError("the disk is full")
 
-            beside.save_file = full  # type: ignore[assignment]
+            hift_sidecar.save_file = full  # type: ignore[assignment]
         message = ""
         try:
             save_state(optimizer, f"{folder}/failing")
         except OSError as error:
             message = str(error)
-        beside.save_file = original
+        hift_sidecar.save_file = original
         load_state(optimizer, f"{folder}/failing")
         left = [path.name for path in Path(folder).iterdir() if "failing" in path.name]
         return {"message": message, "updates": hift.updates, "left": left}
@@ -87,7 +87,7 @@ def both(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("beside")
+    return tmp_path_factory.mktemp("sidecar")
 
 
 @pytest.fixture(scope="module")

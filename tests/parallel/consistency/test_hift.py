@@ -17,7 +17,7 @@ import slivertune
 from slivertune import SFT, HiFT, SFTConfig
 from slivertune.parallel.consistency.headers import NO_GROUP, Header, Stage, find_difference, short_hash
 from slivertune.parallel.consistency.heartbeat import Heartbeat
-from slivertune.parallel.consistency.liveness import own_identity, what_became_of
+from slivertune.parallel.consistency.liveness import describe_end, own_identity
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from tests.helpers.models import differing, tiny_llama
 from tests.helpers.ranks import run_ranks
@@ -161,11 +161,11 @@ def disturb(rank: int, num_ranks: int, folder: str) -> dict[str, dict[str, Any]]
                         "updates": training.sliver.updates,
                         "weights": whole_weights(training.model),
                     }
-    found["unit"] = apart_in_the_exchange(rank)
+    found["unit"] = apart_in_the_gradient_sync(rank)
     return found
 
 
-def apart_in_the_exchange(rank: int) -> dict[str, Any]:
+def apart_in_the_gradient_sync(rank: int) -> dict[str, Any]:
     """Groups of other sizes on each rank: gloo would abort the process at the first bucket."""
     model = shared()
     for parameter in model.layers[rank].parameters() if rank else [model.scale]:
@@ -176,7 +176,7 @@ def apart_in_the_exchange(rank: int) -> dict[str, Any]:
         list(model.parameters()),
         heartbeat,
         bucket_bytes=32,
-        meet=lambda: heartbeat.meet(Header(Stage.AVERAGING, 4, rank)),
+        meet=lambda: heartbeat.meet(Header(Stage.GRADIENT_SYNC, 4, rank)),
     )
     with Sent() as sent:
         message = message_of(lambda: model(rows(rank))["loss"].backward())
@@ -184,25 +184,25 @@ def apart_in_the_exchange(rank: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     return run_ranks(disturb, 2, str(tmp_path_factory.mktemp("drift")), timeout_s=400, collective_timeout_s=20)
 
 
-def assert_told(told: list[dict[str, dict[str, Any]]], name: str, *parts: str, updates: int) -> None:
-    for each in told:
+def assert_named(messages: list[dict[str, dict[str, Any]]], name: str, *parts: str, updates: int) -> None:
+    for each in messages:
         assert all(part in each[name]["message"] for part in parts), each[name]["message"]
         assert each[name]["updates"] == updates
     # Nothing was averaged or updated by one rank alone.
-    assert differing(told[0][name]["weights"], told[1][name]["weights"]) == []
+    assert differing(messages[0][name]["weights"], messages[1][name]["weights"]) == []
 
 
 @pytest.mark.parametrize("method", ["HiFT", "SFT"])
 def test_a_rank_that_misses_a_step_is_named_before_the_others_have_made_it(
-    told: list[dict[str, dict[str, Any]]], method: str
+    messages: list[dict[str, dict[str, Any]]], method: str
 ) -> None:
     group = ", group 2" if method == "HiFT" else ""
-    assert_told(
-        told,
+    assert_named(
+        messages,
         f"DDP, {method}: a step is missed",
         "the ranks are not at the same place",
         f"rank 0 is stepping the optimizer at update 2{group}",
@@ -210,8 +210,8 @@ def test_a_rank_that_misses_a_step_is_named_before_the_others_have_made_it(
         "nothing was shared or updated",
         updates=2,
     )
-    assert_told(
-        told,
+    assert_named(
+        messages,
         f"FSDP2, {method}: a step is missed",
         f"rank 0 is stepping the optimizer at update 2{group}",
         f"rank 1 is beginning a forward pass at update 2{group}",
@@ -219,24 +219,24 @@ def test_a_rank_that_misses_a_step_is_named_before_the_others_have_made_it(
     )
 
 
-def test_a_rank_that_misses_a_backward_pass_is_named(told: list[dict[str, dict[str, Any]]]) -> None:
+def test_a_rank_that_misses_a_backward_pass_is_named(messages: list[dict[str, dict[str, Any]]]) -> None:
     name = "DDP, HiFT: a backward pass is missed"
-    assert_told(told, name, "rank 0 is averaging gradients", "rank 1 is stepping the optimizer", updates=2)
+    assert_named(messages, name, "rank 0 is averaging gradients", "rank 1 is stepping the optimizer", updates=2)
 
 
 @pytest.mark.parametrize(("layout", "doing"), [("DDP", "averaging gradients"), ("FSDP2", "beginning a forward pass")])
 @pytest.mark.parametrize("method", ["HiFT", "SFT"])
 def test_a_rank_with_fewer_batches_is_named_at_the_end(
-    told: list[dict[str, dict[str, Any]]], layout: str, doing: str, method: str
+    messages: list[dict[str, dict[str, Any]]], layout: str, doing: str, method: str
 ) -> None:
     name = f"{layout}, {method}: a batch is missed"
-    assert_told(told, name, f"rank 0 is {doing}", "rank 1 is saving or ending the training at update 2", updates=2)
+    assert_named(messages, name, f"rank 0 is {doing}", "rank 1 is saving or ending the training at update 2", updates=2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rank_that_lost_its_gradients_is_named(told: list[dict[str, dict[str, Any]]], layout: str) -> None:
+def test_a_rank_that_lost_its_gradients_is_named(messages: list[dict[str, dict[str, Any]]], layout: str) -> None:
     name = f"{layout}, HiFT: gradients are lost"
-    assert_told(told, name, "rank 0 is stepping", "with gradients; rank 1", "without a gradient", updates=2)
+    assert_named(messages, name, "rank 0 is stepping", "with gradients; rank 1", "without a gradient", updates=2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -244,33 +244,35 @@ def test_a_rank_that_lost_its_gradients_is_named(told: list[dict[str, dict[str, 
     ("method", "key", "updates"), [("HiFT", "the learning rate of param group 0", 5), ("SFT", "lr", 2)]
 )
 def test_rates_that_differ_are_never_applied(
-    told: list[dict[str, dict[str, Any]]], layout: str, method: str, key: str, updates: int
+    messages: list[dict[str, dict[str, Any]]], layout: str, method: str, key: str, updates: int
 ) -> None:
     said = f"{key} is 0.01 on rank 0, 0.02 on rank 1"
-    assert_told(told, f"{layout}, {method}: another rate", said, "the update was not made", updates=updates)
+    assert_named(messages, f"{layout}, {method}: another rate", said, "the update was not made", updates=updates)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", ["HiFT", "SFT"])
 def test_other_hyperparameters_that_differ_are_never_applied(
-    told: list[dict[str, dict[str, Any]]], layout: str, method: str
+    messages: list[dict[str, dict[str, Any]]], layout: str, method: str
 ) -> None:
-    assert_told(told, f"{layout}, {method}: another decay", "weight_decay", "0.2 on rank 1", updates=2)
+    assert_named(messages, f"{layout}, {method}: another decay", "weight_decay", "0.2 on rank 1", updates=2)
 
 
 @pytest.mark.parametrize("end", ["saved", "ended"])
 def test_a_weight_that_drifts_in_mid_cycle_is_named_where_the_run_is_kept(
-    told: list[dict[str, dict[str, Any]]], end: str
+    messages: list[dict[str, dict[str, Any]]], end: str
 ) -> None:
-    for each in told:
+    for each in messages:
         message = each[f"DDP, HiFT: drift, {end}"]["message"]
         assert "the sum of the bits of model.norm.weight is" in message and "resume from it" in message
 
 
-def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket(told: list[dict[str, dict[str, Any]]]) -> None:
+def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket(
+    messages: list[dict[str, dict[str, Any]]],
+) -> None:
     name = "unit"
     said = ("rank 0 is averaging gradients at update 4, group 0", "rank 1 is averaging gradients at update 4, group 1")
-    assert_told(told, name, *said, updates=0)
+    assert_named(messages, name, *said, updates=0)
 
 
 def end_one_of_three(rank: int, num_ranks: int, how: str) -> str:
@@ -281,7 +283,7 @@ def end_one_of_three(rank: int, num_ranks: int, how: str) -> str:
         if how == "dies":
             os._exit(1)
         os.kill(os.getpid(), signal.SIGSTOP)
-    return message_of(lambda: heartbeat.meet(Header(Stage.AVERAGING, 3, 1)))
+    return message_of(lambda: heartbeat.meet(Header(Stage.GRADIENT_SYNC, 3, 1)))
 
 
 @pytest.mark.slow
@@ -297,7 +299,7 @@ def test_of_three_ranks_the_one_that_is_gone_is_named(how: str, said: str) -> No
 def test_headers_of_many_ranks_show_the_odd_ones() -> None:
     same = [Header(Stage.STEPPING, 5, 1, settings=rank) for rank in range(20)]
     assert find_difference(same) is None
-    odd = [*same[:17], Header(Stage.AVERAGING, 4, 0, skipped=2, gradients=0), *same[18:]]
+    odd = [*same[:17], Header(Stage.GRADIENT_SYNC, 4, 0, skipped=2, gradients=0), *same[18:]]
     said = find_difference(odd)
     assert said is not None
     assert "rank 0 is stepping the optimizer at update 5, group 1; rank 17 is averaging gradients" in said
@@ -312,17 +314,17 @@ def test_hashes_of_settings_fit_and_tell_values_apart() -> None:
 
 def test_a_process_is_known_to_live_or_to_have_ended() -> None:
     own = own_identity()
-    assert what_became_of(own) is None
+    assert describe_end(own) is None
     machine, pid, started = own.split(" ")
-    assert what_became_of(f"{machine} {pid} {int(started) - 1}") == "has ended"  # its number was given anew
-    assert what_became_of(f"another/{machine} {pid} 0") is None
+    assert describe_end(f"{machine} {pid} {int(started) - 1}") == "has ended"  # its number was given anew
+    assert describe_end(f"another/{machine} {pid} 0") is None
     child = os.fork()
     if child == 0:
         os._exit(0)
     time.sleep(0.2)
-    assert what_became_of(f"{machine} {child} {Path(f'/proc/{child}/stat').read_text().split()[21]}") == "has ended"
+    assert describe_end(f"{machine} {child} {Path(f'/proc/{child}/stat').read_text().split()[21]}") == "has ended"
     os.waitpid(child, 0)
-    assert what_became_of(f"{machine} {child} 0") == "has ended"
+    assert describe_end(f"{machine} {child} 0") == "has ended"
 
 
 def die_in(rank: int, num_ranks: int, layout: str, method: str, moment: str, folder: str) -> tuple[str, float]:

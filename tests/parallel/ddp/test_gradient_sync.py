@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from slivertune.parallel.consistency.heartbeat import Heartbeat
-from slivertune.parallel.ddp import gradient_sync as exchange_module
+from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce, _fill_buckets
 from tests.helpers.models import differing, odd_model, token_batches
 from tests.helpers.ranks import run_ranks
@@ -67,7 +67,7 @@ def alone(rank: int, **forward: Any) -> Gradients:
     return gradients(model)
 
 
-def exchanged(model: nn.Module, **options: Any) -> BucketedAllReduce:
+def synchronized(model: nn.Module, **options: Any) -> BucketedAllReduce:
     return BucketedAllReduce(model, list(model.parameters()), Heartbeat("test"), **options)
 
 
@@ -83,11 +83,11 @@ class Sent:
             self.elements.append(tensor.numel())
             return self._original(tensor, **options)
 
-        exchange_module.dist.all_reduce = record  # type: ignore[assignment]
+        gradient_sync.dist.all_reduce = record  # type: ignore[assignment]
         return self
 
     def __exit__(self, *error: object) -> None:
-        exchange_module.dist.all_reduce = self._original
+        gradient_sync.dist.all_reduce = self._original
 
 
 def checkpointing(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def another_order(rank: int, num_ranks: int) -> float:
     orders = [(0, 1), (1, 0)]
     want = mean_of_ranks(num_ranks, lambda each: alone(each, order=orders[each]))
     model = shared()
-    exchanged(model, bucket_bytes=32)
+    synchronized(model, bucket_bytes=32)
     model(rows(rank), order=orders[rank])["loss"].backward()
     got = gradients(model)
     return max(float((got[key] - want[key]).abs().max()) for key in want)
@@ -129,7 +129,7 @@ def accumulation(rank: int, num_ranks: int) -> dict[str, Any]:
     due = [True]
     for name in ("at the end", "every time"):
         model = shared()
-        exchanged(model, is_due=lambda: due[0])
+        synchronized(model, is_due=lambda: due[0])
         sent = []
         for turn in range(2):
             due[0] = name == "every time" or turn == 1
@@ -147,7 +147,7 @@ def frozen_and_odd(rank: int, num_ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for frozen in (0, 1):
         model = odd_model(torch.bfloat16, fp32_gates=True)
-        exchange = exchanged(model, bucket_bytes=1000)
+        sync = synchronized(model, bucket_bytes=1000)
         for parameter in model.layers[frozen].parameters():  # type: ignore[index, union-attr]
             parameter.requires_grad_(False)
         with Sent() as sent:
@@ -163,7 +163,7 @@ def frozen_and_odd(rank: int, num_ranks: int) -> dict[str, Any]:
         active = sum(p.numel() for p in model.parameters() if p.requires_grad)
         found[f"differing {frozen}"] = differing(got, want)
         found[f"sent {frozen}"] = (sum(sent.elements) - active, max(sent.elements), len(sent.elements))
-        exchange.remove()
+        sync.remove()
         with Sent() as silent:
             model(**token_batches(2)[rank]).loss.backward()
         found[f"silent {frozen}"] = len(silent.elements)
@@ -173,7 +173,7 @@ def frozen_and_odd(rank: int, num_ranks: int) -> dict[str, Any]:
 def after_a_failure(rank: int, num_ranks: int) -> float:
     """A backward pass that raises on every rank leaves nothing behind."""
     model = shared()
-    exchanged(model, bucket_bytes=32)
+    synchronized(model, bucket_bytes=32)
     out = model(rows(rank))["loss"]
     handle = model.scale.register_post_accumulate_grad_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -187,7 +187,7 @@ def after_a_failure(rank: int, num_ranks: int) -> float:
 
 def sparse(rank: int, num_ranks: int) -> str:
     model = nn.Embedding(7, 3, sparse=True)
-    exchanged(model)
+    synchronized(model)
     with pytest.raises(ValueError, match=r"shape \(7, 3\) is sparse, .* set sparse=False") as raised:
         model(torch.tensor([rank])).sum().backward()
     return str(raised.value)
@@ -234,7 +234,7 @@ def test_gradients_that_arrive_in_another_order_on_each_rank_meet_their_like(fou
     assert [each["order"] for each in found] == [0.0, 0.0]
 
 
-def test_an_exchange_after_the_last_micro_batch_is_enough_and_one_after_each_does_no_harm(
+def test_a_sync_after_the_last_micro_batch_is_enough_and_one_after_each_does_no_harm(
     found: list[dict[str, Any]],
 ) -> None:
     for each in found:

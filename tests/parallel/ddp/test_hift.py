@@ -12,7 +12,7 @@ import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.ledger import Ledger
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
-from slivertune.parallel.ddp import gradient_sync as exchange_module
+from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.ddp.hift import share_hift
 from tests.helpers.models import differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
@@ -138,7 +138,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def all_cases(rank: int, num_ranks: int, bucket_bytes: int) -> dict[str, Any]:
-    exchange_module.BUCKET_BYTES = bucket_bytes
+    gradient_sync.BUCKET_BYTES = bucket_bytes
     return {name: against_one_process(rank, num_ranks, **dict(case)) for name, case in CASES.items()}
 
 
@@ -166,7 +166,7 @@ def save_and_resume(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
             run = Run(accelerator, rank, tiny_llama(dtype), master=master).train(0, 7)
             accelerator.save_state(place)
             accelerator.wait_for_everyone()
-            card = torch.load(f"{place}/optimizer.bin")["state"]
+            placeholder = torch.load(f"{place}/optimizer.bin")["state"]
             run.train(7, 15)
         with on_ranks() as accelerator:
             again = Run(accelerator, rank, tiny_llama(dtype, seed=7), master=master)
@@ -178,7 +178,9 @@ def save_and_resume(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
             + differing(run.state(), again.state())
             + [key for key in ("lr",) if run.hift.held_lr != again.hift.held_lr]
         )
-        figures["elements on the card"] = max(v.numel() for values in card.values() for v in values.values())
+        figures["elements of the placeholder"] = max(
+            v.numel() for values in placeholder.values() for v in values.values()
+        )
     return figures
 
 
@@ -194,7 +196,9 @@ def resumed(checkpoints: Path) -> list[dict[str, Any]]:
 
 def test_a_run_that_is_resumed_in_mid_cycle_has_the_bits_of_one_that_went_on(resumed: list[dict[str, Any]]) -> None:
     for each in resumed:
-        assert each.pop("elements on the card") == 1  # what accelerate and the Trainer move to the GPU fits there
+        assert (
+            each.pop("elements of the placeholder") == 1
+        )  # what accelerate and the Trainer move to the GPU fits there
         assert len(each) == 3 and all(names == [] for names in each.values()), each
 
 
@@ -323,7 +327,7 @@ def overflow_on_one_rank(rank: int, num_ranks: int) -> dict[str, Any]:
 
 def bytes_on_the_device(rank: int, num_ranks: int) -> dict[str, Any]:
     """The ledger's highest figures of two cycles, with buckets and pieces that the formula can tell apart."""
-    exchange_module.BUCKET_BYTES = 3_000
+    gradient_sync.BUCKET_BYTES = 3_000
     model = tiny_llama(torch.bfloat16)
     with on_ranks() as accelerator:
         run = Run(accelerator, rank, model, stream_bytes=8_192)

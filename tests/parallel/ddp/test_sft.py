@@ -11,8 +11,8 @@ import torch
 
 import slivertune
 from slivertune import SFT, Ledger, SFTConfig
+from slivertune.core.layout import Layout
 from slivertune.deltas import apply
-from slivertune.parallel.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.checkpoint.sft_checkpoints import (
@@ -221,7 +221,9 @@ def otherwise() -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["unprepared", "plain DDP"])
-def test_without_a_door_the_first_step_raises_and_names_the_doors(how: str, otherwise: list[dict[str, Any]]) -> None:
+def test_without_an_integration_the_first_step_raises_and_names_what_to_call(
+    how: str, otherwise: list[dict[str, Any]]
+) -> None:
     for found in otherwise:
         assert "slivertune.prepare" in found[how] and "slivertune.initialize" in found[how]
         assert "slivertune.attach" in found[how]
@@ -305,9 +307,9 @@ def train_until_one_dies(rank: int, num_ranks: int) -> str:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_others_with_its_whereabouts() -> None:
-    told = run_ranks(train_until_one_dies, 2, may_die=(1,), collective_timeout_s=20)[0]
-    assert "rank 0 failed" in told and "rank 1 was last seen at update 2" in told
+def test_a_rank_that_dies_ends_the_others_and_its_last_update_is_named() -> None:
+    message = run_ranks(train_until_one_dies, 2, may_die=(1,), collective_timeout_s=20)[0]
+    assert "rank 0 failed" in message and "rank 1 was last seen at update 2" in message
 
 
 def quantised(case: Case) -> torch.nn.Module:

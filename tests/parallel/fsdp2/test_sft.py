@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from slivertune.core.layout import Layout
 from slivertune.core.manifest import write_manifest
 from slivertune.deltas import apply
 from slivertune.parallel.checkpoint.sft_sidecar import FOLDER
 from slivertune.parallel.checkpoint.sidecar import load_state
-from slivertune.parallel.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import asked_for, quick
@@ -176,7 +176,7 @@ def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
 
 
 def prepare_otherwise(rank: int, num_ranks: int) -> dict[str, Any]:
-    """What is refused, what a rank holds, and a card without its state."""
+    """What is refused, what a rank holds, and a placeholder without its state."""
     found: dict[str, Any] = {}
     case = Case(model="llama", density=0.02)
     for name, changes in {"embeddings": {"embeddings": True}, "norms": {"targets": ["input_layernorm"]}}.items():
@@ -188,14 +188,14 @@ def prepare_otherwise(rank: int, num_ranks: int) -> dict[str, Any]:
     with accelerator_of("fsdp2", case) as accelerator:
         run = Run(case, accelerator, rank)
         run.train(0, 2)
-        card = run.optimizer.state_dict()
-        found["card"] = [sorted(card), {key for each in card["state"].values() for key in each}]
+        placeholder = run.optimizer.state_dict()
+        found["placeholder"] = [sorted(placeholder), {key for each in placeholder["state"].values() for key in each}]
         run.train(2, 3)
-        run.sft.load_state_dict(card)
+        run.sft.load_state_dict(placeholder)
         try:
             run.train(3, 4)
         except RuntimeError as error:
-            found["card alone"] = str(error)
+            found["placeholder alone"] = str(error)
     with accelerator_of("fsdp2", case) as accelerator:
         run = Run(case, accelerator, rank)
         held = {
@@ -234,10 +234,10 @@ def test_what_layers_cannot_add_is_refused_and_says_why(what: str, otherwise: li
 
 
 @pytest.mark.slow
-def test_a_card_in_place_of_the_state_is_not_trained_from(otherwise: list[dict[str, Any]]) -> None:
+def test_a_placeholder_is_not_trained_from(otherwise: list[dict[str, Any]]) -> None:
     for found in otherwise:
-        assert found["card"] == [["param_groups", "state"], {"sft_updates"}]
-        assert "made after 2 updates, but SFT's own state" in found["card alone"]
+        assert found["placeholder"] == [["param_groups", "state"], {"sft_updates"}]
+        assert "made after 2 updates, but SFT's own state" in found["placeholder alone"]
 
 
 @pytest.mark.slow

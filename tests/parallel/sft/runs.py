@@ -19,7 +19,7 @@ from torch import nn
 
 import slivertune as st
 from slivertune import SFT, Ledger, SFTConfig
-from slivertune.parallel.layout import Layout
+from slivertune.core.layout import Layout
 from tests.helpers.models import Batch, assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.parallel.sft.reference import (

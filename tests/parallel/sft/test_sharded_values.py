@@ -83,7 +83,7 @@ def test_deltas_are_added_to_the_precise_values_and_rounded_once() -> None:
         if parameter.requires_grad and parameter.numel() > 1:
             parameter.data.uniform_(-1 / 64, 1 / 64)
             delta[sft.positions()["0.weight"].long()] = parameter.data
-    with sft.moving(ALONE, in_layers=True, pretrained=Elsewhere):
+    with sft.rebinding_parameters(ALONE, in_layers=True, pretrained=Elsewhere):
         pass
     model[0].weight.data = precise.bfloat16()
     inputs = torch.randn(5, 24).bfloat16()

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from slivertune import SFT, Ledger, SFTConfig
+from slivertune.core.layout import Layout
 from slivertune.deltas import apply
 from slivertune.parallel.initialize import initialize
-from slivertune.parallel.layout import Layout
 from slivertune.parallel.sft.unsupported import check_zero_config
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
@@ -354,8 +354,8 @@ def test_a_bare_engine_steps_sft_and_its_checkpoints_continue(
 @pytest.mark.slow
 def test_the_schedule_of_the_config_drives_the_rate(bare: list[dict[str, Any]]) -> None:
     for found in bare:
-        own, told = zip(*found["rates"], strict=True)
-        assert own == told and len(set(own)) == 3
+        own, scheduled = zip(*found["rates"], strict=True)
+        assert own == scheduled and len(set(own)) == 3
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_steps_inside_the_backward_are_refused() -> None:
     ("optimizer_class", "options", "reason"),
     [
         (torch.optim.Adafactor, {}, "looks at whole tensors"),
-        (torch.optim.Adagrad, {}, "DeepSpeed builds Adagrad anew"),
+        (torch.optim.Adagrad, {}, "DeepSpeed builds a new Adagrad"),
     ],
 )
 def test_optimizers_that_flat_shares_would_change_are_refused(

@@ -1,1 +1,1 @@
-"""Tests of the `train` verb."""
+"""Tests of the `train` command."""

@@ -58,7 +58,7 @@ def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(m
         return False
 
     monkeypatch.setattr("os.access", refuse)
-    with pytest.raises(ValueError, match=r"output_dir there/too can't be written: .* takes no files of this user"):
+    with pytest.raises(ValueError, match=r"output_dir there/too can't be written: .* is not writable for this user"):
         choose_run_folder("hift", "there/too", None)
     assert asked == [Path.cwd()], "the nearest folder that is there"
 
@@ -146,7 +146,7 @@ def test_auto_continues_the_newest_default_folder_and_leaves_what_is_no_run() ->
     Path("runs/hift-4").touch()
     folder = choose_run_folder("hift", None, "auto")
     assert (folder.path, folder.checkpoint) == (Path("runs/hift-2"), None)
-    with pytest.raises(FileExistsError, match=r"runs/hift-3 holds no checkpoint and things that are of no run"):
+    with pytest.raises(FileExistsError, match=r"runs/hift-3 holds no checkpoint, and files that no run of"):
         choose_run_folder("hift", "runs/hift-3", "auto")
     with pytest.raises(FileExistsError, match="runs/hift-4"):
         choose_run_folder("hift", "runs/hift-4", "auto")

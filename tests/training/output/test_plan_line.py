@@ -17,7 +17,7 @@ from slivertune.training.assemble import assemble
 from slivertune.training.embedded.base_model import save_base_model, train_base_model
 from slivertune.training.options.defaults import BASE_RECIPE
 from slivertune.training.options.parse import parse_train_arguments
-from slivertune.training.output import plan_apart, plan_line
+from slivertune.training.output import plan_line, plan_process
 from slivertune.training.output.plan_line import DevicePeak, PlanLine, request_of
 from slivertune.training.ready import Run
 from tests.training.tiny_runs import train, train_arguments, write_classes, write_texts
@@ -135,7 +135,7 @@ def test_on_ranks_a_plan_is_made_apart_and_may_die(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     try:
         assert PlanLine(run).plan == planned
-        monkeypatch.setattr(plan_apart, "_plan", die)
+        monkeypatch.setattr(plan_process, "_plan", die)
         assert PlanLine(run).plan is None
     finally:
         run.close()

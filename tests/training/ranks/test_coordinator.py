@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from slivertune.training.ranks import coordinator as module
-from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_peers
+from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_launch
 
 RANKS = 3
 
@@ -34,15 +34,15 @@ def on_each(act: Callable[[LaunchCoordinator], Any], *, one_machine: bool = True
     return outcomes
 
 
-def test_a_process_alone_decides_does_and_speaks_for_itself() -> None:
+def test_a_process_alone_decides_acts_and_reports_for_itself() -> None:
     coordinator = LaunchCoordinator()
     assert coordinator.is_first and coordinator.name == ""
     coordinator.agree_on("arguments", 1)
     assert coordinator.decide("folder", lambda: 7) == 7
     assert coordinator.first_here("data", lambda: 8) == 8
-    assert coordinator.speaks("it broke")
+    assert coordinator.owns_error("it broke")
     coordinator.reach(1)
-    coordinator.has_spoken("it broke")
+    coordinator.publish_error("it broke")
 
 
 def test_what_all_share_is_agreed_on() -> None:
@@ -100,9 +100,9 @@ def test_those_who_wait_for_one_that_fails_fail_in_silence(name: str) -> None:
 def test_the_first_alone_says_what_all_have_met() -> None:
     def act(coordinator: LaunchCoordinator) -> bool:
         time.sleep(0.2 * (coordinator.rank == 0))
-        speaks = coordinator.speaks("unknown option")
-        coordinator.has_spoken("unknown option")
-        return speaks
+        owns_error = coordinator.owns_error("unknown option")
+        coordinator.publish_error("unknown option")
+        return owns_error
 
     assert on_each(act) == [True, False, False]
 
@@ -112,32 +112,32 @@ def test_another_says_what_the_first_has_not_met(monkeypatch: pytest.MonkeyPatch
 
     def act(coordinator: LaunchCoordinator) -> bool:
         if coordinator.is_first:
-            coordinator.has_spoken("no room on rank 0")
-        return coordinator.speaks(f"no room on rank {coordinator.rank}")
+            coordinator.publish_error("no room on rank 0")
+        return coordinator.owns_error(f"no room on rank {coordinator.rank}")
 
     assert on_each(act) == [True, True, True]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_one_that_fails_where_the_first_has_passed_speaks_at_once(stage: int) -> None:
+def test_one_that_fails_where_the_first_has_passed_reports_at_once(stage: int) -> None:
     def act(coordinator: LaunchCoordinator) -> float:
         coordinator.reach(stage)
         if coordinator.is_first:
             coordinator.reach(stage + 1)
             return 0.0
         began = time.monotonic()
-        assert coordinator.speaks("a file is missing here")
+        assert coordinator.owns_error("a file is missing here")
         return time.monotonic() - began
 
     assert max(on_each(act)) < module._START_PATIENCE_S / 2, "it waited as if the first said nothing"
 
 
-def test_one_that_fails_in_training_speaks_when_the_first_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_fails_in_training_reports_when_the_first_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
 
     def act(coordinator: LaunchCoordinator) -> bool | None:
         coordinator.reach(2)
-        return None if coordinator.is_first else coordinator.speaks("out of memory")
+        return None if coordinator.is_first else coordinator.owns_error("out of memory")
 
     assert on_each(act) == [None, True, True]
     assert LaunchCoordinator(2, RANKS, 2, dist.HashStore()).name == " on rank 2"
@@ -149,4 +149,4 @@ def test_without_a_launcher_there_are_no_others(variables: dict[str, str], monke
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert join_peers().world_size == 1
+    assert join_launch().world_size == 1

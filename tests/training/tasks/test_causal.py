@@ -25,7 +25,7 @@ def causal(data: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast | None
     return prepared(splits_of(data), tokenizer or byte_tokenizer(), llama_config(), **options)
 
 
-def spoken(tokenizer: PreTrainedTokenizerFast, row: dict[str, list[int]]) -> str:
+def decoded(tokenizer: PreTrainedTokenizerFast, row: dict[str, list[int]]) -> str:
     return tokenizer.decode([label for label in row["labels"] if label != IGNORED])
 
 
@@ -80,7 +80,7 @@ def test_only_the_response_carries_a_loss(separator: str, bos: bool) -> None:
     for index, row in enumerate(task.train_dataset):
         prompt, response = PAIRS["prompt"][index] + separator, PAIRS["response"][index]
         assert tokenizer.decode(row["input_ids"]) == ("<bos>" if bos else "") + prompt + response + "<eos>"
-        text = spoken(tokenizer, row)
+        text = decoded(tokenizer, row)
         assert text.endswith(response + "<eos>")
         labels = [label for label in row["labels"] if label != IGNORED]
         assert labels == row["input_ids"][-len(labels) :]
@@ -95,7 +95,7 @@ def test_packed_prompts_stay_silent_and_blocks_without_a_loss_are_left_out() -> 
     task = causal(data, tokenizer, packing=True, max_length=26)
     (row,) = task.train_dataset
     assert tokenizer.decode(row["input_ids"]) == "p" * 20 + "\none<eos>q"
-    assert spoken(tokenizer, row) == "one<eos>"
+    assert decoded(tokenizer, row) == "one<eos>"
 
 
 def test_a_packed_block_without_a_loss_is_left_out() -> None:
@@ -105,7 +105,7 @@ def test_a_packed_block_without_a_loss_is_left_out() -> None:
     data = {"prompt": ["p" * 14, "q", "r" * 24], "response": ["abcd", "abcd", "xyz"]}
     task = causal(data, tokenizer, packing=True, max_length=26, truncate=True)
     (row,) = task.train_dataset
-    assert spoken(tokenizer, row) == "abcd<eos>abcd"
+    assert decoded(tokenizer, row) == "abcd<eos>abcd"
 
 
 def test_a_long_response_row_is_an_error_that_names_row_and_lengths() -> None:
@@ -120,7 +120,7 @@ def test_cutting_a_long_response_row_is_asked_for_and_said(caplog: pytest.LogCap
     tokenizer = byte_tokenizer()
     task = causal(PAIRS, tokenizer, max_length=30, truncate=True)
     assert [len(ids) for ids in task.train_dataset["input_ids"]] == [21, 30]
-    assert spoken(tokenizer, task.train_dataset[1]) == "Thai f"
+    assert decoded(tokenizer, task.train_dataset[1]) == "Thai f"
     assert "1 of 2 rows of the train split are longer than max_length=30 tokens, the longest has 44; they are cut" in (
         caplog.text
     )
@@ -172,7 +172,7 @@ def test_the_restaurant_descriptions_become_prompts_and_responses(shared_data: P
     task = prepared(splits, tokenizer, llama_config(positions=1024), max_train_samples=50, max_eval_samples=5)
     for row, source in zip(task.train_dataset, splits["train"], strict=False):
         assert tokenizer.decode(row["input_ids"]) == f"{source['mr']}\n{source['ref']}<eos>"
-        assert spoken(tokenizer, row) == f"{source['ref']}<eos>"
+        assert decoded(tokenizer, row) == f"{source['ref']}<eos>"
 
 
 @pytest.mark.parametrize("batch_size", [3, 1])

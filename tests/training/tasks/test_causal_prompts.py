@@ -73,9 +73,9 @@ def test_a_training_row_ends_in_the_right_word_which_alone_has_labels(template: 
     task = prompted(sentiment_splits(), tokenizer, template=template)
     for row, (sentence, label) in zip(task.train_dataset, SENTIMENTS, strict=True):
         assert tokenizer.decode(row["input_ids"]) == f"<bos>{sentence} It was {WORDS[label]}"
-        spoken = [token for token in row["labels"] if token != IGNORED]
+        scored = [token for token in row["labels"] if token != IGNORED]
         # Where the template ends in a space, that belongs to the prompt, as the tokenizer has a token for it.
-        assert tokenizer.decode(spoken) == (" " if template.endswith("was") else "") + WORDS[label]
+        assert tokenizer.decode(scored) == (" " if template.endswith("was") else "") + WORDS[label]
     assert (task.model_kind, task.metric_name, task.num_labels) == ("causal_lm", "eval_accuracy", 2)
 
 
@@ -83,8 +83,8 @@ def test_a_word_that_merges_with_the_space_before_it_is_whole() -> None:
     tokenizer = byte_tokenizer(corpus=["It was bad", "It was really great"] * 30)
     assert len(tokenizer(" bad")["input_ids"]) == 1
     task = prompted(sentiment_splits(), tokenizer, template="{sentence} It was {mask}")
-    spoken = [token for token in task.train_dataset[1]["labels"] if token != IGNORED]
-    assert tokenizer.convert_ids_to_tokens(spoken) == ["\u0120bad"]
+    scored = [token for token in task.train_dataset[1]["labels"] if token != IGNORED]
+    assert tokenizer.convert_ids_to_tokens(scored) == ["\u0120bad"]
 
 
 def test_every_label_word_is_a_row_of_evaluation() -> None:

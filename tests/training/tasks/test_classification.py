@@ -52,7 +52,7 @@ def test_labels_are_known_from_all_training_rows_though_few_are_used() -> None:
 def test_labels_that_only_evaluation_has_are_an_error() -> None:
     train = {"text": ["a", "b"], "label": ["x", "y"]}
     with pytest.raises(
-        ValueError, match=r"of the eval split holds labels that the train split has not: z \(1 rows: row 1"
+        ValueError, match=r"of the eval split holds labels that the train split does not have: z \(1 rows: row 1"
     ):
         classified(splits_of(train, {"text": ["a", "b"], "label": ["x", "z"]}))
 

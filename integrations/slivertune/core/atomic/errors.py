@@ -85,8 +85,8 @@ def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, st
         while each is not None:
             traceback.clear_frames(each.__traceback__)
             each = each.__context__
-        told = _STRERROR.search(text)
-        number = _number_of_short_write(folder) if told is None else _NUMBER_OF.get(told[1].strip(), errno.EIO)
+        match = _STRERROR.search(text)
+        number = _number_of_short_write(folder) if match is None else _NUMBER_OF.get(match[1].strip(), errno.EIO)
         return number, f"{os.strerror(number)} (torch.save: {text.splitlines()[0]})"
     return None, text
 
@@ -105,8 +105,8 @@ def _is_near(filename: str | bytes | int, target: Path) -> bool:
     path, target = Path(os.fsdecode(filename)).absolute(), target.absolute()
     if path.is_relative_to(target) or target.parent.is_relative_to(path):
         return True
-    beside = path.relative_to(target.parent).parts[0] if path.is_relative_to(target.parent) else ""
-    return beside.startswith(f".{target.name}.") and is_partial(Path(beside))
+    sibling = path.relative_to(target.parent).parts[0] if path.is_relative_to(target.parent) else ""
+    return sibling.startswith(f".{target.name}.") and is_partial(Path(sibling))
 
 
 def _is_partial(target: Path) -> bool:

@@ -25,13 +25,13 @@ def write_json(path: Path, value: Any) -> None:
         OSError: If it can't be written; names the file, and what it needed.
     """
     text = json.dumps(value, indent=2) + "\n"
-    with new_file(path, needs_bytes=len(text)) as aside:
-        aside.write_text(text, encoding="utf-8")
+    with atomic_file(path, needs_bytes=len(text)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def new_file(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
-    """A file beside `target` that takes its place when the block ends well, and is removed when it does not.
+def atomic_file(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
+    """A temporary file that replaces `target` when the block succeeds, and is removed when it fails.
 
     Args:
         target: The file; its folder must exist. An older file is whole until the new one replaces it.
@@ -54,8 +54,8 @@ def new_file(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def new_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
-    """A folder beside `target` that takes its name when the block ends well, and is removed when it does not.
+def atomic_new_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
+    """A temporary folder that is renamed to `target` when the block succeeds, and is removed when it fails.
 
     Args:
         target: Where the folder is to appear; nothing may be there yet.
@@ -75,15 +75,15 @@ def new_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path
             partial.content.mkdir()
             yield partial.content
             partial.publish()
-            # A rename takes the place of an empty folder without a word.
+            # A rename silently replaces an empty folder.
             check_absent(target)
             partial.content.rename(target)
             sync(target.parent)
 
 
 @contextmanager
-def folder_aside(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
-    """A new folder beside `target` that takes its place when the block ends well, and is removed when it does not.
+def atomic_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
+    """A temporary folder that replaces `target` when the block succeeds, and is removed when it fails.
 
     At every moment the old folder or the new one is whole under the target's name, however the process ends; on file
     systems that can't exchange two folders in one step, readers call `recover` first (see `partial`).
@@ -107,7 +107,7 @@ def folder_aside(target: Path, *, needs_bytes: int | None = None) -> Iterator[Pa
             partial.content.mkdir()
             yield partial.content
             partial.publish()
-            partial.take_place()
+            partial.replace_target()
 
 
 def check_absent(target: Path) -> None:

@@ -56,7 +56,7 @@ class Partial:
                 path.chmod(self.file_mode)
             sync(path)
 
-    def take_place(self) -> None:
+    def replace_target(self) -> None:
         """Put the content, a folder, where an older folder may be, and wait until that is on the disk."""
         if not self.target.exists():
             self.content.rename(self.target)
@@ -105,7 +105,7 @@ def recover(target: Path) -> None:
 
 
 def is_partial(path: Path) -> bool:
-    """Whether a path has the name of a hidden folder, which belongs to nobody but its writer and comes and goes."""
+    """Whether a path has the name of a hidden folder, which belongs to its writer alone and comes and goes."""
     return _NAME.fullmatch(path.name) is not None
 
 
@@ -170,7 +170,7 @@ def _lock(file: IO[bytes]) -> None:
     except BlockingIOError:
         raise
     except OSError:
-        # A file system without locks: nobody can take this one either, so that nobody removes the folder.
+        # A file system without locks: no other process can take this one either, so none removes the folder.
         pass
 
 

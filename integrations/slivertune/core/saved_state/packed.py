@@ -63,8 +63,8 @@ def pack_state(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any
         for number, parameter in zip(numbers, group["params"], strict=True):
             # One entry for each parameter, or torch misses it; with a dimension, or torch can't tell the device; and
             # something that torch refuses to flatten, since it would then lose the state in silence.
-            told = torch.tensor([updates], device=parameter.device)
-            state[number] = {f"{_KEY}_updates": told, _KEY: _UNFLATTENABLE}
+            marker = torch.tensor([updates], device=parameter.device)
+            state[number] = {f"{_KEY}_updates": marker, _KEY: _UNFLATTENABLE}
         groups.append({**group, "params": list(numbers)})
     groups[0][_KEY] = file.getvalue()
     return {"state": state, "param_groups": groups}

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from slivertune.core.atomic import explain_write_errors, folder_aside, recover
+from slivertune.core.atomic import atomic_folder, explain_write_errors, recover
 from slivertune.core.manifest import write_manifest
-from slivertune.core.saved_state import describe_damage
+from slivertune.core.saved_state import StateMismatchError, describe_damage
 from slivertune.core.sliver import Sliver
-from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 
 _OF_OTHER_CONTENTS = (
@@ -130,22 +129,22 @@ def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
         OSError: On every rank, if one failed; what was at `target` is as before.
     """
     with ExitStack() as opened:
-        aside: list[Path | None] = [None]
+        partial_folder: list[Path | None] = [None]
         opened_here: list[Path] = []
         failure = ""
         try:
             if world_size() == 1 or dist.get_rank() == 0:
-                opened_here.append(opened.enter_context(folder_aside(target)))
-                aside = [opened_here[0]]
+                opened_here.append(opened.enter_context(atomic_folder(target)))
+                partial_folder = [opened_here[0]]
         except OSError as error:
             failure = str(error)
         if world_size() > 1:
             with guard("saving a checkpoint"):
-                dist.broadcast_object_list(aside, src=0)
+                dist.broadcast_object_list(partial_folder, src=0)
         try:
-            if aside[0] is not None:
+            if partial_folder[0] is not None:
                 with explain_write_errors(target):
-                    write(aside[0])
+                    write(partial_folder[0])
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         _fail_together(target, failure)
@@ -171,6 +170,6 @@ def _fail_together(target: Path, failure: str) -> None:
         failures = [""] * world_size()
         with guard("saving a checkpoint"):
             dist.all_gather_object(failures, failure)
-    told = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each]
-    if told:
-        raise OSError(f"{target} could not be written ({'; '.join(told)}); it must lie where every rank can write")
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(failures) if each]
+    if failed:
+        raise OSError(f"{target} could not be written ({'; '.join(failed)}); every rank must be able to write there")

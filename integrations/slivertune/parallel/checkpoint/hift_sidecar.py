@@ -13,9 +13,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from slivertune.core.saved_state import check_loadable, load_dictionary
+from slivertune.core.saved_state import StateMismatchError, check_loadable, load_dictionary
 from slivertune.hift import HiFT
-from slivertune.hift.checkpoint import StateMismatchError
 from slivertune.hift.piece import Weight
 from slivertune.parallel.checkpoint.folder import (
     check_by_name,
@@ -40,7 +39,7 @@ class HiFTSidecar:
     """
 
     folder_name = FOLDER
-    without_state = "masters, moments and the turn would begin anew in the midst of a run"
+    without_state = "masters, moments and the turn would start from zero in the middle of a run"
 
     def __init__(self, hift: HiFT) -> None:
         self._hift = hift

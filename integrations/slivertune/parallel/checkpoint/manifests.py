@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slivertune.core.atomic import new_file, recover
+from slivertune.core.atomic import atomic_file, recover
 from slivertune.core.manifest import (
     MANIFEST_NAME,
     DamagedCheckpointError,
@@ -157,7 +157,7 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
         return
 
     for each in accelerator._optimizers:
-        _check_state_beside(getattr(each, "optimizer", each), folder)
+        _check_sidecar(getattr(each, "optimizer", each), folder)
 
     def read_weights(models: list[Any], input_dir: str) -> None:
         load_sharded_weights(accelerator.unwrap_model(models[0]), input_dir)
@@ -174,7 +174,7 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
         hook.remove()
 
 
-def _check_state_beside(optimizer: Any, folder: Path) -> None:
+def _check_sidecar(optimizer: Any, folder: Path) -> None:
     """See that what accelerate does not read of a sharded checkpoint is read from a folder of ours."""
     if not isinstance(optimizer, Sliver):
         raise ValueError(
@@ -184,7 +184,7 @@ def _check_state_beside(optimizer: Any, folder: Path) -> None:
     if not (folder / optimizer.method).is_dir():
         raise ValueError(
             f"{folder} has sharded weights and no folder {optimizer.method!r} with the optimizer's state: it was saved "
-            "by another method or without slivertune; resume as it was saved, or begin anew from its weights"
+            "by another method or without slivertune; resume as it was saved, or start a new run from its weights"
         )
 
 
@@ -263,12 +263,12 @@ def _latest(folder: Path) -> str | None:
 
 
 def _point(folder: Path, tag: str) -> None:
-    with new_file(folder / _LATEST) as path:
+    with atomic_file(folder / _LATEST) as path:
         path.write_text(tag, encoding="utf-8")
 
 
 def _stamps(folder: Path) -> dict[Path, tuple[int, int, int]]:
-    """What tells a file that was written anew from one that was not."""
+    """What differs between a file that was written again and one that was not."""
     found = {}
     for path in folder.rglob("*"):
         if path.is_file():
@@ -296,12 +296,12 @@ def _do_on_first(do: Callable[[], None], kind: type[Exception]) -> None:
 
 def _fail_together(folder: Path, failure: Exception | None) -> None:
     """Raise what this rank has met; or say what another has. A collective."""
-    told = [""] * world_size()
+    messages = [""] * world_size()
     if world_size() > 1:
         with guard("completing a checkpoint"):
-            dist.all_gather_object(told, "" if failure is None else f"{type(failure).__name__}: {failure}")
+            dist.all_gather_object(messages, "" if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    others = [f"rank {rank}: {each}" for rank, each in enumerate(told) if each]
+    others = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
     if others:
-        raise OSError(f"{folder} could not be written ({'; '.join(others)}); it must lie where every rank can write")
+        raise OSError(f"{folder} could not be written ({'; '.join(others)}); every rank must be able to write there")

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from slivertune.core.layout import Layout
 from slivertune.core.saved_state import load_dictionary
-from slivertune.parallel.layout import Layout
 
 _SHARDED = "pytorch_model_fsdp_0"
 _WHOLE = "pytorch_model_fsdp.bin"
@@ -45,7 +45,7 @@ def check_form(folder: str | Path, layout: Layout) -> None:
         if not is_deepspeeds:
             raise ValueError(
                 f"{folder} was not saved under DeepSpeed, which reads its own form alone; resume under the layout that "
-                "saved it, or begin anew from its weights"
+                "saved it, or start a new run from its weights"
             )
     elif is_deepspeeds:
         raise ValueError(
@@ -55,7 +55,7 @@ def check_form(folder: str | Path, layout: Layout) -> None:
     elif layout == "fsdp2" and next(folder.glob("pytorch_model_fsdp*"), None) is None:
         raise ValueError(
             f"{folder} has no weights in FSDP's form, and FSDP2 reads no other; resume in one process or under DDP, or "
-            "begin anew from its weights"
+            "start a new run from its weights"
         )
 
 

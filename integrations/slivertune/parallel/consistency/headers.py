@@ -16,7 +16,7 @@ class Stage(IntEnum):
     """What a rank is about to do together with the others."""
 
     FORWARD = 0
-    AVERAGING = 1
+    GRADIENT_SYNC = 1
     STEPPING = 2
     COMPARING = 3
     SAVING = 4
@@ -29,7 +29,7 @@ class Stage(IntEnum):
 
 _TEXTS = {
     Stage.FORWARD: "beginning a forward pass",
-    Stage.AVERAGING: "averaging gradients",
+    Stage.GRADIENT_SYNC: "averaging gradients",
     Stage.STEPPING: "stepping the optimizer",
     Stage.COMPARING: "comparing weights and settings",
     Stage.SAVING: "saving or ending the training",

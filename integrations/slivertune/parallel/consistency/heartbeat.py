@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from slivertune.parallel.consistency.exits import let_threads_finish_at_exit
 from slivertune.parallel.consistency.headers import UNKNOWN, Header, Stage, find_difference, short_hash
-from slivertune.parallel.consistency.liveness import own_identity, what_became_of
+from slivertune.parallel.consistency.liveness import describe_end, own_identity
 from slivertune.parallel.consistency.timeouts import timeout_of
 
 _SAME_STEPS = (
@@ -150,7 +150,7 @@ class Heartbeat:
             computes: Whether other work is done beside it, whose errors are to stay as they are.
 
         Raises:
-            RuntimeError: If it failed or timed out, with the whereabouts of all ranks.
+            RuntimeError: If it failed or timed out, with where each rank was last seen.
         """
         try:
             yield
@@ -233,17 +233,17 @@ class Heartbeat:
         fates, places = [], []
         for rank in (each for each in range(world_size()) if each != dist.get_rank()):
             identity = self._first if rank == 0 and self._first else self._look_up(f"{self._prefix}/process/{rank}")
-            fate = what_became_of(identity) if identity else None
+            fate = describe_end(identity) if identity else None
             if fate is not None:
                 fates.append(f"rank {rank} {fate}; ")
             place = self._look_up(self._key(rank)) or "gone, or never here"
             places.append(f"rank {rank} was last seen {place}")
         if not fates:
-            places.append("a rank that stays behind has died or has other settings")
+            places.append("a rank that falls behind has died or has other settings")
         return f"this rank is {self._own}; {''.join(fates)}{'; '.join(places)}"
 
     def _look_up(self, key: str) -> str | None:
-        if self._first and _is_of_rank_0(self._store) and what_became_of(self._first):
+        if self._first and _is_of_rank_0(self._store) and describe_end(self._first):
             return None  # a store whose process is stopped never answers
         try:
             self._store.wait([key], _LOOKUP_TIMEOUT)

@@ -19,7 +19,7 @@ def own_identity() -> str:
     return f"{_machine()} {os.getpid()} {_fields(os.getpid())[1]}"
 
 
-def what_became_of(identity: str) -> str | None:
+def describe_end(identity: str) -> str | None:
     """What is known of a process.
 
     Args:

@@ -35,9 +35,9 @@ class BucketedAllReduce:
 
     Args:
         model: Its outputs tell when a backward pass begins.
-        parameters: What may train, in the same order on every rank; those that require a gradient are exchanged.
+        parameters: What may train, in the same order on every rank; those that require a gradient are synchronized.
         heartbeat: Explains a collective that fails.
-        is_due: Whether the backward pass that begins now ends with an exchange; the same on every rank.
+        is_due: Whether the backward pass that begins now ends with a synchronization; the same on every rank.
         meet: Called when one begins; raises where the ranks are not at the same place, before anything is averaged.
         bucket_bytes: Bytes of one bucket; larger gradients are cut. None takes `BUCKET_BYTES`.
     """
@@ -260,7 +260,7 @@ def _fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list
 
 
 def _hook_when_frozen(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Set a hook that stays through freezing and thawing; it can only be set on what requires a gradient."""
+    """Set a hook that stays through freezing and unfreezing; it can only be set on what requires a gradient."""
     required = parameter.requires_grad
     parameter.requires_grad_(True)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)

@@ -67,7 +67,7 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
         [weight.trained for weight in hift.trained_weights],
         heartbeat,
         is_due=lambda: not hift.is_detached and (accelerator is None or bool(accelerator.sync_gradients)),
-        meet=lambda: consistency.meet(Stage.AVERAGING),
+        meet=lambda: consistency.meet(Stage.GRADIENT_SYNC),
     )
     hift.listen_to_backward(communicator.begin_backward)
     if accelerator is not None:

@@ -31,7 +31,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     """
     check_sft_agreement(sft)
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
-    with sft.moving(communicator):
+    with sft.rebinding_parameters(communicator):
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         broadcast_from_first(model)
     communicator.keep_together(sft)

@@ -1,10 +1,10 @@
 """HiFT on ranks that share the weights out (FSDP2, `fully_shard`).
 
-Accelerate shares the model out while everything trains; then the rotation freezes and thaws the sharded parameters, and
-each rank steps its own rows as plain local tensors, masters and state included. What FSDP2 fixes at the first forward
-pass (the dtypes of mixed precision) it fixes in a warm-up at `prepare`, while everything trains; and what it leaves
-gathered after a forward pass without a backward is put back after every step, because gathered weights would keep the
-values and the frozen state of the step before.
+Accelerate shares the model out while everything trains; then the rotation freezes and unfreezes the sharded parameters,
+and each rank steps its own rows as plain local tensors, masters and state included. What FSDP2 fixes at the first
+forward pass (the dtypes of mixed precision) it fixes in a warm-up at `prepare`, while everything trains; and what it
+leaves gathered after a forward pass without a backward is put back after every step, because gathered weights would
+keep the values and the frozen state of the step before.
 
 A rank's memory: b P / N bytes of weights (b bytes a parameter, P parameters, N ranks), the active group's gradients
 over N, two pieces of state, and what FSDP2 gathers to compute: the layers at work.
@@ -84,7 +84,7 @@ def share_hift(model: nn.Module, hift: HiFT) -> ConsistencyCheck:
 
     Args:
         model: The sharded model; `hift.param_groups` hold its parameters.
-        hift: Has let go of the parameters that it was built over.
+        hift: Has released the parameters that it was built over.
 
     Returns:
         What compares the ranks.

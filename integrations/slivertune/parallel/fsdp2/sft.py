@@ -49,7 +49,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     def pretrained(target: Target) -> ShardedPretrainedValues:
         return _Rows(target, accelerator.device, prepared)
 
-    with sft.moving(communicator, in_layers=True, pretrained=pretrained):
+    with sft.rebinding_parameters(communicator, in_layers=True, pretrained=pretrained):
         prepared = _sharded(accelerator, model)
     communicator.keep_together(sft)
     name_who_is_missing(accelerator, prepared, lambda: communicator.meet(Stage.FORWARD))
@@ -97,6 +97,6 @@ class _Rows(ShardedPretrainedValues):
         if len(placements) != 1 or not placements[0].is_shard(0):
             raise ValueError(
                 f"{self._target.name} is placed as {placements or 'no DTensor'}; SFT reads weights that are cut by "
-                "rows over one dimension of ranks: leave replicas (HSDP), other placements and ignored_modules away"
+                "rows over one dimension of ranks: leave out replicas (HSDP), other placements and ignored_modules"
             )
         return parameter

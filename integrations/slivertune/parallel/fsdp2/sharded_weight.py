@@ -56,7 +56,7 @@ def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight
     if len(placements) != 1 or not placements[0].is_shard(0):
         raise ValueError(
             f"{name} is placed as {placements}, but HiFT trains parameters that are cut by rows over one dimension of "
-            "ranks; leave replicas (HSDP) and other placements away"
+            "ranks; leave out replicas (HSDP) and other placements"
         )
     first_row = first_row_of(source)
     local = nn.Parameter(_local(source), requires_grad=False)

@@ -25,15 +25,15 @@ def check_units(accelerator: Any, model: nn.Module) -> None:
     classes = list(getattr(model, "_no_split_modules", None) or ()) if named is None else list(named)
     find: Any = getattr(model, "get_input_embeddings", lambda: None)
     bottom = find()
-    holders = {
+    parents = {
         type(module).__name__
         for module in model.modules()
         if type(module).__name__ in classes and any(each is bottom for each in module.modules())
     }
-    if holders:
+    if parents:
         present = {type(module).__name__ for module in model.modules()}
-        blocks = ",".join(each for each in classes if each in present - holders)
+        blocks = ",".join(each for each in classes if each in present - parents)
         raise ValueError(
-            f"{', '.join(sorted(holders))} holds the input embedding, which accelerate gathers on its own under FSDP2; "
+            f"{', '.join(sorted(parents))} holds the input embedding, which accelerate gathers on its own under FSDP2; "
             f"set fsdp_transformer_layer_cls_to_wrap: {blocks} in the fsdp_config of your configuration"
         )

@@ -1,4 +1,4 @@
-"""SFT's exchange over torch.distributed: small all-reduces and all-gathers, nothing of a dense gradient's size."""
+"""SFT's collectives over torch.distributed: small all-reduces and all-gathers, nothing of a dense gradient's size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_POSITION = -1
 
 
 class RankCommunicator(Communicator):
-    """Exchanges over the default process group.
+    """Collectives over the default process group.
 
     Bytes that a rank contributes: 4 for each trained weight in an update, 8 in an estimation phase; in the first update
     of a phase, for each micro-batch, 8 and 4 for each rank (the positions, then the values at all ranks' positions).
@@ -41,13 +41,13 @@ class RankCommunicator(Communicator):
         return dist.get_rank() == 0
 
     def check(self) -> None:
-        """Nothing to check: there is an exchange."""
+        """Nothing to check: the ranks are connected."""
 
     def is_last(self) -> bool:
         """Whether the running backward is the last one before the update."""
         return self._is_last()
 
-    def meet(self, stage: Stage = Stage.AVERAGING, settings: Mapping[str, object] | None = None) -> None:
+    def meet(self, stage: Stage = Stage.GRADIENT_SYNC, settings: Mapping[str, object] | None = None) -> None:
         """Check that all ranks are about to do the same, at the same update and with the same settings."""
         self._heartbeat.meet(Header(stage, self._updates), settings)
 
@@ -55,7 +55,7 @@ class RankCommunicator(Communicator):
         """Compare, before every step from now on, where the ranks are and what they apply.
 
         Args:
-            sft: Exchanges by this.
+            sft: Communicates by this.
         """
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class RankCommunicator(Communicator):
         """Compare positions and deltas, wherever the phases stand. A collective.
 
         Args:
-            sft: Exchanges by this.
+            sft: Communicates by this.
 
         Raises:
             RuntimeError: On every rank, if they have drifted apart.
@@ -83,14 +83,14 @@ class RankCommunicator(Communicator):
             Header(Stage.SAVING, sft.updates),
         )
 
-    def earliest(self, place: ChunkKey, device: torch.device) -> ChunkKey:
+    def earliest(self, key: ChunkKey, device: torch.device) -> ChunkKey:
         """Where the rank is whose turn comes first."""
-        own = torch.tensor(place, dtype=torch.int64, device=device)
-        with self._heartbeat.guard(f"choosing candidates in {_named(place)}"):
+        own = torch.tensor(key, dtype=torch.int64, device=device)
+        with self._heartbeat.guard(f"choosing candidates in {_named(key)}"):
             rows = own.new_empty(dist.get_world_size(), own.numel())
             dist.all_gather(list(rows), own)
             places = rows.tolist()
-        return min((ChunkKey(*each) for each in places), key=ChunkKey.turn)
+        return min((ChunkKey(*each) for each in places), key=ChunkKey.order)
 
     def union(self, positions: torch.Tensor, most: int) -> torch.Tensor:
         """All ranks' positions, each once, sorted."""
@@ -131,5 +131,5 @@ def options_of(sft: SFT) -> dict[str, Any]:
     return {key: value for key, value in sft.param_groups[0].items() if key != "params"}
 
 
-def _named(place: ChunkKey) -> str:
-    return "no tensor, at the end of a backward" if place == NOWHERE else f"tensor {place.weight}"
+def _named(key: ChunkKey) -> str:
+    return "no tensor, at the end of a backward" if key == NOWHERE else f"tensor {key.weight}"

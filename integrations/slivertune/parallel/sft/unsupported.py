@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from slivertune.parallel.zero.engine import Unsupported, check_stage, refuse_unsupported
+from slivertune.parallel.zero.engine import UnsupportedSetting, check_stage, refuse_unsupported
 from slivertune.sft import SFT
 from slivertune.sft.linear import check_layer_form
 
@@ -32,7 +32,7 @@ def check_layers(sft: SFT, layout: str) -> None:
         except ValueError as error:
             raise ValueError(
                 f'{layout} shares the weights out, so that layers have to add the deltas (form="layer"): {error}; '
-                "or leave that target away, or use DDP"
+                "or leave that target out, or use DDP"
             ) from error
 
 
@@ -64,7 +64,7 @@ def check_zero_config(config: Mapping[str, Any]) -> int:
     return stage
 
 
-_UNSUPPORTED: Unsupported = (
+_UNSUPPORTED: UnsupportedSetting = (
     ("zero_optimization", "zenflow", "remove it: SFT steps by itself"),
     ("zero_optimization", "zero_quantized_nontrainable_weights", "pretrained values would be lost; set it to false"),
     ("zero_optimization", "zero_quantized_weights", "pretrained values would be lost; set it to false"),

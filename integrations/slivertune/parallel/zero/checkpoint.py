@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slivertune.core.atomic import new_file
+from slivertune.core.atomic import atomic_file
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import check_identity
 from slivertune.hift.rotation import own_copy
@@ -22,7 +22,7 @@ from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
 from slivertune.parallel.zero.schedule import GroupSchedule
-from slivertune.parallel.zero.shares import Piece, SavedShares, pieces_of
+from slivertune.parallel.zero.shares import SavedShares, ShareFragment, pieces_of
 
 
 class Checkpoints:
@@ -61,10 +61,10 @@ class Checkpoints:
                 if not path.stem.endswith(f"_of_{dist.get_world_size()}"):
                     path.unlink()
         # Before DeepSpeed's, whose last act is to point "latest" at the folder.
-        with new_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as aside:
-            torch.save(self._export(), aside)
+        with atomic_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as temporary:
+            torch.save(self._export(), temporary)
         # Groups that wait are frozen, but must not be left out.
-        with schedule.all_thawed(exclude_frozen_parameters):
+        with schedule.all_trainable(exclude_frozen_parameters):
             return self._engine_save(
                 str(save_dir),
                 tag,
@@ -125,7 +125,7 @@ class Checkpoints:
     def _load_from_others(
         self, load_dir: Path, tag: str, num_saved: int, load_states: bool, rest: Mapping[str, Any]
     ) -> Any:
-        """Load what another number of ranks has saved: every share anew, out of all their files."""
+        """Load what another number of ranks has saved: every share put together from all their files."""
         schedule, folder = self._schedule, load_dir / tag
         shares = SavedShares(folder, num_saved)
         zero: Any = schedule.engine.optimizer
@@ -170,7 +170,7 @@ class Checkpoints:
             for index in range(len(mover.masters)):
                 child._reassign_or_swap_out_partitioned_parameters(index)
 
-    def _pieces(self, group: int) -> list[list[Piece]]:
+    def _pieces(self, group: int) -> list[list[ShareFragment]]:
         names = {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
         return pieces_of(self._schedule.children[group], self._schedule.stage, names)
 
@@ -287,7 +287,7 @@ class Checkpoints:
             is_same = [tuple(each.shape) for each in theirs] == [
                 tuple(each.shape) for each in schedule.mover(group).masters
             ]
-            pieces = [[Piece(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
+            pieces = [[ShareFragment(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
             if not is_same or pieces != self._pieces(group):
                 raise ValueError(
                     f"{path} has other shares of group {group} than this rank; build model, optimizer and config with "

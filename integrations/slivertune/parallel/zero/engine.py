@@ -9,10 +9,10 @@ import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DeepSpeedSchedulerWrapper
 
-Unsupported = Sequence[tuple[str, str, str]]
+UnsupportedSetting = Sequence[tuple[str, str, str]]
 """Section and key of a setting that is to be off, and what to do."""
 
-_BY_NEITHER: Unsupported = (
+_BY_NEITHER: UnsupportedSetting = (
     ("hybrid_engine", "enabled", "set it to false"),
     ("compile", "deepcompile", "set it to false"),
     ("tensor_parallel", "autotp_size", "set it to 1, and shard by ZeRO-3"),
@@ -42,7 +42,7 @@ def check_stage(config: Mapping[str, Any], method: str) -> int:
     return int(stage)
 
 
-def refuse_unsupported(config: Mapping[str, Any], method: str, own: Unsupported) -> None:
+def refuse_unsupported(config: Mapping[str, Any], method: str, own: UnsupportedSetting) -> None:
     """Refuse settings that don't go together with a method. Pure.
 
     Args:
@@ -65,7 +65,7 @@ def refuse_unsupported(config: Mapping[str, Any], method: str, own: Unsupported)
         )
 
 
-def take_place(accelerator: Any, prepared: list[Any], old: Any, new: Any, engine: Any) -> None:
+def replace_prepared(accelerator: Any, prepared: list[Any], old: Any, new: Any, engine: Any) -> None:
     """Put an optimizer where accelerate has put that over which the engine was built.
 
     Args:

@@ -21,7 +21,7 @@ from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.consistency.hift import check_hift_agreement
 from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero.checkpoint import Checkpoints
-from slivertune.parallel.zero.engine import drive_by_config, take_place
+from slivertune.parallel.zero.engine import drive_by_config, replace_prepared
 from slivertune.parallel.zero.schedule import GroupSchedule, optimizer_of_group
 from slivertune.parallel.zero.unsupported import (
     check_engine_config,
@@ -75,7 +75,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     engine = prepared[objects.index(model)]
     rotate(engine, hift)
     explain_saving(accelerator)
-    take_place(accelerator, prepared, prepared[objects.index(hift)], EngineSteppedOptimizer(hift, engine), engine)
+    replace_prepared(accelerator, prepared, prepared[objects.index(hift)], EngineSteppedOptimizer(hift, engine), engine)
     return tuple(prepared)
 
 

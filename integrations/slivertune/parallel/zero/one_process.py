@@ -1,4 +1,4 @@
-"""A checkpoint of HiFT on DeepSpeed, taken up by one process without DeepSpeed: `load_zero`."""
+"""A checkpoint of HiFT on DeepSpeed, continued by one process without DeepSpeed: `load_zero`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import check_identity
 from slivertune.parallel.checkpoint.folder import unwrapped
 from slivertune.parallel.zero.checkpoint import identity
-from slivertune.parallel.zero.shares import Piece, SavedShares, open_shares
+from slivertune.parallel.zero.shares import SavedShares, ShareFragment, open_shares
 
 
 def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -35,7 +35,7 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     if changed:
         raise ValueError(
             f"the base optimizer of group {changed[0]} has changed its own hyperparameters, which only DeepSpeed's "
-            "layouts take up; resume there"
+            "layouts load; resume there"
         )
     now = hift.whole_state()
     weights, state = _put_together(hift, shares)
@@ -55,7 +55,7 @@ def _put_together(hift: HiFT, shares: SavedShares) -> tuple[dict[str, torch.Tens
         for weight in hift.weights_of(group.index):
             shape = weight.parameter.shape
             master = torch.empty(shape, dtype=torch.float32)
-            state = shares.fill(group.index, [Piece(weight.name, 0, 0, master.numel())], master.view(-1))
+            state = shares.fill(group.index, [ShareFragment(weight.name, 0, 0, master.numel())], master.view(-1))
             weights[weight.name] = master
             if state:
                 has_master = weight.parameter.dtype != torch.float32

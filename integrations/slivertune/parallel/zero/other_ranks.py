@@ -1,6 +1,6 @@
 """What DeepSpeed's own files of a checkpoint give to another number of ranks: counters, schedule, frozen weights.
 
-DeepSpeed (0.19.8) lets a rank read the file of its own number alone, and cuts nothing anew.
+DeepSpeed (0.19.8) lets a rank read the file of its own number alone, and cuts nothing again.
 """
 
 from __future__ import annotations

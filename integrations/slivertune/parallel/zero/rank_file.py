@@ -69,7 +69,7 @@ def read_rank_file(folder: Path, rank: int, num_ranks: int, *, mmap: bool = Fals
 _Check = Callable[[Any, str], None]
 
 
-def _need(holds: bool, what: str, is_what: str) -> None:
+def _require(holds: bool, what: str, is_what: str) -> None:
     if not holds:
         raise TypeError(f"{what} is no {is_what}")
 
@@ -79,20 +79,20 @@ def _is_count(value: Any) -> bool:
 
 
 def _count(value: Any, what: str) -> None:
-    _need(_is_count(value), what, "count")
+    _require(_is_count(value), what, "count")
 
 
 def _number(value: Any, what: str) -> None:
-    _need(type(value) in (bool, int, float), what, "number")
+    _require(type(value) in (bool, int, float), what, "number")
 
 
 def _rate(value: Any, what: str) -> None:
     is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else value is None or type(value) in (int, float)
-    _need(is_one, what, "learning rate")
+    _require(is_one, what, "learning rate")
 
 
 def _mapping(value: Any, what: str) -> None:
-    _need(isinstance(value, Mapping) and all(type(key) is str for key in value), what, "mapping by name")
+    _require(isinstance(value, Mapping) and all(type(key) is str for key in value), what, "mapping by name")
 
 
 def _plain(value: Any, what: str) -> None:
@@ -102,7 +102,7 @@ def _plain(value: Any, what: str) -> None:
 
 def _list_of(check: _Check) -> _Check:
     def check_all(value: Any, what: str) -> None:
-        _need(isinstance(value, (list, tuple)), what, "list")
+        _require(isinstance(value, (list, tuple)), what, "list")
         for index, each in enumerate(value):
             check(each, f"{what}[{index}]")
 
@@ -119,30 +119,30 @@ def _by_name(check: _Check) -> _Check:
 
 
 def _counts_by_index(value: Any, what: str) -> None:
-    _need(all(_is_count(count) for _, count in _indexed(value, what)), what, "mapping of counts")
+    _require(all(_is_count(count) for _, count in _indexed(value, what)), what, "mapping of counts")
 
 
 def _piece(value: Any, what: str) -> None:
     is_one = isinstance(value, (list, tuple)) and len(value) == 4 and type(value[0]) is str
-    _need(is_one and all(map(_is_count, value[1:])), what, "piece of a parameter")
+    _require(is_one and all(map(_is_count, value[1:])), what, "piece of a parameter")
 
 
 def _master(value: Any, what: str) -> None:
-    _need(isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == torch.float32, what, "fp32 master")
+    _require(isinstance(value, torch.Tensor) and value.dim() == 1 and value.dtype == torch.float32, what, "fp32 master")
 
 
 def _group(value: Any, what: str) -> None:
     _mapping(value, what)
     _list_of(_master)(value["masters"], f"{what}['masters']")
-    optimizer, place = value["optimizer"], f"{what}['optimizer']"
-    _mapping(optimizer, place)
-    _list_of(_mapping)(optimizer["param_groups"], f"{place}['param_groups']")
-    for index, values in _indexed(optimizer["state"], f"{place}['state']"):
-        _mapping(values, f"{place}['state'][{index}]")
+    optimizer, name = value["optimizer"], f"{what}['optimizer']"
+    _mapping(optimizer, name)
+    _list_of(_mapping)(optimizer["param_groups"], f"{name}['param_groups']")
+    for index, values in _indexed(optimizer["state"], f"{name}['state']"):
+        _mapping(values, f"{name}['state'][{index}]")
 
 
 def _indexed(value: Any, what: str) -> Any:
-    _need(isinstance(value, Mapping) and all(map(_is_count, value)), what, "mapping by index")
+    _require(isinstance(value, Mapping) and all(map(_is_count, value)), what, "mapping by index")
     return value.items()
 
 
@@ -163,17 +163,17 @@ _PARTS: dict[str, _Check] = {
 
 
 def _check_groups(saved: Mapping[str, Any]) -> None:
-    """Each part tells of the same groups, and pieces lie within parameters and masters."""
+    """Each part has the same groups, and pieces lie within parameters and masters."""
     names = [str(index) for index in range(len(saved["pieces"]))]
     for key in ("pieces", "shapes", "own"):
-        _need(sorted(saved[key]) == sorted(names), key, f"mapping of {len(names)} groups")
+        _require(sorted(saved[key]) == sorted(names), key, f"mapping of {len(names)} groups")
     are_all_but_one = set(saved["groups"]) < set(names) and len(saved["groups"]) == len(names) - 1
-    _need(are_all_but_one, "groups", "mapping of all groups but the active one")
+    _require(are_all_but_one, "groups", "mapping of all groups but the active one")
     for name in names:
         exported, what = saved["groups"].get(name, saved["active"]), f"pieces[{name!r}]"
         masters, sizes = exported["masters"], saved["shapes"][name]
-        _need(len(saved["pieces"][name]) == len(masters), what, "list for each master")
+        _require(len(saved["pieces"][name]) == len(masters), what, "list for each master")
         for pieces, master in zip(saved["pieces"][name], masters, strict=True):
-            for parameter, first, place, length in pieces:
+            for parameter, first, offset, length in pieces:
                 is_within = parameter in sizes and first + length <= prod(sizes[parameter])
-                _need(is_within and place + length <= master.numel(), what, f"list of pieces within {parameter!r}")
+                _require(is_within and offset + length <= master.numel(), what, f"list of pieces within {parameter!r}")

@@ -87,7 +87,7 @@ class GroupSchedule:
         first = engine.optimizer
         self.children: dict[int, Any] = {self.active: first}
         self._movers = {self.active: self._mover(first)}
-        self._rest(self.active)
+        self._deactivate(self.active)
         for group in (g for g in range(optimizer.num_groups) if g != self.active):
             self._build(group, first)
         self._share_scaler()
@@ -97,7 +97,7 @@ class GroupSchedule:
                 # Each optimizer has claimed all parameters of the module for itself.
                 for parameter in self._weights[group]:
                     parameter._z3_optimizer = child  # type: ignore[attr-defined]
-        self._wake(self.active)
+        self._activate(self.active)
         self._check = ModelCheck(model, self.optimizer.trained_weights)
         self._engine_step = engine.step
         engine.step = self._step
@@ -123,8 +123,8 @@ class GroupSchedule:
             return
         start = time.perf_counter()
         self.children[self.active].zero_grad()
-        self._rest(self.active)
-        self._wake(group)
+        self._deactivate(self.active)
+        self._activate(group)
         self.switch_seconds += time.perf_counter() - start
         self.num_switches += 1
 
@@ -137,8 +137,8 @@ class GroupSchedule:
         self.optimizer.rotation.restore(state)
         group = self.optimizer.active_group
         if group != self.active:
-            self._rest(self.active)
-            self._wake(group)
+            self._deactivate(self.active)
+            self._activate(group)
 
     def own_hyperparameters(self, group: int) -> list[dict[str, Any]]:
         """What a group's optimizer itself changed among its hyperparameters, by its own param groups."""
@@ -186,7 +186,7 @@ class GroupSchedule:
                 child._clear_fp32_optimizer_param_groups()
 
     @contextmanager
-    def all_thawed(self, wanted: bool) -> Iterator[None]:
+    def all_trainable(self, wanted: bool) -> Iterator[None]:
         """Let nothing that HiFT trains count as frozen meanwhile.
 
         Args:
@@ -225,7 +225,7 @@ class GroupSchedule:
                 bucket.buffer = first.ipg_buckets[dtype].buffer
         self.children[group] = child
         self._movers[group] = self._mover(child)
-        self._rest(group)
+        self._deactivate(group)
 
     def _share_scaler(self) -> None:
         """Let all groups use the active group's loss scaler, which a checkpoint replaces."""
@@ -237,12 +237,12 @@ class GroupSchedule:
     def _mover(self, child: Any) -> StateMover:
         return StateMover(child, self.stage, torch.device(self.engine.device))
 
-    def _rest(self, group: int) -> None:
+    def _deactivate(self, group: int) -> None:
         if self._waits_on_host:
             self._movers[group].to_host()
         self._movers[group].drop_gradients()
 
-    def _wake(self, group: int) -> None:
+    def _activate(self, group: int) -> None:
         self._freezer.only(self._weights[group], self._note_gradient)
         if self._waits_on_host:
             self._movers[group].to_device()
@@ -252,7 +252,7 @@ class GroupSchedule:
         self.engine.basic_optimizer = self.children[group].optimizer
 
     def _check_model(self) -> None:
-        """Check that the model still has what the engine steps, and freeze again what others have thawed."""
+        """Check that the model still has what the engine steps, and freeze again what others have unfrozen."""
         self._check()
         if self.stage < 3:
             self._check_memory()
@@ -328,7 +328,7 @@ class GroupSchedule:
         if self.stage == 1 and not self._is_boundary():
             return
         reached = self._is_reached if self.stage == 1 else self._is_reached_now
-        self._heartbeat.meet(self._header(Stage.AVERAGING)._replace(gradients=int(reached)))
+        self._heartbeat.meet(self._header(Stage.GRADIENT_SYNC)._replace(gradients=int(reached)))
 
     def _is_boundary(self) -> bool:
         engine = self.engine

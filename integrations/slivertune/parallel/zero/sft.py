@@ -27,7 +27,7 @@ from slivertune.parallel.consistency.timeouts import follow_default_timeout, kee
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
 from slivertune.parallel.sft.unsupported import check_layers, check_zero_config
-from slivertune.parallel.zero.engine import drive_by_config, take_place
+from slivertune.parallel.zero.engine import drive_by_config, replace_prepared
 from slivertune.parallel.zero.other_ranks import fill_frozen, first_states, ranks_of_states, reading_first
 from slivertune.parallel.zero.unsupported import fill_clipping
 from slivertune.sft import SFT
@@ -63,7 +63,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         engine = prepared[objects.index(model)]
         built.append(engine)
     explain_saving(accelerator)
-    take_place(accelerator, prepared, prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft), engine)
+    replace_prepared(accelerator, prepared, prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft), engine)
     return tuple(prepared)
 
 
@@ -117,7 +117,9 @@ def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.
 
     model = sft.model
     communicator = RankCommunicator(is_last)
-    with sft.moving(communicator, in_layers=stage == 3, pretrained=pretrained, is_shown=False):
+    with sft.rebinding_parameters(
+        communicator, in_layers=stage == 3, pretrained=pretrained, with_delta_parameters=False
+    ):
         device = next(model.parameters()).device
         placeholder = nn.Parameter(torch.zeros(1, dtype=next(model.parameters()).dtype, device=device))
         model.register_parameter(_PLACEHOLDER, placeholder)

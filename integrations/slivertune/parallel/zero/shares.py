@@ -18,19 +18,19 @@ from slivertune.core.manifest import check_whole
 from slivertune.parallel.zero.rank_file import file_name, read_rank_file, saved_ranks
 
 
-class Piece(NamedTuple):
+class ShareFragment(NamedTuple):
     """A run of elements of one parameter in a rank's share."""
 
     name: str
     """The parameter's."""
     first: int
     """Where it begins in the flattened parameter."""
-    place: int
+    offset: int
     """Where it begins in the share."""
     length: int
 
 
-def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list[Piece]]:
+def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list[ShareFragment]]:
     """What this rank's masters hold, one list a master; padding is in none.
 
     Args:
@@ -41,7 +41,7 @@ def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list
     return _pieces_of_each(optimizer, names) if stage == 3 else _pieces_end_to_end(optimizer, names)
 
 
-def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[Piece]]:
+def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
     found = []
     for index, parameters in enumerate(optimizer.round_robin_bit16_groups):
         size = int(optimizer.partition_size[index])
@@ -50,22 +50,22 @@ def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[Pi
         for parameter, offset in zip(parameters, optimizer.round_robin_bit16_offsets[index], strict=True):
             start, stop = max(offset, left), min(offset + parameter.numel(), left + size)
             if start < stop:
-                pieces.append(Piece(names[id(parameter)], start - offset, start - left, stop - start))
+                pieces.append(ShareFragment(names[id(parameter)], start - offset, start - left, stop - start))
         found.append(pieces)
     return found
 
 
-def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[Piece]]:
+def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
     found = []
     for parameters in optimizer.fp16_groups:
-        pieces, place = [], 0
+        pieces, offset = [], 0
         for parameter in parameters:
             size = int(parameter.partition_numel())
             first = size * dist.get_rank(parameter.ds_process_group)
             count = min(size, int(parameter.ds_numel) - first)
             if count > 0:
-                pieces.append(Piece(names[id(parameter)], first, place, count))
-            place += size
+                pieces.append(ShareFragment(names[id(parameter)], first, offset, count))
+            offset += size
         found.append(pieces)
     return found
 
@@ -110,7 +110,7 @@ class SavedShares:
         """Rank 0's file, for what all ranks have in common."""
         return self._files[0]
 
-    def fill(self, group: int, own: Sequence[Piece], master: torch.Tensor) -> dict[str, Any]:
+    def fill(self, group: int, own: Sequence[ShareFragment], master: torch.Tensor) -> dict[str, Any]:
         """Put a share together.
 
         Args:
@@ -132,13 +132,13 @@ class SavedShares:
             masters = exported["masters"]
             for index, pieces in enumerate(saved["pieces"][str(group)]):
                 kept = exported["optimizer"]["state"].get(index, {})
-                for theirs in (Piece(*each) for each in pieces):
+                for theirs in (ShareFragment(*each) for each in pieces):
                     for piece in own:
                         begin, end = _overlap(piece, theirs)
                         if begin >= end:
                             continue
-                        to = slice(piece.place + begin - piece.first, piece.place + end - piece.first)
-                        out = slice(theirs.place + begin - theirs.first, theirs.place + end - theirs.first)
+                        to = slice(piece.offset + begin - piece.first, piece.offset + end - piece.first)
+                        out = slice(theirs.offset + begin - theirs.first, theirs.offset + end - theirs.first)
                         master[to] = masters[index][out]
                         _copy_state(state, kept, masters[index].shape, master.shape, to, out)
                         reached[piece] += end - begin
@@ -151,7 +151,7 @@ class SavedShares:
         return state
 
 
-def _overlap(one: Piece, other: Piece) -> tuple[int, int]:
+def _overlap(one: ShareFragment, other: ShareFragment) -> tuple[int, int]:
     if one.name != other.name:
         return 0, 0
     return max(one.first, other.first), min(one.first + one.length, other.first + other.length)
@@ -178,7 +178,7 @@ def _copy_state(
 
 
 def open_shares(folder: Path) -> SavedShares:
-    """All ranks' files of a checkpoint that nobody has looked at yet.
+    """All ranks' files of a checkpoint that nothing has read yet.
 
     Args:
         folder: The checkpoint's.
@@ -216,6 +216,6 @@ def fp32_weights(folder: str | Path) -> dict[str, torch.Tensor]:
     for group, shapes in shares.first["shapes"].items():
         for name, shape in shapes.items():
             whole = torch.empty(shape, dtype=torch.float32)
-            shares.fill(int(group), [Piece(name, 0, 0, whole.numel())], whole.view(-1))
+            shares.fill(int(group), [ShareFragment(name, 0, 0, whole.numel())], whole.view(-1))
             found[name] = whole
     return found

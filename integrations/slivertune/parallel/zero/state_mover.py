@@ -1,6 +1,6 @@
 """Moves the masters and state of one group's ZeRO optimizer between the device and host memory.
 
-DeepSpeed's own `offload_states` collects garbage and pins its buffers anew at every call, 200 to 400 ms a switch; here
+DeepSpeed's own `offload_states` collects garbage and pins its buffers again at every call, 200 to 400 ms a switch; here
 the host's buffers are allocated once, and only pointers change.
 """
 
@@ -38,7 +38,7 @@ class StateMover:
         self._stage = stage
         self._device = device
         self._buffer: OffloadBuffer = host_buffer(device)
-        self._waiting: dict[_Key, torch.Tensor] = {}
+        self._on_host: dict[_Key, torch.Tensor] = {}
         self.copy_seconds = 0.0
         """Time spent copying, or on CUDA queueing copies, since the mover was made."""
         self.copied_bytes = 0
@@ -55,13 +55,13 @@ class StateMover:
         """Let masters and state wait in host memory; new ones get their place there."""
         moving = [(key, tensor) for key, tensor in self._tensors() if not self._waits(key, tensor)]
         self._unlink_fragments()
-        self._reserve([tensor for key, tensor in moving if key not in self._waiting])
+        self._reserve([tensor for key, tensor in moving if key not in self._on_host])
         for key, tensor in moving:
-            if key not in self._waiting:
-                self._waiting[key] = self._buffer.empty_like(tensor.detach())
-            place = self._waiting[key]
-            self._copy(place, tensor.data)
-            tensor.data = place
+            if key not in self._on_host:
+                self._on_host[key] = self._buffer.empty_like(tensor.detach())
+            waiting = self._on_host[key]
+            self._copy(waiting, tensor.data)
+            tensor.data = waiting
 
     def to_device(self) -> None:
         """Bring masters and state back."""
@@ -111,7 +111,7 @@ class StateMover:
 
     def host_bytes(self) -> int:
         """Bytes of the places in host memory, which stay allocated while the group trains."""
-        return sum(place.numel() * place.dtype.itemsize for place in self._waiting.values())
+        return sum(waiting.numel() * waiting.dtype.itemsize for waiting in self._on_host.values())
 
     def _tensors(self) -> Iterator[tuple[_Key, torch.Tensor]]:
         weights = {flat.untyped_storage().data_ptr() for flat in self._weights()}
@@ -138,8 +138,8 @@ class StateMover:
         )
 
     def _waits(self, key: _Key, tensor: torch.Tensor) -> bool:
-        place = self._waiting.get(key)
-        return place is not None and place.data_ptr() == tensor.data_ptr()
+        waiting = self._on_host.get(key)
+        return waiting is not None and waiting.data_ptr() == tensor.data_ptr()
 
     def _reserve(self, tensors: list[torch.Tensor]) -> None:
         sizes: dict[torch.dtype, int] = {}

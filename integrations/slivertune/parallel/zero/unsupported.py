@@ -10,7 +10,7 @@ from torch import nn
 
 from slivertune.hift import HiFTConfig
 from slivertune.parallel.objects import refuse_step_in_backward
-from slivertune.parallel.zero.engine import Unsupported, check_stage, refuse_unsupported
+from slivertune.parallel.zero.engine import UnsupportedSetting, check_stage, refuse_unsupported
 
 
 def check_method(config: HiFTConfig, base_class: type, unit: str) -> None:
@@ -55,7 +55,7 @@ def check_method(config: HiFTConfig, base_class: type, unit: str) -> None:
         )
     if name == "Adagrad":
         raise ValueError(
-            "DeepSpeed builds Adagrad anew and loses its param groups; use torch.optim.AdamW or RMSprop, or "
+            "DeepSpeed builds a new Adagrad and loses its param groups; use torch.optim.AdamW or RMSprop, or "
             "DDP or FSDP2"
         )
 
@@ -95,7 +95,7 @@ _NO_BF16_OPTIMIZER = (
     "ZeRO-1 with bf16 weights and data_types.grad_accum_dtype fp32 makes DeepSpeed use its BF16_Optimizer, which can't "
     "be rotated; use stage 2 (or 3), which accumulates in fp32 as well, or leave grad_accum_dtype"
 )
-_UNSUPPORTED: Unsupported = (
+_UNSUPPORTED: UnsupportedSetting = (
     ("zero_optimization", "zenflow", "remove it: HiFT moves the state by itself"),
     ("zero_optimization", "zero_quantized_nontrainable_weights", "waiting groups would be quantised; set it to false"),
     ("zero_optimization", "elastic_checkpoint", "set it to false"),

@@ -43,17 +43,17 @@ class LabelSet:
             ValueError: If a label is not in the training split.
         """
         classes = {name: index for index, name in enumerate(self.names)}
-        spoken = _spoken(rows, self.column)
-        unknown = [row for row, name in enumerate(spoken) if name not in classes]
+        names = _names_of(rows, self.column)
+        unknown = [row for row, name in enumerate(names) if name not in classes]
         if unknown:
-            strangers = sorted({spoken[row] for row in unknown})
+            strangers = sorted({names[row] for row in unknown})
             numbers = column_values(rows.select(unknown), ROW_COLUMN)
             raise ValueError(
-                f"column {self.column!r} of the {split} split holds labels that the train split has not: "
+                f"column {self.column!r} of the {split} split holds labels that the train split does not have: "
                 f"{_listed(strangers)} ({len(unknown)} rows: {name_rows(numbers)}, counted from 0); the train "
                 f"split has {_listed(self.names)}; correct them, or train on rows with every label"
             )
-        return [classes[name] for name in spoken]
+        return [classes[name] for name in names]
 
 
 def read_labels(rows: Any, column: str) -> LabelSet:
@@ -91,7 +91,7 @@ def read_labels(rows: Any, column: str) -> LabelSet:
     return LabelSet(column=column, names=tuple(names))
 
 
-def _spoken(rows: Any, column: str) -> list[str]:
+def _names_of(rows: Any, column: str) -> list[str]:
     """Each row's label as text."""
     feature = rows.features[column]
     values = column_values(rows, column)

@@ -101,7 +101,7 @@ def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
 
 
 def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: StepReport | None = None) -> Path:
-    """Find the base model, or train it and keep it; one that is damaged is trained anew.
+    """Find the base model, or train it and keep it; one that is damaged is trained again.
 
     Args:
         recipe: What the model is.
@@ -132,11 +132,11 @@ def save_base_model(model: LlamaForCausalLM, recipe: BaseRecipe, folder: Path) -
         recipe: What it was made from.
         folder: Where to.
     """
-    with atomic.folder_aside(folder) as new:
-        model.save_pretrained(new)
-        make_byte_tokenizer(recipe.max_positions).save_pretrained(new)
-        atomic.write_json(new / "recipe.json", {**asdict(recipe), "python": platform.python_version()})
-        write_manifest(new)
+    with atomic.atomic_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        make_byte_tokenizer(recipe.max_positions).save_pretrained(temporary)
+        atomic.write_json(temporary / "recipe.json", {**asdict(recipe), "python": platform.python_version()})
+        write_manifest(temporary)
 
 
 def train_base_model(recipe: BaseRecipe, texts: list[str], report: StepReport) -> LlamaForCausalLM:

@@ -38,7 +38,7 @@ def prepare_base_model(recipe: BaseRecipe, console: Console, *, bar: bool) -> Pa
         console.print(f"base model: {folder}, made before", highlight=False, soft_wrap=True)
         return folder
     if damage is not None:
-        console.print(f"base model: {folder} is damaged ({damage}) and made anew", highlight=False, soft_wrap=True)
+        console.print(f"base model: {folder} is damaged ({damage}) and is made again", highlight=False, soft_wrap=True)
     console.print(
         f"base model: training it on the docstrings of Python's standard library, {recipe.num_steps} updates; it is "
         f"kept in {folder} for later runs",

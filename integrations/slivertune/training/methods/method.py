@@ -142,10 +142,10 @@ class TrainingMethod:
         """
         folder = output_folder / MODEL_FOLDER
         with ExitStack() as stack:
-            new = coordinator.decide(
-                "folder aside of the model", lambda: stack.enter_context(atomic.folder_aside(folder))
+            temporary = coordinator.decide(
+                "temporary folder of the model", lambda: stack.enter_context(atomic.atomic_folder(folder))
             )
-            save_whole_model(trainer, new)
+            save_whole_model(trainer, temporary)
         return Saved(model=folder)
 
     def close(self) -> None:

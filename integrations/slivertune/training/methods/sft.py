@@ -179,5 +179,5 @@ def _check_checkpoint(folder: str | None) -> None:
     if folder is not None and not holds_state(Path(folder)) and not (Path(folder) / SFT_FOLDER).exists():
         raise ValueError(
             f"{folder} has no {_OPTIMIZER_FILE}, so its deltas can't be told from pretrained weights; resume from a "
-            "checkpoint that was saved without --save_only_model, or start anew"
+            "checkpoint that was saved without --save_only_model, or start again"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slivertune.sft.config import Selection
+from slivertune.sft.config import SelectionCriterion
 from slivertune.training.embedded.base_model import BaseRecipe
 from slivertune.training.options.method import Method
 
@@ -27,7 +27,7 @@ def training_defaults(
     embedded_model: bool,
     embedded_data: bool,
     has_cuda: bool,
-    selection: Selection = "accumulated_gradient",
+    selection: SelectionCriterion = "accumulated_gradient",
 ) -> dict[str, Any]:
     """Defaults of `TrainingArguments` that differ from the library's own.
 

@@ -32,8 +32,8 @@ class ModelArguments:
         default=False,
         metadata={
             "help": "lora, sft: hold the frozen linear layers of the blocks in 4 bits (bitsandbytes NF4 with double "
-            "quantisation); with --method lora this is QLoRA, with --method sft the deltas lie beside the codes, and "
-            "--output_dir holds the deltas alone."
+            "quantisation); with --method lora this is QLoRA, with --method sft the deltas are kept apart from the "
+            "codes, and --output_dir holds the deltas alone."
         },
     )
     attn_implementation: str | None = field(

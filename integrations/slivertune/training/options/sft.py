@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from slivertune.sft.config import DEFAULT_LORA_RANK, Selection, SFTConfig
+from slivertune.sft.config import DEFAULT_LORA_RANK, SelectionCriterion, SFTConfig
 from slivertune.training.options.defaults import EMBEDDED_DENSITY
 
 _DEFAULTS = SFTConfig()
@@ -40,7 +40,7 @@ class SFTArguments:
             f"--density {EMBEDDED_DENSITY})."
         },
     )
-    selection: Selection = field(
+    selection: SelectionCriterion = field(
         default=_DEFAULTS.selection,
         metadata={
             "help": "sft: how weights are grown: by the gradient accumulated over --estimation_steps updates, trained "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from slivertune import __version__
-from slivertune.sft.delta_parameters import HOLDER_NAME
+from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.options.checks import enum_value
 from slivertune.training.ready import Run
 
@@ -63,7 +63,7 @@ def _kinds_of_weights(model: torch.nn.Module) -> str:
             {
                 str(parameter.dtype).removeprefix("torch.") if quantised is None else str(quantised.quant_type)
                 for name, parameter in model.named_parameters()
-                if HOLDER_NAME not in name.split(".")
+                if DELTA_PARAMETERS_NAME not in name.split(".")
                 for quantised in [getattr(parameter, "quant_state", None)]
             }
         )

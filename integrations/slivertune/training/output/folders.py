@@ -83,7 +83,9 @@ def _continue_newest(method: str, asked: str | None) -> RunFolder:
     checkpoint, passed_over = newest_whole(folder)
     if checkpoint is None:
         reasons = "; ".join(passed_over) or "it holds no checkpoint"
-        raise ValueError(f"there is nothing whole to resume in {folder}: {reasons}; start anew in another --output_dir")
+        raise ValueError(
+            f"there is nothing whole to resume in {folder}: {reasons}; start again in another --output_dir"
+        )
     return RunFolder(path=folder, checkpoint=checkpoint, notes=tuple(f"passed over: {line}" for line in passed_over))
 
 
@@ -105,7 +107,7 @@ def _start_or_continue(method: str, asked: str | None) -> RunFolder:
         return RunFolder(path=folder, checkpoint=checkpoint, notes=notes)
     if _is_occupied(folder) and not _is_of_a_run(folder):
         raise FileExistsError(
-            f"output_dir {folder} holds no checkpoint and things that are of no run of slivertune train, which are "
+            f"output_dir {folder} holds no checkpoint, and files that no run of slivertune train wrote, which are "
             "never written over; name another folder"
         )
     return RunFolder(path=folder, notes=(*notes, f"{folder} holds no whole checkpoint; this run begins at the start"))
@@ -157,8 +159,8 @@ def read_results(folder: Path) -> dict[str, Any] | None:
 def _continue_from(checkpoint: Path, asked: str | None) -> RunFolder:
     if not checkpoint.is_dir():
         raise ValueError(
-            f"resume_from_checkpoint={str(checkpoint)!r} is no folder; give a checkpoint's path, true for the newest, "
-            "or auto for the newest or the start"
+            f"resume_from_checkpoint={str(checkpoint)!r} is not a folder; give a checkpoint's path, true for the "
+            "newest, or auto for the newest or the start"
         )
     damage = find_damage(checkpoint)
     if damage is not None:
@@ -189,7 +191,7 @@ def _check_place(folder: Path) -> None:
         raise FileExistsError(f"output_dir {folder} {where}; name a folder, which need not exist yet")
     if not os.access(there, os.W_OK | os.X_OK):
         raise ValueError(
-            f"output_dir {folder} can't be written: {there} takes no files of this user; name another folder"
+            f"output_dir {folder} can't be written: {there} is not writable for this user; name another folder"
         )
 
 

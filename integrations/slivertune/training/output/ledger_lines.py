@@ -68,7 +68,7 @@ class LedgerLines(TrainerCallback):
     """Counts the bytes alive during updates and says, once a cycle, where they were at the cycle's peak.
 
     Evaluation, generation and saving are not counted: the ledger is entered when an update begins and left when it
-    ends. A line shows each kind's own highest value; these need not have come at one moment.
+    ends. A line shows each kind's own highest value; these need not have occurred at one moment.
 
     Args:
         model: The model that is trained.

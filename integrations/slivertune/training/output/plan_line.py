@@ -16,7 +16,7 @@ from slivertune.planning.request import OptimizerName, PlanRequest, PrecisionNam
 from slivertune.training.methods.sft import SFTMethod
 from slivertune.training.options.checks import enum_value
 from slivertune.training.options.parse import TrainArguments
-from slivertune.training.output.plan_apart import plan_apart
+from slivertune.training.output.plan_process import plan_in_process
 from slivertune.training.ready import Run
 
 _OPTIMIZERS: dict[str, OptimizerName] = {
@@ -105,7 +105,7 @@ class PlanLine:
 
 def _plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
     if dist.is_available() and dist.is_initialized():
-        return plan_apart(request, config)
+        return plan_in_process(request, config)
     # A plan builds a model, whose initial weights must not move the run's random state.
     with torch.random.fork_rng(devices=[]):
         return make_plan(request, config)

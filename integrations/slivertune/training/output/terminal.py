@@ -50,7 +50,7 @@ def one_voice(console: Console) -> Iterator[None]:
     log.setLevel(logging.INFO)
     try:
         with warnings.catch_warnings():
-            # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires, and nobody here can change that.
+            # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires, which can't be changed here.
             warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated")
             warnings.showwarning = lambda message, *_, **__: _print(console, f"warning: {message}")
             yield

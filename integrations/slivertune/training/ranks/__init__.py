@@ -1,1 +1,1 @@
-"""The processes of a run: how they find each other, and who decides and speaks for all."""
+"""The processes of a run: how they find each other, and who decides and reports for all."""

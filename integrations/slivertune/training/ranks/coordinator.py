@@ -1,4 +1,4 @@
-"""The processes of one run: what the first decides for all, who waits for whom, and which of them speaks.
+"""The processes of one run: what the first decides for all, who waits for whom, and which of them reports an error.
 
 They talk through the store that their launcher's addresses lead to, and so before torch.distributed has begun, without
 a timeout that a long preparation could run into.
@@ -54,7 +54,7 @@ class LaunchCoordinator:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks, decides and writes."""
+        """Whether this process prints, decides and writes."""
         return self.rank == 0
 
     @property
@@ -120,10 +120,10 @@ class LaunchCoordinator:
         if self._store is not None and self.is_first:
             self._put(f"stage/{stage}", True)
 
-    def speaks(self, text: str) -> bool:
-        """Whether this process is the one to say how it failed; call it once, and then `has_spoken`.
+    def owns_error(self, text: str) -> bool:
+        """Whether this process is the one to report how it failed; call it once, and then `publish_error`.
 
-        The first one always is. Another waits whether the first says the same.
+        The first one always is. Another waits to see whether the first reports the same.
 
         Args:
             text: What went wrong.
@@ -134,8 +134,8 @@ class LaunchCoordinator:
         deadline = time.monotonic() + patience
         try:
             while time.monotonic() < deadline:
-                if self._store.check(["spoken"]):
-                    return bool(pickle.loads(self._store.get("spoken")) != text)
+                if self._store.check(["error"]):
+                    return bool(pickle.loads(self._store.get("error")) != text)
                 if self._store.check([f"stage/{self._stage + 1}"]):
                     return True
                 time.sleep(_POLL_S)
@@ -144,15 +144,15 @@ class LaunchCoordinator:
             return True
         return True
 
-    def await_word(self) -> None:
-        """Wait until the first process has said what went wrong: launchers end all others when one has ended."""
+    def await_error_report(self) -> None:
+        """Wait until the first process has reported what went wrong: launchers end all others when one has ended."""
         if not self.is_first:
-            self.speaks("")
+            self.owns_error("")
 
-    def has_spoken(self, text: str) -> None:
-        """Tell the others what was said, and give them a moment to hear it before this process ends."""
+    def publish_error(self, text: str) -> None:
+        """Tell the others what was reported, and give them a moment to read it before this process ends."""
         if self._store is not None and self.is_first:
-            self._put("spoken", text)
+            self._put("error", text)
             time.sleep(1.0)
 
     def _lead(self, name: str, do: Callable[[], _Value], shared: Callable[[_Value], Any]) -> _Value:
@@ -180,7 +180,7 @@ class LaunchCoordinator:
         return pickle.loads(self._store.get(name))
 
 
-def join_peers() -> LaunchCoordinator:
+def join_launch() -> LaunchCoordinator:
     """Find the other processes of this run, where a launcher has started several.
 
     Returns:

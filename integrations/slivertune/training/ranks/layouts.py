@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import Trainer
 
-from slivertune.parallel.layout import Layout, layout_of
+from slivertune.core.layout import Layout
+from slivertune.parallel.layout import layout_of
 from slivertune.parallel.zero.unsupported import fill_buckets
 
 

@@ -147,8 +147,8 @@ class CausalPromptHooks:
         rows, positions = torch.nonzero(labels[:, 1:] != IGNORED, as_tuple=True)
         targets = labels[rows, positions + 1] & _TOKEN_MASK
         vocabulary: torch.Tensor = logits[rows, positions].float().log_softmax(dim=-1)
-        spoken = vocabulary.gather(1, targets.unsqueeze(1)).squeeze(1)
-        return spoken.new_zeros(len(labels)).index_add(0, rows, spoken)
+        label_scores = vocabulary.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return label_scores.new_zeros(len(labels)).index_add(0, rows, label_scores)
 
     def accuracy(self, prediction: EvalPrediction) -> dict[str, float]:
         """The share of examples whose right label word is the likeliest; a `compute_metrics`.

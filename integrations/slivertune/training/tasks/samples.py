@@ -47,7 +47,7 @@ def make_probe(
         tokenizer: Its tokenizer.
         asked: `--sample_prompt`; by default the beginning of the first evaluation row.
         num_tokens: The most tokens that a language model may answer; 0 asks nothing.
-        cut: Whether a prompt that does not fit into a row is cut, as one that nobody typed.
+        cut: Whether a prompt that does not fit into a row is cut, as one that no user typed.
 
     Returns:
         The question, or None where none is wanted.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, make_allowance
-from slivertune.planning.need import Limits, need_of
+from slivertune.planning.memory_requirement import Limits, add_allowance
 from slivertune.planning.request import PlanRequest
 from tests.planning.made import GIB, moment, simple_plan
 
@@ -23,18 +23,20 @@ def test_an_allowance_adds_up_and_counts_collectives_on_several_gpus_alone() -> 
 def test_resident_weights_do_not_fragment_and_streamed_ones_do(offload: bool, moving: int) -> None:
     layout = "fsdp2" if offload else "single"
     request = PlanRequest(layout=layout, offload_parameters=offload)
-    need = need_of(simple_plan(request, moment(parameters=12 * GIB, gradients=GIB, state=GIB, residual=2 * GIB)))
-    assert need.allowance.fragmentation == round(0.05 * moving)
-    assert need.device_bytes == 16 * GIB + need.allowance.total
+    requirement = add_allowance(
+        simple_plan(request, moment(parameters=12 * GIB, gradients=GIB, state=GIB, residual=2 * GIB))
+    )
+    assert requirement.allowance.fragmentation == round(0.05 * moving)
+    assert requirement.device_bytes == 16 * GIB + requirement.allowance.total
 
 
-def test_a_need_fits_to_the_byte_and_says_what_lacks() -> None:
-    need = need_of(simple_plan(PlanRequest(), moment(parameters=GIB), host_bytes=100))
-    exactly = Limits(device_bytes=need.device_bytes)
-    assert need.fits(exactly) and need.missing_device_bytes(exactly) == 0
-    less = Limits(device_bytes=need.device_bytes - 1)
-    assert not need.fits(less) and need.missing_device_bytes(less) == 1
+def test_a_requirement_fits_to_the_byte_and_says_what_lacks() -> None:
+    requirement = add_allowance(simple_plan(PlanRequest(), moment(parameters=GIB), host_bytes=100))
+    exactly = Limits(device_bytes=requirement.device_bytes)
+    assert requirement.fits(exactly) and requirement.missing_device_bytes(exactly) == 0
+    less = Limits(device_bytes=requirement.device_bytes - 1)
+    assert not requirement.fits(less) and requirement.missing_device_bytes(less) == 1
     for host_bytes, missing in ((99, 1), (100, 0)):
-        limits = Limits(device_bytes=need.device_bytes, host_bytes=host_bytes)
-        assert need.missing_host_bytes(limits) == missing
-        assert need.fits(limits) == (missing == 0)
+        limits = Limits(device_bytes=requirement.device_bytes, host_bytes=host_bytes)
+        assert requirement.missing_host_bytes(limits) == missing
+        assert requirement.fits(limits) == (missing == 0)

@@ -1,11 +1,11 @@
-"""The settings that `--fit` may change, in the order of what they cost.
+"""The candidates of a search: settings that `--fit` may change, in the order of what they cost.
 
 First comes what leaves an update as it is and costs next to no time; then what leaves it as it is and costs time, the
 cheapest first; then what changes the arithmetic of an update, the slightest first; last what makes a step several times
 as slow, or changes the data. Nothing that decides what is trained is ever changed: method, group size, ranks,
 densities, token ratios.
 
-A move is only planned where it can change what is too large, which the parts of the last peak tell.
+A candidate is only planned where it can change what is too large, as the parts of the last peak show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
-from slivertune.planning.need import Limits, Need
+from slivertune.planning.memory_requirement import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
 SMALL_PIECE_BYTES = 32 * 2**20
@@ -27,12 +27,12 @@ hardly longer."""
 _LENGTH_STEP = 128
 """Sequence lengths are tried in multiples of this, the tiles of attention and matrix kernels."""
 
-Question = Callable[[Need, Limits], str | None]
-"""Why a move can't help there; None if it might."""
+Question = Callable[[MemoryRequirement, Limits], str | None]
+"""Why a candidate can't help there; None if it might."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Move:
+class Candidate:
     """A setting that a search may change."""
 
     title: str
@@ -50,70 +50,70 @@ class Move:
     """Whether it makes the weights on the GPU smaller: where these alone do not fit, nothing else helps."""
 
 
-def all_moves(min_seq_length: int | None = None) -> tuple[Move, ...]:
-    """The moves, from the cheapest to the costliest.
+def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
+    """The search candidates, from the cheapest to the costliest.
 
     Args:
         min_seq_length: How short sequences may become; None keeps them.
     """
     return (
-        Move(
+        Candidate(
             title="smaller pieces of masters and state on the GPU",
             cost="the same update; more and smaller copies, which still fill the bus",
             fields=("stream_bytes",),
             options=_smaller_pieces,
             cannot_help=_no_state_on_device,
         ),
-        Move(
+        Candidate(
             title="split masters",
             cost="the same update to the bit; the host keeps the half of a master that its weight lacks",
             fields=("master", "precision"),
             options=_split_masters,
             cannot_help=_host_is_large_enough,
         ),
-        Move(
+        Candidate(
             title="the batch in parts, with accumulation",
             cost=f"the same update; a forward keeps {BUSY_TOKENS:,} tokens or more, which keep a GPU busy",
             fields=("gradient_accumulation_steps",),
             options=lambda request: _parts_of_batch(request, fewest_tokens=BUSY_TOKENS),
             cannot_help=_no_activations_at_peak,
         ),
-        Move(
+        Candidate(
             title="gradient checkpointing",
             cost="the same update; each block is computed once more, about a third of a dense step's time",
             fields=("gradient_checkpointing",),
             options=_checkpointing,
             cannot_help=_no_activations_at_peak,
         ),
-        Move(
+        Candidate(
             title="the batch in smaller parts, with accumulation",
             cost=f"the same update; forwards of less than {BUSY_TOKENS:,} tokens may leave a GPU waiting for memory",
             fields=("gradient_accumulation_steps",),
             options=lambda request: _parts_of_batch(request, fewest_tokens=1),
             cannot_help=_no_activations_at_peak,
         ),
-        Move(
+        Candidate(
             title="8-bit optimizer state",
             cost="moments of 8 bits in place of 32 (bitsandbytes): the update changes a little, quality hardly",
             fields=("optimizer",),
             options=_eight_bit_state,
             cannot_help=_no_state_that_is_too_large,
         ),
-        Move(
+        Candidate(
             title="stepping in backward",
             cost="the same update, but gradients can't be clipped or accumulated: --max_grad_norm 0",
             fields=("step_in_backward", "gradient_accumulation_steps"),
             options=_step_in_backward,
             cannot_help=_no_gradients_at_peak,
         ),
-        Move(
+        Candidate(
             title="masters and state on disk",
             cost="the same update; each step reads and writes its group's state, so it is as fast as the disk",
             fields=("state",),
             options=_state_on_disk,
             cannot_help=_host_is_large_enough,
         ),
-        Move(
+        Candidate(
             title="bf16 weights without masters",
             cost="steps smaller than a weight's last bit are lost (8 bits), which small learning rates feel",
             fields=("precision", "master"),
@@ -121,7 +121,7 @@ def all_moves(min_seq_length: int | None = None) -> tuple[Move, ...]:
             cannot_help=_no_masters_at_peak,
             shrinks_weights=True,
         ),
-        Move(
+        Candidate(
             title="frozen weights in 4 bits",
             cost="the frozen weights are rounded to NF4, and unpacked at each use",
             fields=("load_in_4bit", "precision"),
@@ -129,7 +129,7 @@ def all_moves(min_seq_length: int | None = None) -> tuple[Move, ...]:
             cannot_help=_gpu_is_large_enough,
             shrinks_weights=True,
         ),
-        Move(
+        Candidate(
             title="weights on the host, streamed layer by layer",
             cost="the same update; all weights cross the bus in each forward and backward, several times a step's time "
             "with small batches",
@@ -138,7 +138,7 @@ def all_moves(min_seq_length: int | None = None) -> tuple[Move, ...]:
             cannot_help=_gpu_is_large_enough,
             shrinks_weights=True,
         ),
-        Move(
+        Candidate(
             title="shorter sequences",
             cost="longer rows of the data are cut; only as far as --min_seq_length allows",
             fields=(),
@@ -223,49 +223,49 @@ def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
         return []
 
 
-def _gpu_is_large_enough(need: Need, limits: Limits) -> str | None:
-    return None if need.missing_device_bytes(limits) else "it would spare the GPU, which is large enough"
+def _gpu_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    return None if requirement.missing_device_bytes(limits) else "it would spare the GPU, which is large enough"
 
 
-def _host_is_large_enough(need: Need, limits: Limits) -> str | None:
-    return None if need.missing_host_bytes(limits) else "it would spare the host, which is large enough"
+def _host_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    return None if requirement.missing_host_bytes(limits) else "it would spare the host, which is large enough"
 
 
-def _no_activations_at_peak(need: Need, limits: Limits) -> str | None:
-    if need.plan.peak.phase == "step":
+def _no_activations_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    if requirement.plan.peak.phase == "step":
         return "the peak is in the optimizer's step, where no activations live"
-    return _gpu_is_large_enough(need, limits)
+    return _gpu_is_large_enough(requirement, limits)
 
 
-def _no_gradients_at_peak(need: Need, limits: Limits) -> str | None:
-    if not need.plan.peak.gradients:
+def _no_gradients_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    if not requirement.plan.peak.gradients:
         return "no gradients live at the peak"
-    return _gpu_is_large_enough(need, limits)
+    return _gpu_is_large_enough(requirement, limits)
 
 
-def _no_state_on_device(need: Need, limits: Limits) -> str | None:
-    if not need.plan.peak.state:
+def _no_state_on_device(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    if not requirement.plan.peak.state:
         return "no masters or optimizer state are on the GPU at the peak"
-    return _gpu_is_large_enough(need, limits)
+    return _gpu_is_large_enough(requirement, limits)
 
 
-def _no_state_that_is_too_large(need: Need, limits: Limits) -> str | None:
-    if need.missing_host_bytes(limits):
+def _no_state_that_is_too_large(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    if requirement.missing_host_bytes(limits):
         return None
-    if _comes_in_pieces(need.plan.request):
-        size = format_bytes(need.plan.request.stream_bytes)
+    if _comes_in_pieces(requirement.plan.request):
+        size = format_bytes(requirement.plan.request.stream_bytes)
         return f"state is on the GPU in pieces of {size}, whatever its precision"
-    return _no_state_on_device(need, limits)
+    return _no_state_on_device(requirement, limits)
 
 
-def _no_masters_at_peak(need: Need, limits: Limits) -> str | None:
-    if need.missing_host_bytes(limits):
+def _no_masters_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    if requirement.missing_host_bytes(limits):
         return None
-    request = need.plan.request
+    request = requirement.plan.request
     if request.precision == "mixed_hi" and _comes_in_pieces(request):
         size = format_bytes(request.stream_bytes)
         return f"masters are on the GPU in pieces of {size}, and the weights are bf16 already"
-    return _gpu_is_large_enough(need, limits)
+    return _gpu_is_large_enough(requirement, limits)
 
 
 def _comes_in_pieces(request: PlanRequest) -> bool:

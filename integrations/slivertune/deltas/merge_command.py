@@ -1,4 +1,4 @@
-"""The verbs `slivertune merge` and `slivertune unmerge`: what they print while they work, and after."""
+"""The commands `slivertune merge` and `slivertune unmerge`: what they print while they work, and after."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from slivertune.cli import main
-from slivertune.planning import verb
+from slivertune.planning import command
 from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
@@ -53,7 +53,7 @@ def test_what_libraries_print_or_log_while_a_plan_is_made_does_not_reach_standar
 
     speaks: list[bool] = []
 
-    monkeypatch.setattr(verb, "make_plan", noisy)
+    monkeypatch.setattr(command, "make_plan", noisy)
     assert main(["plan", "--model", str(tiny), "--json"]) == 0
     captured = capfd.readouterr()
     assert isinstance(json.loads(captured.out), dict)
@@ -202,7 +202,7 @@ def test_a_failure_is_code_1_with_a_traceback_on_request_and_ctrl_c_is_130(
     def fail(*args: Any) -> None:
         raise raised
 
-    monkeypatch.setattr(verb, "make_plan", fail)
+    monkeypatch.setattr(command, "make_plan", fail)
     assert main(["plan", "--model", str(tiny)]) == 1
     assert capfd.readouterr().err == "slivertune plan: error: it broke\n"
     assert main(["--debug", "plan", "--model", str(tiny)]) == 1
@@ -218,8 +218,8 @@ def test_a_missing_matplotlib_is_told_of_before_anything_is_planned(
     def refuse() -> None:
         raise ImportError("--plot needs matplotlib")
 
-    monkeypatch.setattr(verb, "require_matplotlib", refuse)
-    monkeypatch.setattr(verb, "make_plan", None)
+    monkeypatch.setattr(command, "require_matplotlib", refuse)
+    monkeypatch.setattr(command, "make_plan", None)
     assert main(["plan", "--model", str(tiny), "--plot", str(tmp_path / "x.png")]) == 1
     assert capfd.readouterr().err == "slivertune plan: error: ImportError: --plot needs matplotlib\n"
 
@@ -233,7 +233,7 @@ def test_matplotlib_is_imported_by_a_plot_alone(tiny: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tiny)], check=True, capture_output=True, timeout=300)
 
 
-def test_help_is_printed_and_the_list_of_verbs_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_printed_and_the_list_of_commands_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     for words, part in ((["plan", "--help"], "--fit SIZE"), (["--help"], "settings that fit a GPU")):
         with pytest.raises(SystemExit) as stop:
             main(words)

@@ -11,15 +11,15 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.deltas.names import name_before
 from slivertune.sft.config import PhiGradient
-from slivertune.sft.delta_parameters import HOLDER_NAME, DeltaParameters
+from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME, DeltaParameters
 from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.guard import ModelGuard
 from slivertune.sft.linear import DeltaLayer
 from slivertune.sft.weight import SparseWeight
 
 
-class Attachment:
-    """Hooks, layers and holder, put on and taken off together.
+class ModelHooks:
+    """Hooks, layers and delta parameters, put on and taken off together.
 
     Args:
         model: The model.
@@ -58,26 +58,26 @@ class Attachment:
         """Whether the model has it."""
         return self._is_on
 
-    def put_on(self, *, with_holder: bool = True) -> None:
+    def put_on(self, *, with_delta_parameters: bool = True) -> None:
         """Freeze the model, and see to each trained tensor's gradient.
 
         Args:
-            with_holder: Whether the deltas are to be parameters of the model.
+            with_delta_parameters: Whether the deltas are to be parameters of the model.
         """
         self._is_on = True
         self._model.requires_grad_(False)
         for at, weight in enumerate(self._weights):
             if weight.merged:
                 weight.target.parameter.requires_grad_(True)
-                hook = self._taker(at)
+                hook = self._gradient_hook(at)
                 self._handles.append(weight.target.parameter.register_post_accumulate_grad_hook(hook))
             else:
                 self._layers.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
         if not self._gradient_sync.communicator.is_alone:
             self._handles += self._gradient_sync.watch(self._model)
         # On a layer, as a model that is a container would count it among its layers and call it.
-        if with_holder:
-            self._owner.add_module(HOLDER_NAME, self._delta_parameters)
+        if with_delta_parameters:
+            self._owner.add_module(DELTA_PARAMETERS_NAME, self._delta_parameters)
         self._guard.put_on(self)
 
     def take_off(self) -> None:
@@ -88,11 +88,11 @@ class Attachment:
         for layer in self._layers:
             layer.remove()
         self._handles, self._layers = [], []
-        if hasattr(self._owner, HOLDER_NAME):
-            delattr(self._owner, HOLDER_NAME)
+        if hasattr(self._owner, DELTA_PARAMETERS_NAME):
+            delattr(self._owner, DELTA_PARAMETERS_NAME)
         self._is_on = False
 
-    def thaw(self) -> None:
+    def restore_requires_grad(self) -> None:
         """Let `requires_grad` be as it was before the first `put_on`."""
         for name, parameter in self._model.named_parameters():
             was_trainable = self._was_trainable.get(name_before(name, self._was_trainable))
@@ -102,14 +102,14 @@ class Attachment:
     def _owner(self) -> nn.Module:
         return self._weights[0].target.module
 
-    def _taker(self, at: int) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, at: int) -> Callable[[torch.Tensor], None]:
         # A tensor's hooks lie where Python's garbage collector does not look: they must not hold the tensor.
         reference = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
-            attachment = reference()
-            if attachment is not None and parameter.grad is not None:
-                attachment._take(at, parameter.grad)
+            hooks = reference()
+            if hooks is not None and parameter.grad is not None:
+                hooks._take(at, parameter.grad)
                 parameter.grad = None
 
         return take

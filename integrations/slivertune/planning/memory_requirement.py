@@ -1,4 +1,4 @@
-"""What a run needs in all, and what there is."""
+"""The memory that a run requires in all, and the limits it has to fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
+class MemoryRequirement:
     """A plan with its allowance."""
 
     plan: Plan
@@ -50,7 +50,7 @@ class Need:
         return not self.missing_device_bytes(limits) and not self.missing_host_bytes(limits)
 
 
-def need_of(plan: Plan) -> Need:
+def add_allowance(plan: Plan) -> MemoryRequirement:
     """Add the allowance to a plan.
 
     Args:
@@ -59,4 +59,4 @@ def need_of(plan: Plan) -> Need:
     # Weights that are streamed come and go like everything else.
     resident = 0 if plan.request.offload_parameters else plan.peak.parameters
     moving = plan.peak_bytes - resident
-    return Need(plan=plan, allowance=make_allowance(moving_bytes=moving, num_gpus=plan.request.num_gpus))
+    return MemoryRequirement(plan=plan, allowance=make_allowance(moving_bytes=moving, num_gpus=plan.request.num_gpus))

@@ -1,4 +1,4 @@
-"""A plan in a process of its own: among ranks, its model and optimizer would be theirs, to cut and to step together."""
+"""A plan in a process of its own: in a rank, torch and DeepSpeed would share its model and optimizer out as well."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from slivertune.planning.request import PlanRequest
 
 
-def plan_apart(request: PlanRequest, config: PreTrainedConfig) -> Plan:
+def plan_in_process(request: PlanRequest, config: PreTrainedConfig) -> Plan:
     """As `slivertune.planning.make.make_plan`.
 
     Raises:
         concurrent.futures.process.BrokenProcessPool: If the process died.
     """
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_be_quiet) as apart:
-        return apart.submit(_plan, request, config).result()
+    with ProcessPoolExecutor(1, mp_context=spawn, initializer=_be_quiet) as pool:
+        return pool.submit(_plan, request, config).result()
 
 
 def _be_quiet() -> None:

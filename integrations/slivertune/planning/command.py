@@ -16,10 +16,10 @@ from rich.console import Console
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.arguments import PlanArguments, Sweep, parse_plan_arguments
 from slivertune.planning.byte_text import format_bytes
+from slivertune.planning.candidates import all_candidates
 from slivertune.planning.configs import ModelFigures, find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.moves import all_moves
-from slivertune.planning.need import Limits, Need, need_of
+from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.plot import draw, require_matplotlib
 from slivertune.planning.report import print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
@@ -65,34 +65,36 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer:
         if arguments.fit_bytes is not None:
             limits = Limits(device_bytes=arguments.fit_bytes, host_bytes=arguments.fit_host_bytes)
         if arguments.sweep is not None:
-            needs = _sweep(model, given, arguments.sweep, _teller(console))
-            return SweepAnswer(model=model, field=arguments.sweep.field, needs=needs, limits=limits)
+            requirements = _sweep(model, given, arguments.sweep, _teller(console))
+            return SweepAnswer(model=model, field=arguments.sweep.field, requirements=requirements, limits=limits)
         if limits is None:
-            return Answer(model=model, need=_need(PlanRequest(**given), model))
+            return Answer(model=model, requirement=_estimate(PlanRequest(**given), model))
         found = search(
             start_of_search(given),
-            all_moves(arguments.min_seq_length),
+            all_candidates(arguments.min_seq_length),
             limits,
-            lambda request: _need(request, model),
+            lambda request: _estimate(request, model),
             fixed=arguments.given,
             tell=_teller(console),
         )
-        return Answer(model=model, need=found.need, limits=limits, found=found)
+        return Answer(model=model, requirement=found.requirement, limits=limits, found=found)
 
 
-def _need(request: PlanRequest, model: ModelFigures) -> Need:
-    return need_of(make_plan(request, model.config))
+def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:
+    return add_allowance(make_plan(request, model.config))
 
 
-def _sweep(model: ModelFigures, given: dict[str, Any], sweep: Sweep, tell: Tell) -> tuple[tuple[Any, Need], ...]:
+def _sweep(
+    model: ModelFigures, given: dict[str, Any], sweep: Sweep, tell: Tell
+) -> tuple[tuple[Any, MemoryRequirement], ...]:
     # Every value is checked before the first is planned.
     requests = [PlanRequest(**{**given, sweep.field: value}) for value in sweep.values]
-    needs = []
+    requirements = []
     for value, request in zip(sweep.values, requests, strict=True):
-        need = _need(request, model)
-        tell(f"{sweep.field}={value}: {format_bytes(need.device_bytes)} with the allowance")
-        needs.append((value, need))
-    return tuple(needs)
+        requirement = _estimate(request, model)
+        tell(f"{sweep.field}={value}: {format_bytes(requirement.device_bytes)} with the allowance")
+        requirements.append((value, requirement))
+    return tuple(requirements)
 
 
 def _task(model: ModelFigures, asked: Any) -> Any:
@@ -115,7 +117,7 @@ def _console(*, stderr: bool) -> Console:
 
 @contextmanager
 def _quiet_libraries() -> Iterator[None]:
-    """Let standard output be the answer's alone, and keep back what libraries say of a model that no one will use."""
+    """Let standard output be the answer's alone, and hold back what libraries say of a model that will never run."""
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     # bitsandbytes warns of a CPU kernel that a plan never calls.

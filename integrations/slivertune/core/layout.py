@@ -1,0 +1,8 @@
+"""Names of the ways in which ranks share a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Layout = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
+"""`single` is one process; `zero1` to `zero3` are DeepSpeed's stages."""
