@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import slivertune
 from slivertune import HiFT, HiFTConfig, SFTConfig, TokenTune
 from slivertune.interop.checkpoints import TOKENS_NAME
-from slivertune.interop.trainer import count_updates
+from slivertune.interop.methods import count_updates
 from slivertune.sft import SFT
 from tests.helpers.models import assert_same_bits, tiny_llama
 from tests.training.test_callbacks import ROWS, Watch, collate, make_trainer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeAlias
@@ -11,7 +10,7 @@ from torch import nn
 from transformers import Trainer
 
 from slivertune.core.sliver import Sliver
-from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift import HiFTConfig
 from slivertune.interop.checkpoints import (
     KeepManifest,
     KeepState,
@@ -19,10 +18,11 @@ from slivertune.interop.checkpoints import (
     ResumeListener,
     keep_manifest_last,
 )
+from slivertune.interop.methods import method_of
 from slivertune.interop.ranks import watch_ranks
-from slivertune.interop.refusals import check_base_optimizer, check_best_model, check_step_in_backward, check_trainer
+from slivertune.interop.refusals import check_trainer
 from slivertune.parallel.prepare import prepare
-from slivertune.sft import SFT, SFTConfig
+from slivertune.sft import SFTConfig
 from slivertune.tokentune import TokenTune, TokenTuneHandle
 
 Setting: TypeAlias = HiFTConfig | SFTConfig | TokenTune
@@ -40,20 +40,21 @@ class Attachment:
 
     Args:
         trainer: Has not trained yet.
-        method: Settings of HiFT or SFT, if one of them trains.
+        config: Settings of HiFT or SFT, if one of them trains.
         tune: The token selection, if there is one.
         momentum: SM3's.
     """
 
     def __init__(
-        self, trainer: Trainer, method: HiFTConfig | SFTConfig | None, tune: TokenTune | None, momentum: float
+        self, trainer: Trainer, config: HiFTConfig | SFTConfig | None, tune: TokenTune | None, momentum: float
     ) -> None:
         self._trainer = trainer
-        self._method = method
+        self._config = config
+        self._method = method_of(config)
         self._tune = tune
         self._momentum = momentum
-        self._listener = ResumeListener(trainer, needs_manifest=method is not None)
-        self._optimizer: HiFT | SFT | None = None
+        self._listener = ResumeListener(trainer, needs_manifest=config is not None)
+        self._optimizer: Any = None
         self._tokens: TokenTuneHandle | None = None
         self._tokens_at_rest: dict[str, Any] | None = None
         """State of the token selection between two trainings, when it is off the model."""
@@ -63,8 +64,8 @@ class Attachment:
         self._base_class_and_kwargs = trainer.optimizer_cls_and_kwargs
 
     @property
-    def optimizer(self) -> HiFT | SFT | None:
-        """The optimizer that was built over the model; None where TokenTune alone was attached."""
+    def optimizer(self) -> Any:
+        """HiFT or SFT: the optimizer that was built over the model; None where TokenTune alone was attached."""
         return self._optimizer
 
     @property
@@ -83,8 +84,8 @@ class Attachment:
         """Put on the model again what came off when the last training ended."""
         if self._trainer.model_init is not None or self._model is None:
             return  # this training makes a model of its own
-        if isinstance(self._optimizer, HiFT):
-            self._optimizer.reattach()
+        if self._method is not None:
+            self._method.begin(self._optimizer)
         if self._tune is not None and self._tokens_at_rest is not None:
             self._tokens = self._tune.attach(self._model)
             self._tokens.load_state_dict(self._tokens_at_rest)
@@ -95,8 +96,8 @@ class Attachment:
         if self._tokens is not None and self._tokens_at_rest is None:
             self._tokens_at_rest = self._tokens.state_dict()
             self._tokens.remove()
-        if isinstance(self._optimizer, HiFT):
-            self._optimizer.detach()
+        if self._method is not None and self._optimizer is not None:
+            self._method.end(self._optimizer)
 
     def build(self, model: nn.Module) -> None:
         """Put the settings on a model, unless they are on it already.
@@ -112,7 +113,9 @@ class Attachment:
         self.detach()
         self._model = None
         if self._method is not None:
-            self._optimizer = self._make_optimizer(model, self._method)
+            self._optimizer = self._method.make(
+                self._trainer, model, self._config, momentum=self._momentum, make_base=self._make_base
+            )
         # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
         if self._tune is not None:
             if self._trainer.args.use_liger_kernel:
@@ -120,21 +123,6 @@ class Attachment:
             self._tokens = self._tune.attach(model)
             self._tokens_at_rest = None
         self._model = model
-
-    def _make_optimizer(self, model: nn.Module, method: HiFTConfig | SFTConfig) -> HiFT | SFT:
-        trainer, arguments = self._trainer, self._trainer.args
-        if isinstance(method, HiFTConfig):
-            return HiFT.wrap(self._make_base(), model, config=method)
-        adam: dict[str, Any] = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
-        return SFT(
-            model,
-            config=method,
-            lr=arguments.learning_rate,
-            total_steps=count_updates(trainer),
-            weight_decay=arguments.weight_decay,
-            momentum=self._momentum,
-            **(adam if method.selection == "accumulated_gradient" else {}),
-        )
 
     def _make_base(self) -> Any:
         """The optimizer that the Trainer would make by itself: its class, its rule of what decays, its exceptions."""
@@ -205,19 +193,15 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
         >>> slivertune.attach(trainer, slivertune.HiFTConfig(), slivertune.TokenTune(ratio=0.3))
         >>> trainer.train()
     """
-    method, tune = _sort(settings)
-    attachment = Attachment(trainer, method, tune, momentum)
+    config, tune = _sort(settings)
+    attachment = Attachment(trainer, config, tune, momentum)
     model: Any = trainer.model
+    method = method_of(config)
     if method is None:
         attachment.build(model)
     else:
-        name = "HiFT" if isinstance(method, HiFTConfig) else "SFT"
-        check_trainer(trainer, name)
-        if isinstance(method, HiFTConfig):
-            check_base_optimizer(trainer.args)
-            check_step_in_backward(method, trainer.args)
-        else:
-            check_best_model(trainer.args)
+        check_trainer(trainer, method.name)
+        method.check(config, trainer.args)
         trainer.add_callback(KeepState(attachment.current_optimizer, attachment._listener))
         _prepare_by_slivertune(trainer.accelerator)
         watch_ranks(trainer)
@@ -228,26 +212,8 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
     return attachment
 
 
-def count_updates(trainer: Trainer) -> int:
-    """Updates of a run, as the Trainer itself counts them when it starts.
-
-    Args:
-        trainer: With a training set of known length, or with `max_steps`.
-
-    Returns:
-        `max_steps` if that is set, else epochs times updates per epoch; what is left of an epoch's batches when they
-        are grouped by `gradient_accumulation_steps` makes an update of its own.
-    """
-    arguments = trainer.args
-    if arguments.max_steps >= 0:
-        return arguments.max_steps
-    num_batches = len(trainer.get_train_dataloader())
-    updates_per_epoch = max(1, math.ceil(num_batches / arguments.gradient_accumulation_steps))
-    return math.ceil(arguments.num_train_epochs * updates_per_epoch)
-
-
 def _sort(settings: tuple[Setting, ...]) -> tuple[HiFTConfig | SFTConfig | None, TokenTune | None]:
-    methods = [each for each in settings if isinstance(each, (HiFTConfig, SFTConfig))]
+    methods: list[Any] = [each for each in settings if method_of(each) is not None]
     tunes = [each for each in settings if isinstance(each, TokenTune)]
     if len(methods) + len(tunes) != len(settings):
         raise TypeError(f"{settings!r} are not all settings; pass a HiFTConfig, a SFTConfig or a TokenTune")

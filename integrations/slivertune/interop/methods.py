@@ -1,0 +1,143 @@
+"""What a method owes to a stock Trainer: which arguments it refuses, its optimizer, what becomes of it in the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from slivertune.core.sliver import Sliver
+from slivertune.hift import HiFT, HiFTConfig
+from slivertune.interop.refusals import check_base_optimizer, check_best_model, check_step_in_backward
+from slivertune.sft import SFT, SFTConfig
+
+
+class TrainerMethod:
+    """How one method trains under a stock Trainer."""
+
+    name: str
+    """For messages."""
+
+    def check(self, config: Any, training: TrainingArguments) -> None:
+        """Refuse what does not go together.
+
+        Args:
+            config: The method's settings.
+            training: The Trainer's arguments.
+
+        Raises:
+            ValueError: Naming the argument and what to do.
+        """
+
+    def make(
+        self, trainer: Trainer, model: nn.Module, config: Any, *, momentum: float, make_base: Callable[[], Any]
+    ) -> Sliver:
+        """Build the optimizer over a model.
+
+        Args:
+            trainer: Its arguments have the learning rate and more.
+            model: The Trainer's.
+            config: The method's settings.
+            momentum: SM3's.
+            make_base: Makes the optimizer that the Trainer would make by itself.
+
+        Raises:
+            ValueError: If the settings don't fit the model.
+        """
+        raise NotImplementedError
+
+    def begin(self, optimizer: Any) -> None:
+        """Put on the model again what `end` took off, before another training."""
+
+    def end(self, optimizer: Any) -> None:
+        """Leave the model as any other after a training, also one that failed."""
+
+
+class TrainerHiFT(TrainerMethod):
+    """HiFT around the Trainer's own optimizer; nothing is frozen between trainings."""
+
+    name = "HiFT"
+
+    def check(self, config: HiFTConfig, training: TrainingArguments) -> None:
+        """Refuse optimizers that can't be rotated, and what would come between a gradient and its step."""
+        check_base_optimizer(training)
+        check_step_in_backward(config, training)
+
+    def make(
+        self, trainer: Trainer, model: nn.Module, config: HiFTConfig, *, momentum: float, make_base: Callable[[], Any]
+    ) -> HiFT:
+        """Wrap the Trainer's optimizer."""
+        return HiFT.wrap(make_base(), model, config=config)
+
+    def begin(self, optimizer: HiFT) -> None:
+        """Freeze again what waits."""
+        optimizer.reattach()
+
+    def end(self, optimizer: HiFT) -> None:
+        """Give every parameter its gradient back."""
+        optimizer.detach()
+
+
+class TrainerSFT(TrainerMethod):
+    """SFT with the Trainer's learning rate and weight decay; by AdamW, with its betas and epsilon, too."""
+
+    name = "SFT"
+
+    def check(self, config: SFTConfig, training: TrainingArguments) -> None:
+        """Refuse to bring back the best weights, which are nothing without their deltas."""
+        check_best_model(training)
+
+    def make(
+        self, trainer: Trainer, model: nn.Module, config: SFTConfig, *, momentum: float, make_base: Callable[[], Any]
+    ) -> SFT:
+        """Build SFT from the Trainer's arguments."""
+        arguments = trainer.args
+        adam: dict[str, Any] = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+        return SFT(
+            model,
+            config=config,
+            lr=arguments.learning_rate,
+            total_steps=count_updates(trainer),
+            weight_decay=arguments.weight_decay,
+            momentum=momentum,
+            **(adam if config.selection == "accumulated_gradient" else {}),
+        )
+
+
+_methods: dict[type, TrainerMethod] = {HiFTConfig: TrainerHiFT(), SFTConfig: TrainerSFT()}
+
+
+def register_method(config_class: type, method: TrainerMethod) -> None:
+    """Let `slivertune.attach` take the settings of a method of another package.
+
+    Args:
+        config_class: Class of its settings.
+        method: How it trains under a Trainer.
+    """
+    _methods[config_class] = method
+
+
+def method_of(setting: object) -> TrainerMethod | None:
+    """The method whose settings these are; None for anything else."""
+    return _methods.get(type(setting))
+
+
+def count_updates(trainer: Trainer) -> int:
+    """Updates of a run, as the Trainer itself counts them when it starts.
+
+    Args:
+        trainer: With a training set of known length, or with `max_steps`.
+
+    Returns:
+        `max_steps` if that is set, else epochs times updates per epoch; what is left of an epoch's batches when they
+        are grouped by `gradient_accumulation_steps` makes an update of its own.
+    """
+    arguments = trainer.args
+    if arguments.max_steps >= 0:
+        return arguments.max_steps
+    num_batches = len(trainer.get_train_dataloader())
+    updates_per_epoch = max(1, math.ceil(num_batches / arguments.gradient_accumulation_steps))
+    return math.ceil(arguments.num_train_epochs * updates_per_epoch)
