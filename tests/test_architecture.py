@@ -61,11 +61,19 @@ def violations(root: Path) -> list[str]:
     return found
 
 
-def test_the_table_of_floors_in_contributing_is_the_list_here(checkout: Path) -> None:
-    text = (checkout / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)
-    table = {module: int(floor) for floor, modules in rows for module in re.findall(r"`(\w+)`", modules)}
-    assert table == FLOORS
+def test_the_picture_of_the_floors_is_the_list_here(checkout: Path) -> None:
+    text = (checkout / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^(\d)  (.+?)(?:  .*)?$", text, re.MULTILINE)
+    assert {module: int(floor) for floor, modules in rows for module in modules.split(" │ ")} == FLOORS
+
+
+def test_every_file_that_the_page_on_architecture_names_is_there(checkout: Path) -> None:
+    text = (checkout / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([\w/.]+(?:\.py|/))`", text) if "METHOD" not in name}
+    assert len(named) > 20
+    package = checkout / "integrations" / "slivertune"
+    places = [checkout, package, package / "parallel", package / "hift", package / "tokentune"]
+    assert [name for name in named if not any((place / name).exists() for place in places)] == []
 
 
 def test_every_file_imports_only_from_floors_below_its_own(checkout: Path) -> None:
