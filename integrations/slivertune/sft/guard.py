@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.held_parameters import held_parameters
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
 from slivertune.sft.delta_parameters import DeltaParameters
@@ -138,14 +139,12 @@ class ModelGuard:
                 )
         missing, added = dict(self._trained), []
         modules = set()
-        for module in self._model.modules():
+        for module, parameter in held_parameters(self._model):
             modules.add(id(module))
-            # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
-            for parameter in dict.values(module._parameters):
-                if id(parameter) in self._known:
-                    missing.pop(id(parameter), None)
-                elif parameter is not None and parameter.requires_grad and not isinstance(module, DeltaParameters):
-                    added.append(parameter)
+            if id(parameter) in self._known:
+                missing.pop(id(parameter), None)
+            elif parameter.requires_grad and not isinstance(module, DeltaParameters):
+                added.append(parameter)
         if not self._is_whole:
             # FSDP2 puts other tensors in its place for a while, in the same module.
             missing = {i: each.name for i, each in enumerate(self._weights) if id(each.target.module) not in modules}
@@ -157,16 +156,13 @@ class ModelGuard:
             )
         for weight in self._weights:
             weight.check_tensor()
-        for parameter in added:
-            self._refuse_new(parameter)
-
-    def _refuse_new(self, parameter: nn.Parameter) -> None:
-        names = [name for name, each in self._model.named_parameters() if each is parameter]
-        raise RuntimeError(
-            f"{names[0]} came into the model after SFT was built and requires a gradient, but SFT does not train it; "
-            "add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
-            "requires_grad_(False) on it"
-        )
+        for new in added:
+            name = next(name for name, each in self._model.named_parameters() if each is new)
+            raise RuntimeError(
+                f"{name} came into the model after SFT was built and requires a gradient, but SFT does not train it; "
+                "add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
+                "requires_grad_(False) on it"
+            )
 
     def before_foreign_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse the step of another optimizer that holds what SFT trains."""

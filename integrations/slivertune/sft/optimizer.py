@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
 from slivertune.core.ownership import check_free, give_back, take
-from slivertune.core.placeholder_state import PlaceholderState
-from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.core.state_form import StateForm
 from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
@@ -112,8 +112,7 @@ class SFT(torch.optim.Optimizer):
         parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
         super().__init__([{"params": parameters, **options}], options)
         self._sealed = True
-        self._placeholder = PlaceholderState("SFT")
-        self._packs_next = False
+        self._form = StateForm("SFT")
         self._updates = 0
         self._num_idle_steps = 0
         self._grad_norm: torch.Tensor | None = None
@@ -292,9 +291,8 @@ class SFT(torch.optim.Optimizer):
         self._guard.check()
         self._check_shards()
         self._gradient_sync.communicator.check()
-        self._placeholder.check(self._updates)
-        if closure is None and is_initialising_step(self.param_groups):
-            self._packs_next = True
+        self._form.check(self._updates)
+        if closure is None and self._form.is_initialising(self.param_groups):
             return None
         loss = None
         if closure is not None:
@@ -418,18 +416,16 @@ class SFT(torch.optim.Optimizer):
         For programs that save an optimizer of sharded parameters: they know states by parameter alone, and reshape
         them. After one was loaded, `step` raises until `load_state_dict` has brought the `whole_state`.
         """
-        self._placeholder.is_used = True
+        self._form.is_placeholder = True
         self._fill_placeholder()
 
     def _fill_placeholder(self) -> None:
-        # Programs that find `state` empty step with zero gradients to fill it, and want one for each parameter.
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = self._placeholder.of_parameter(self._updates, parameter.device)
+        self._form.fill(self.state, self.param_groups[0]["params"], self._updates)
 
     @property
     def uses_sidecar(self) -> bool:
         """Whether `state_dict` is a placeholder, so that the state has to be saved beside it."""
-        return self._placeholder.is_used
+        return self._form.is_placeholder
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that continues the run at this step (`whole_state`); a placeholder where `use_sidecar` was called.
@@ -437,9 +433,7 @@ class SFT(torch.optim.Optimizer):
         To `torch.distributed.checkpoint` it is packed (see `pack_state`).
         """
         if not self.uses_sidecar:
-            packs, self._packs_next = self._packs_next, False
-            whole = self.whole_state()
-            return pack_state(whole, self.param_groups, self._updates) if packs else whole
+            return self._form.save(self.whole_state, self.param_groups, self._updates)
         self._fill_placeholder()
         return super().state_dict()
 
@@ -452,7 +446,7 @@ class SFT(torch.optim.Optimizer):
         return {
             "state": {weight.name: weight.state_dict() for weight in self._weights},
             "param_groups": [
-                {**_without_params(self.param_groups[0]), "params": [weight.name for weight in self._weights]}
+                {**own_hyperparameters(self.param_groups[0]), "params": [weight.name for weight in self._weights]}
             ],
             "sft": {"version": VERSION, "selection": self._config.selection, "updates": self._updates},
         }
@@ -465,28 +459,22 @@ class SFT(torch.optim.Optimizer):
         Raises:
             ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
         """
-        self._packs_next = False
-        unpacked = unpack_state(state_dict)
-        if unpacked is not None:
-            state_dict = unpacked
-        updates = self._placeholder.updates_in(state_dict)
-        if updates is not None:
-            self.param_groups[0].update(_without_params(state_dict["param_groups"][0]))
-            self._placeholder.await_state(updates)
+        whole = self._form.load(state_dict, self.param_groups)
+        if whole is None:
             return
         names = [weight.name for weight in self._weights]
-        check_header(state_dict, self._config.selection, names, len(self.param_groups))
+        check_header(whole, self._config.selection, names, len(self.param_groups))
         for weight in self._weights:
-            check_weight(weight, state_dict["state"][weight.name])
-        self.param_groups[0].update(_without_params(state_dict["param_groups"][0]))
-        self._updates = state_dict["sft"]["updates"]
+            check_weight(weight, whole["state"][weight.name])
+        load_hyperparameters(self.param_groups, whole["param_groups"])
+        self._updates = whole["sft"]["updates"]
         self.zero_grad()
         with torch.no_grad():
             for weight in self._weights:
-                weight.load_state_dict(state_dict["state"][weight.name])
+                weight.load_state_dict(whole["state"][weight.name])
         self._open_phases()
         for weight in self._weights:
-            weight.load_estimates(state_dict["state"][weight.name])
+            weight.load_estimates(whole["state"][weight.name])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused, for `copy` and `pickle`: the deltas belong to one model, whose weights and hooks no copy has.
@@ -514,7 +502,3 @@ class SFT(torch.optim.Optimizer):
             parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-
-
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

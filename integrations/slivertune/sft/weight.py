@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.held_parameters import check_form
 from slivertune.core.ledger import claim
 from slivertune.deltas.delta import SparseDelta
 from slivertune.sft.config import SFTConfig
@@ -155,18 +156,8 @@ class SparseWeight:
         # ZeRO-3 gathers a parameter that is asked for in a forward.
         if not self.pretrained.is_whole or self.target.is_4bit:
             return
-        now = self.target.parameter
         self._check_data()
-        if now.dtype != self._dtype:
-            raise RuntimeError(
-                f"{self.name} was {self._dtype} when SFT was built and is {now.dtype} now; cast the model (to, half, "
-                "bfloat16) before SFT(...), or call detach() first and build SFT anew"
-            )
-        if tuple(now.shape) != self.target.shape:
-            raise RuntimeError(
-                f"{self.name} was of shape {self.target.shape} when SFT was built and is of {tuple(now.shape)} now; "
-                "resize it (resize_token_embeddings) before SFT(...), or call detach() first and build SFT anew"
-            )
+        check_form("SFT", self.name, self.target.parameter, self._dtype, self.target.shape)
 
     def _check_data(self) -> None:
         if self.pretrained.is_whole and self.target.parameter.is_meta:
