@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from slivertune.core.held_parameters import held_parameters
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
 from slivertune.sft.delta_parameters import DeltaParameters
+from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.weight import SparseWeight
 
 
@@ -32,7 +33,7 @@ class ModelGuard:
         weights: The trained tensors.
         delta_parameters: Holds their deltas.
         optimizer: The one that may step them.
-        check_ranks: Raises if other ranks train too and nothing was prepared for them; DDP's wrapper writes deltas.
+        gradient_sync: Knows whether other ranks train too, unprepared for: DDP's wrapper writes deltas.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class ModelGuard:
         weights: Sequence[SparseWeight],
         delta_parameters: DeltaParameters,
         optimizer: torch.optim.Optimizer,
-        check_ranks: Callable[[], None],
+        gradient_sync: GradientSync,
     ) -> None:
         self._model = model
-        self._check_ranks = check_ranks
+        self._gradient_sync = gradient_sync
         self._weights = weights
         self._delta_parameters = delta_parameters
         self._optimizer = weakref.ref(optimizer)
@@ -131,7 +132,7 @@ class ModelGuard:
         """
         for weight, version in zip(self._weights, self._versions, strict=True):
             if weight.phi._version != version:
-                self._check_ranks()
+                self._gradient_sync.communicator.check()
                 raise RuntimeError(
                     f"the deltas of {weight.name} were written by something else than SFT, which trains them; they are "
                     "parameters of the model only to be clipped and scaled: call detach() before anything else trains "
@@ -162,6 +163,23 @@ class ModelGuard:
                 f"{name} came into the model after SFT was built and requires a gradient, but SFT does not train it; "
                 "add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
                 "requires_grad_(False) on it"
+            )
+
+    def check_shards(self) -> None:
+        """Check that nobody else has set trained entries of weights that lie in shards.
+
+        Raises:
+            RuntimeError: Naming the parameter.
+        """
+        found = {weight.name: weight.is_changed_in_shards() for weight in self._weights}
+        changed = {name: each for name, each in found.items() if each is not None}
+        # The device is waited for once.
+        if changed and bool(torch.stack(list(changed.values())).any()):
+            name = next(name for name, each in changed.items() if each)
+            raise RuntimeError(
+                f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
+                "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
+                "slivertune.prepare or initialize, or load a checkpoint of this run, which brings the deltas along"
             )
 
     def before_foreign_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
