@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from slivertune import HiFT, HiFTConfig
-from slivertune.hift import optimizer as hift_optimizer
-from slivertune.hift import streamed
+from slivertune.hift import group_steps, streamed
 from slivertune.hift.offload_buffer import OffloadBuffer
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
@@ -35,7 +34,7 @@ def pretended(
         return streams.call_host(torch.empty(num_bytes, dtype=torch.uint8))
 
     monkeypatch.setattr(streamed, "CopyStreams", lambda device: streams_class(streams))
-    monkeypatch.setattr(hift_optimizer, "host_buffer", lambda device: OffloadBuffer("host", allocate))
+    monkeypatch.setattr(group_steps, "host_buffer", lambda device: OffloadBuffer("host", allocate))
     with streams:
         yield streams
 
@@ -112,7 +111,7 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
     monkeypatch.setattr(
         streamed.StreamedGroup, "_load", lambda self, index: (loads.append(index), original(self, index))
     )
-    for group in hift._residencies:
+    for group in hift._steps.residencies:
         loads.clear()
         train(model, hift, batches, 1)
         # Each once and in turn: nothing that was loaded had to give way.
@@ -176,7 +175,7 @@ def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.Monke
     hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), lr=1e-2)
     with pretended(monkeypatch, _Counting):
         train(model, hift, batches, 5)
-        for group in hift._residencies:
+        for group in hift._steps.residencies:
             monkeypatch.setattr(_Counting, "num_waits", 0)
             train(model, hift, batches, 1)
             num_pieces = len(group._pieces)  # type: ignore[attr-defined]
@@ -192,12 +191,12 @@ def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
     other, saved = twin(model), copy.deepcopy(hift.state_dict())
     moved = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192, master="split"), lr=1e-2)
     moved.load_state_dict(saved)
-    for group in moved._residencies:
+    for group in moved._steps.residencies:
         group._offloaded_from = torch.device("cuda", 0)  # type: ignore[attr-defined]
     train(model, hift, batches, 8)
     train(other, moved, batches, 8)
     assert_same_bits(model, other)
-    assert {group._offloaded_from for group in moved._residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
+    assert {group._offloaded_from for group in moved._steps.residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
 
 
 class _NoComputeAfter(PretendedCopyStreams):

@@ -13,7 +13,7 @@ from torch import nn
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
-from slivertune.core.placeholder_state import PlaceholderState
+from slivertune.core.state_form import StateForm
 from tests.helpers.models import differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.reference import ADAMW, batch_of, on_fsdp2_ranks, on_ranks
@@ -233,8 +233,8 @@ def test_a_placeholder_alone_does_not_resume_a_run() -> None:
         model(**batch).loss.backward()
         hift.step()
     saved, whole = hift.state_dict(), hift.whole_state()
-    placeholder = PlaceholderState("HiFT")
-    assert placeholder.updates_in(saved) == 3 and placeholder.updates_in(whole) is None
+    form = StateForm("HiFT")
+    assert form.updates_in(saved) == 3 and form.updates_in(whole) is None
 
     again = tiny_llama()
     resumed = HiFT(again, torch.optim.AdamW, **{**ADAMW, "lr": 5.0})
@@ -252,10 +252,11 @@ def test_a_placeholder_alone_does_not_resume_a_run() -> None:
 
 
 def test_a_state_that_is_no_placeholder_is_not_taken_for_one() -> None:
-    placeholder = PlaceholderState("HiFT")
-    assert placeholder.updates_in({"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}) is None
-    of_parameter = placeholder.of_parameter(4, torch.device("cpu"))
-    assert placeholder.updates_in({"state": {0: of_parameter}, "param_groups": []}) == 4
-    placeholder.await_state(4)
-    placeholder.check(4)
-    placeholder.check(5)  # only the first step after a load is held against it
+    form = StateForm("HiFT")
+    assert form.updates_in({"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}) is None
+    of_parameter = form.of_parameter(4, torch.device("cpu"))
+    placeholder = {"state": {0: of_parameter}, "param_groups": []}
+    assert form.updates_in(placeholder) == 4
+    assert form.load(placeholder, []) is None
+    form.check(4)
+    form.check(5)  # only the first step after a load is held against it

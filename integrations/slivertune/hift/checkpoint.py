@@ -10,6 +10,10 @@ import torch
 
 from slivertune.core.saved_state import StateMismatchError
 from slivertune.hift.base import CUT_MULTIPLE
+from slivertune.hift.piece import Weight
+from slivertune.hift.probe import StepMeter
+from slivertune.hift.residency import MASTER, WeightState
+from slivertune.hift.rotation import Rotation
 
 VERSION = 2
 """Version of the saved form: since 2 it tells the steps that passed without an update."""
@@ -22,6 +26,30 @@ _MEANINGS = {
 }
 """What `HiFT.identity` tells, and which settings decide it."""
 _SINCE_2 = frozenset({"skipped_turns", "skipped_in_cycle"})
+
+
+def make_header(
+    identity: Mapping[str, object],
+    rotation: Rotation,
+    param_groups: Sequence[Mapping[str, Any]],
+    weights: Iterable[Weight],
+) -> dict[str, Any]:
+    """A saved state but for the tensors.
+
+    Args:
+        identity: `HiFT.identity`.
+        rotation: Whose turn it is.
+        param_groups: The optimizer's.
+        weights: What is trained, whose names stand for the parameters.
+    """
+    names = {id(weight.trained): weight.name for weight in weights}
+    return {
+        "state": {},
+        "param_groups": [
+            {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]} for group in param_groups
+        ],
+        "hift": {"version": VERSION, **identity, **rotation.state()},
+    }
 
 
 def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -93,40 +121,45 @@ def check_identity(
             )
 
 
-def check_weight(
-    name: str,
-    state: Mapping[str, Any],
-    *,
-    shape: torch.Size,
-    expected_keys: Iterable[str],
-    on_master: bool,
-    elementwise: bool,
+def check_weights(
+    state: Mapping[str, WeightState], weights: Iterable[Weight], *, with_masters: bool, meter: StepMeter
 ) -> None:
-    """Check one weight's saved state.
+    """Check each weight's saved state.
 
     Args:
-        name: The weight.
-        state: Its saved state by key.
-        shape: The weight's shape.
-        expected_keys: What the base optimizer keeps for such a weight.
-        on_master: Whether it is trained on an fp32 master.
-        elementwise: Whether state tensors have the weight's extent.
+        state: Saved states by key, by name of the weight.
+        weights: What is trained.
+        with_masters: Whether 16-bit weights are trained on an fp32 master.
+        meter: Knows what the base optimizer keeps for a weight.
 
     Raises:
         StateMismatchError: Naming the weight and what is wrong.
     """
-    if on_master != ("master" in state):
+    known = {weight.name: weight for weight in weights}
+    for name, values in state.items():
+        if name not in known:
+            raise StateMismatchError(f"the saved state has {name}, which this model does not train")
+        _check_weight(known[name], values, with_masters and known[name].has_master, meter)
+
+
+def _check_weight(weight: Weight, state: WeightState, on_master: bool, meter: StepMeter) -> None:
+    name, shape = weight.name, weight.parameter.shape
+    if on_master != (MASTER in state):
         there, way_out = ("no", "none") if on_master else ("an", "fp32")
         raise StateMismatchError(f"the saved state has {there} fp32 master for {name}; resume with master={way_out!r}")
-    missing = sorted(set(expected_keys) - set(state))
-    if missing:
-        raise StateMismatchError(f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another")
+    if set(state) != {MASTER}:
+        needs = meter.needs(weight, torch.float32 if on_master else weight.parameter.dtype)
+        missing = sorted(needs.keys - set(state))
+        if missing:
+            raise StateMismatchError(
+                f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another"
+            )
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
         blocks = (-(-shape.numel() // CUT_MULTIPLE),)
         fits = value.shape == shape or (key.startswith("absmax") and value.shape == blocks) or key.startswith("qmap")
-        if (key == "master" or elementwise) and not fits:
+        if (key == MASTER or meter.is_elementwise) and not fits:
             raise StateMismatchError(
                 f"the saved state {key!r} of {name} has shape {tuple(value.shape)}, the weight {tuple(shape)}; "
                 "the checkpoint is of another model or damaged"

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from slivertune.core.setting_checks import check_choice, check_integer
+
 Order = Literal["bottom2up", "top2down", "random"]
 StatePlace = Literal["host", "device", "disk", "discard"]
 MasterKind = Literal["fp32", "none", "split"]
@@ -57,31 +59,18 @@ class HiFTConfig:
         return -(-self.stream_bytes // 2) if self.step_in_backward else self.stream_bytes
 
     def __post_init__(self) -> None:
-        _at_least("layers_per_group", self.layers_per_group, 1)
-        _at_least("steps_per_group", self.steps_per_group, 1)
-        _at_least("stream_bytes", self.stream_bytes, 0)
-        _one_of("order", self.order, get_args(Order))
-        _one_of("state", self.state, get_args(StatePlace))
-        _one_of("master", self.master, get_args(MasterKind))
+        check_integer("layers_per_group", self.layers_per_group, 1)
+        check_integer("steps_per_group", self.steps_per_group, 1)
+        check_integer("stream_bytes", self.stream_bytes, 0)
+        check_choice("order", self.order, get_args(Order))
+        check_choice("state", self.state, get_args(StatePlace))
+        check_choice("master", self.master, get_args(MasterKind))
         if not isinstance(self.step_in_backward, bool):
             raise ValueError(f"step_in_backward={self.step_in_backward!r} must be True or False")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed={self.seed!r} must be an integer")
+        check_integer("seed", self.seed)
         if self.state == "disk" and self.state_dir is None:
             raise ValueError('state="disk" needs state_dir, the folder for its files; name one on a fast local disk')
         if self.state != "disk" and self.state_dir is not None:
             raise ValueError(f'state_dir={str(self.state_dir)!r} is used by state="disk" alone, not {self.state!r}')
         if self.state == "device" and self.master == "split":
             raise ValueError('master="split" halves what waits on the host; with state="device" use master="fp32"')
-
-
-def _at_least(name: str, value: int, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer")
-    if value < minimum:
-        raise ValueError(f"{name}={value} must be at least {minimum}")
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")

@@ -25,7 +25,6 @@ class BackwardSteps:
     next gradient.
 
     Args:
-        model: Tells by its outputs when a backward begins.
         weights: All that any group trains.
         begin: Called before the first weight of an update; if it fails, nothing was updated.
         step_weight: Steps one weight from its gradient, and drops the gradient.
@@ -33,7 +32,6 @@ class BackwardSteps:
 
     def __init__(
         self,
-        model: nn.Module,
         weights: Mapping[str, Weight],
         begin: Callable[[], None],
         step_weight: Callable[[Weight], None],
@@ -46,10 +44,9 @@ class BackwardSteps:
         self._broken: str | None = None
         self._first = next(iter(weights.values())).parameter
         self._hooks: list[RemovableHandle] = []
-        self.attach(model)
 
     def attach(self, model: nn.Module) -> None:
-        """Put the hooks on a model, after `release`; an update that was left half done stays so."""
+        """Put the hooks on a model, whose outputs tell when a backward begins; an open update stays open."""
         first = self._first
         parent = next(
             module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))

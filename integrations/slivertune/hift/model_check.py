@@ -9,9 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from slivertune.core.held_parameters import check_form, held_parameters, whole_shape
 from slivertune.hift.piece import Weight
-
-_WAY_OUT = "do that before HiFT is built, or detach() this one and build a new HiFT"
 
 
 class ModelCheck:
@@ -25,7 +24,7 @@ class ModelCheck:
     def __init__(self, model: nn.Module, weights: Iterable[Weight]) -> None:
         self._model = model
         self._weights = tuple(weights)
-        self._forms = tuple((weight.trained.dtype, _shape(weight.trained)) for weight in self._weights)
+        self._forms = tuple((weight.trained.dtype, whole_shape(weight.trained)) for weight in self._weights)
         self._trained = frozenset(id(weight.trained) for weight in self._weights)
         # By identity, weakly: what the user replaces must not stay in memory for this.
         self._known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
@@ -42,25 +41,22 @@ class ModelCheck:
             RuntimeError: If a trained parameter was replaced, cast, resized or offloaded, or a new one wants to be
                 trained; naming it, the usual causes, and the way out.
         """
-        present, others = self._look()
+        present: set[int] = set()
+        others: list[nn.Parameter] = []
+        for _, parameter in held_parameters(self._model):
+            present.add(id(parameter))
+            if parameter.requires_grad and id(parameter) not in self._trained:
+                others.append(parameter)
         for weight, (dtype, shape) in zip(self._weights, self._forms, strict=True):
             parameter = weight.trained
             if id(parameter) not in present:
                 raise RuntimeError(
                     f"{weight.name}, which HiFT trains, is no longer in the model: it was replaced after HiFT was "
                     "built (by resize_token_embeddings, a new head, load_state_dict(assign=True), offloading, or "
-                    f"the like), and the new tensor would never be trained; {_WAY_OUT}"
+                    f"the like), and the new tensor would never be trained; do that before HiFT is built, or detach() "
+                    "this one and build HiFT anew"
                 )
-            if parameter.dtype != dtype:
-                raise RuntimeError(
-                    f"{weight.name} was {dtype} when HiFT was built and is {parameter.dtype} now (model.to(dtype), "
-                    f"half(), bfloat16() or float()), which its master and state do not follow; {_WAY_OUT}"
-                )
-            if _shape(parameter) != shape:
-                raise RuntimeError(
-                    f"{weight.name} was of shape {shape} when HiFT was built and is of {_shape(parameter)} "
-                    f"now (resize_token_embeddings), which its master and state do not follow; {_WAY_OUT}"
-                )
+            check_form("HiFT", weight.name, parameter, dtype, shape)
             if parameter.device.type == "meta":
                 raise RuntimeError(f"{weight.name} is on meta, where nothing can be trained; load its values first")
         if others:
@@ -73,25 +69,6 @@ class ModelCheck:
             successor = present.get(weight.name)
             if successor is not None and successor is not weight.trained and successor.is_floating_point():
                 successor.requires_grad_(True)
-
-    def _look(self) -> tuple[set[int], list[nn.Parameter]]:
-        """Identities of all parameters, and those that require a gradient and that HiFT does not train."""
-        present: set[int] = set()
-        others: list[nn.Parameter] = []
-        seen, stack = {id(self._model)}, [self._model]
-        while stack:
-            module = stack.pop()
-            # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
-            for parameter in dict.values(module._parameters):
-                if parameter is not None:
-                    present.add(id(parameter))
-                    if parameter.requires_grad and id(parameter) not in self._trained:
-                        others.append(parameter)
-            for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    stack.append(child)
-        return present, others
 
     def _judge(self, others: Iterable[nn.Parameter]) -> None:
         new, unfrozen = [], []
@@ -121,8 +98,3 @@ class ModelCheck:
         wanted = set(map(id, parameters))
         names = [name for name, parameter in self._model.named_parameters() if id(parameter) in wanted]
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-
-
-def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The whole parameter's, which ZeRO-3 keeps apart while it has shared it out."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))

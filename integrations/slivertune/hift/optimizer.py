@@ -1,38 +1,36 @@
-"""HiFT around any optimizer class: one group of layers a step (HiFT, Algorithm 1)."""
+"""HiFT around any optimizer class: one group of layers a step (HiFT, Algorithm 1).
+
+The length of this file is that of the documented interface: `GroupSteps` steps the groups, `ModelHooks` hooks the
+model, `checkpoint` makes and checks saved states, and `StateForm` knows in which form they are handed out.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layers import find_layers
 from slivertune.core.ownership import check_free, release, take
-from slivertune.core.placeholder_state import PlaceholderState
-from slivertune.core.saved_state import StateMismatchError, is_initialising_step, pack_state, unpack_state
 from slivertune.core.sliver import Sliver
-from slivertune.hift.backward_watch import BackwardWatch
+from slivertune.core.state_form import StateForm
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.checkpoint import VERSION, check_header, check_weight
+from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.freezing import Freezer
-from slivertune.hift.groups import Group, cut_groups, turn_order
+from slivertune.hift.group_steps import GroupSteps
+from slivertune.hift.groups import Group, cut_groups
 from slivertune.hift.in_backward import BackwardSteps
 from slivertune.hift.integration import Integration
 from slivertune.hift.model_check import ModelCheck
-from slivertune.hift.offload_buffer import disk_buffer, host_buffer
+from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
-from slivertune.hift.residency import Residency
-from slivertune.hift.resident import ResidentGroup
-from slivertune.hift.rotation import LearningRate, Rotation, own_copy
-from slivertune.hift.skipping import SkipNotices
-from slivertune.hift.streamed import StreamedGroup
+from slivertune.hift.rotation import LearningRate, Rotation, scheduled_lr
 from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
 
 
@@ -119,100 +117,41 @@ class HiFT(Sliver):
         weights = trainable_weights(model, param_groups)
         refuse_offloaded(model, weights)
         layers = find_layers(model, config.layers)
-        groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
+        self._groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
         try_step(base, param_groups, list(weights.values()))
         self._sealed = False
         super().__init__(param_groups, dict(base.defaults))
         self._sealed = True
         say_what_is_not_trained(model, weights)
-        self._groups = groups
-        self._rotation = Rotation(
-            order=turn_order(len(groups), config.order, config.seed), steps_per_group=config.steps_per_group
-        )
-        self._notices = SkipNotices(groups)
-        self._backward_listeners: list[Callable[[], None]] = []
-        self._weights = [tuple(weights[name] for name in group.parameter_names) for group in groups]
         self._meter = StepMeter(base, self.param_groups)
+        self._steps = GroupSteps(self._groups, base, self._meter, config)
         self._in_backward: BackwardSteps | None = None
         if config.step_in_backward:
-            begin, step_weight = weakref.WeakMethod(self._begin_update), weakref.WeakMethod(self._step_weight)
             # The model's hooks must not keep an optimizer alive that everybody else has dropped.
-            self._in_backward = BackwardSteps(model, weights, _call(begin), _call(step_weight))
-            self._in_backward.release()
-        self._applying: list[LearningRate] = []
-        self._check: ModelCheck | None = None
+            own = weakref.proxy(self)
+            self._in_backward = BackwardSteps(
+                weights, partial(HiFT._begin_update, own), partial(HiFT._step_weight, own)
+            )
+        self._backward_listeners: list[Callable[[], None]] = []
+        self._check: ModelCheck | None = ModelCheck(model, weights.values())
         self._integration = Integration()
-        self._placeholder = PlaceholderState("HiFT")
-        self._packs_next = False
-        self._arrived: list[weakref.ref[torch.Tensor]] = []
-        """The gradient that a backward brought last."""
-        self._bind(model)
+        self._form = StateForm("HiFT")
+        self._bind(model, weights)
 
-    def _bind(self, model: nn.Module) -> None:
-        self._residencies = [self._make_residency(index) for index in range(len(self._groups))]
-        self._put_on(model)
+    def _bind(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
+        self._steps.bind([tuple(weights[name] for name in group.parameter_names) for group in self._groups])
+        self._attach(model)
 
-    def _put_on(self, model: nn.Module) -> None:
-        """Freeze what waits, and hook the model."""
+    def _attach(self, model: nn.Module) -> None:
+        layers = [layer for group in self._groups for layer in group.layers]
         weights = self.trained_weights
-        freezer = Freezer(model, [weight.trained for weight in weights])
-        if self._check is None and all(weight.trained is weight.parameter for weight in weights):
-            self._check = ModelCheck(model, weights)
-        check = self._check
-
-        def before_forward() -> None:
-            if check is not None:
-                check()
-            freezer.settle()
-
-        # Not bound to the optimizer, which the model's hooks must not keep alive.
-        listeners = self._backward_listeners
-
-        def before_backward() -> None:
-            freezer.settle()
-            for listener in listeners:
-                listener()
-
-        watch = BackwardWatch(
-            model,
-            [layer for group in self._groups for layer in group.layers],
-            on_forward=before_forward,
-            on_backward=before_backward,
-        )
-        releases = [freezer.release, watch.release]
-        if self._in_backward is not None:
-            self._in_backward.attach(model)
-            releases.append(self._in_backward.release)
-        self._model: nn.Module | None = model
-        self._freezer, self._watch = freezer, watch
+        self._hooks = ModelHooks(model, layers, weights, self._check, self._in_backward, self._backward_listeners)
         take([weight.trained for weight in weights], self)
         # When the optimizer is dropped, too.
-        self._take_off = weakref.finalize(self, _call_each, releases)
+        self._take_off = weakref.finalize(self, self._hooks.release)
         self._take_off.atexit = False
         self._is_detached = False
-        self._activate()
-
-    def _make_residency(self, index: int) -> Residency:
-        config, weights = self._config, self._weights[index]
-        if config.state == "device":
-            return ResidentGroup(
-                weights,
-                self._base,
-                self._meter,
-                with_masters=config.master != "none",
-                by_weight=config.step_in_backward,
-            )
-        on_disk = config.state == "disk"
-        return StreamedGroup(
-            weights,
-            self._base,
-            self._meter,
-            master=config.master,
-            stream_bytes=config.piece_bytes,
-            make_buffer=partial(_disk_buffer, Path(config.state_dir or ".")) if on_disk else host_buffer,
-            reserve_always=on_disk,
-            by_weight=config.step_in_backward,
-        )
+        self._steps.activate(self._hooks)
 
     @property
     def config(self) -> HiFTConfig:
@@ -237,7 +176,7 @@ class HiFT(Sliver):
     @property
     def rotation(self) -> Rotation:
         """Whose turn it is; a layout that steps in HiFT's place advances it."""
-        return self._rotation
+        return self._steps.rotation
 
     def weights_of(self, group: int) -> tuple[Weight, ...]:
         """What a group trains.
@@ -245,37 +184,37 @@ class HiFT(Sliver):
         Args:
             group: Its index, bottom of the model first.
         """
-        return self._weights[group]
+        return self._steps.weights[group]
 
     @property
     def trained_weights(self) -> tuple[Weight, ...]:
         """What all groups train, bottom of the model first."""
-        return tuple(weight for weights in self._weights for weight in weights)
+        return tuple(weight for weights in self._steps.weights for weight in weights)
 
     @property
     def active_group(self) -> int:
         """Index of the group that the next step updates."""
-        return self._rotation.active_group
+        return self.rotation.active_group
 
     @property
     def updates(self) -> int:
         """Updates applied so far; skipped steps do not count."""
-        return self._rotation.updates
+        return self.rotation.updates
 
     @property
     def skipped_turns(self) -> dict[int, int]:
         """By group: how many of its steps have passed without an update, because no gradient reached it."""
-        return dict(self._rotation.skipped)
+        return dict(self.rotation.skipped)
 
     @property
     def cycle_length(self) -> int:
         """Steps in which every group has one turn."""
-        return self._rotation.cycle_length
+        return self.rotation.cycle_length
 
     @property
     def held_lr(self) -> list[LearningRate]:
         """The learning rate applied in the running cycle, one a param group; the schedule's before the first step."""
-        return list(self._rotation.held_lr) or self._scheduled_lr()
+        return list(self.rotation.held_lr) or scheduled_lr(self.param_groups)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused: a copy would train the same model.
@@ -321,79 +260,34 @@ class HiFT(Sliver):
             RuntimeError: With `config.step_in_backward`, if there is a closure, or the update is only half done.
         """
         self._check_step()
-        if closure is None and self._is_initialising_step():
-            self._packs_next = True
+        is_of_a_backward = closure is not None or self._hooks.has_brought(self._steps.active_weights)
+        if not is_of_a_backward and self._form.is_initialising(self.param_groups):
             return None
         if self._is_detached:
             raise RuntimeError("step() was called after detach(), which ended HiFT; reattach() goes on")
-        if self._in_backward is not None:
-            return self._close_update(self._in_backward, closure)
         loss = None
         if closure is not None:
+            if self._in_backward is not None:
+                raise RuntimeError(
+                    "step(closure) would run the backward inside the step, and step_in_backward=True steps inside the "
+                    "backward; run the backward, then call step()"
+                )
             with torch.enable_grad():
                 loss = closure()
-        group, missed = self.active_group, self._watch.missed
-        self._watch.forget()
-        arrived = [weight.take_gradient() for weight in self._weights[group]]
-        if any(arrived):
-            learning_rates = self._rotation.to_apply(self._scheduled_lr())
-            self._residencies[group].step(self.param_groups, learning_rates)
-            self._end_step(partial(self._rotation.advance, learning_rates))
-        elif missed:
-            self._skip()
+        self._steps.step(self.param_groups, self._hooks)
         return loss
 
     def _check_step(self) -> None:
         self._integration.check_step()
-        self._placeholder.check(self.updates)
-
-    def _is_initialising_step(self) -> bool:
-        """Whether this is no step but torch's, which fills the state of optimizers that have none yet."""
-        arrived = [gradient() for gradient in self._arrived]
-        weights = self._weights[self.active_group]
-        is_of_a_backward = any(w.trained.grad is not None and w.trained.grad is one for w in weights for one in arrived)
-        return not is_of_a_backward and is_initialising_step(self.param_groups)
-
-    def _skip(self) -> None:
-        """Let a step of the active group pass, which no gradient has reached."""
-        self._notices.skipped(self.active_group)
-        self._end_step(partial(self._rotation.skip, self._scheduled_lr()))
-
-    def _end_step(self, count: Callable[[], None]) -> None:
-        """Count a step and hand the turn on."""
-        group = self.active_group
-        if self._config.state == "discard" and self._rotation.ends_turn:
-            self._residencies[group].discard()
-        count()
-        if self.active_group != group:
-            self._activate()
-        self._notices.unreached(self._rotation.unreached)
-
-    def _scheduled_lr(self) -> list[LearningRate]:
-        return [param_group.get("lr") for param_group in self.param_groups]
-
-    def _close_update(self, steps: BackwardSteps, closure: Callable[[], Any] | None) -> None:
-        if closure is not None:
-            raise RuntimeError(
-                "step(closure) would run the backward inside the step, and step_in_backward=True steps inside the "
-                "backward; run the backward, then call step()"
-            )
-        stepped, missed = steps.close(), self._watch.missed
-        self._watch.forget()
-        if stepped:
-            self._residencies[self.active_group].end_weights()
-            self._end_step(partial(self._rotation.advance, self._applying))
-        elif missed:
-            self._skip()
+        self._form.check(self.updates)
 
     def _begin_update(self) -> None:
         self._check_step()  # here already: the weights move in the backward
-        self._residencies[self.active_group].begin_weights()
-        self._applying = self._rotation.to_apply(self._scheduled_lr())
+        self._steps.begin_in_backward(self.param_groups)
 
     @torch.no_grad()
     def _step_weight(self, weight: Weight) -> None:
-        self._residencies[self.active_group].step_weight(weight, self.param_groups, self._applying)
+        self._steps.step_in_backward(weight, self.param_groups)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -417,7 +311,7 @@ class HiFT(Sliver):
         if self._integration.is_delegated or self._is_detached:
             return
         self._take_off()
-        self._release()
+        release([weight.trained for weight in self.trained_weights], self)
         if self._check is not None:
             self._check.free_successors()
         self._is_detached = True
@@ -431,24 +325,21 @@ class HiFT(Sliver):
         """
         if not self._is_detached:
             return
-        assert self._model is not None
-        check_free(self._model.named_parameters(), "HiFT")
+        model = self._hooks.model
+        check_free(model.named_parameters(), "HiFT")
         if self._check is not None:
             self._check()
-        self._put_on(self._model)
+        self._attach(model)
 
     @property
     def is_detached(self) -> bool:
         """Whether `detach` has ended the rotation."""
         return self._is_detached
 
-    def _release(self) -> None:
-        release([weight.trained for weight in self.trained_weights], self)
-
     @property
     def uses_sidecar(self) -> bool:
         """Whether `state_dict` is a placeholder, and the state is saved in a folder of its own (see `use_sidecar`)."""
-        return self._placeholder.is_used
+        return self._form.is_placeholder
 
     def check_built_over(self, model: nn.Module) -> None:
         """Check that every weight that is trained is one of a model's.
@@ -494,7 +385,7 @@ class HiFT(Sliver):
             layout: What synchronizes the gradients.
         """
         self._integration.use_layout(layout)
-        self._placeholder.is_used = True
+        self._form.is_placeholder = True
         self._fill_placeholder()
 
     def release_parameters(self) -> None:
@@ -503,14 +394,15 @@ class HiFT(Sliver):
         Raises:
             RuntimeError: After the first update.
         """
-        if self._rotation.steps:
+        if self.rotation.steps:
             raise RuntimeError(
-                f"HiFT has made {self._rotation.steps} steps; parameters can only be replaced before the first"
+                f"HiFT has made {self.rotation.steps} steps; parameters can only be replaced before the first"
             )
         self._take_off()
-        self._release()
-        self._weights, self._residencies = [], []
-        self._freezer, self._model, self._check = Freezer(nn.Module(), ()), None, None
+        release([weight.trained for weight in self.trained_weights], self)
+        self._steps.bind([])
+        self._check = None
+        del self._hooks  # which holds them, too
         self._fill_placeholder()
 
     def rebind_parameters(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
@@ -520,8 +412,7 @@ class HiFT(Sliver):
             model: The model that holds them.
             weights: By the names of `groups`; their `trained` parameters stand in `param_groups` already.
         """
-        self._weights = [tuple(weights[name] for name in group.parameter_names) for group in self._groups]
-        self._bind(model)
+        self._bind(model, weights)
         self._fill_placeholder()
 
     def state_dict(self) -> dict[str, Any]:
@@ -535,9 +426,7 @@ class HiFT(Sliver):
             RuntimeError: With `config.step_in_backward`, between a backward and its `step`.
         """
         if not self.uses_sidecar:
-            packs, self._packs_next = self._packs_next, False
-            whole = self.whole_state()
-            return pack_state(whole, self.param_groups, self.updates) if packs else whole
+            return self._form.save(self.whole_state, self.param_groups, self.updates)
         self._fill_placeholder()
         return super().state_dict()
 
@@ -546,13 +435,7 @@ class HiFT(Sliver):
         self._integration.check_not_delegated()
         if self._in_backward is not None and self._in_backward.is_open:
             raise RuntimeError("an update is open: a backward has stepped weights; call step() before state_dict()")
-        own: dict[int, Any] = {}
-        state: dict[str, Any] = {}
-        for index, residency in enumerate(self._residencies):
-            state.update(residency.export())
-            adapted = residency.own_hyperparameters()
-            if adapted:
-                own[index] = dict(adapted)
+        state, own = self._steps.export()
         header = self._header()
         header["hift"]["weights"] = list(state)
         return {**header, "state": state, "own": own}
@@ -568,121 +451,41 @@ class HiFT(Sliver):
         Raises:
             ValueError: If the state is of another model, grouping or optimizer, or is damaged; nothing is changed.
         """
-        self._packs_next = False
-        unpacked = unpack_state(state_dict)
-        if unpacked is not None:
-            state_dict = unpacked
-        updates = self._placeholder.updates_in(state_dict)
-        if updates is None:
-            self.load_whole_state(state_dict)
-            return
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: own_copy(value) for key, value in saved.items() if key != "params"})
-        self._placeholder.await_state(updates)
+        whole = self._form.load(state_dict, self.param_groups)
+        if whole is not None:
+            self.load_whole_state(whole)
 
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `whole_state` returned; see `load_state_dict`."""
         self._integration.check_not_delegated()
         check_header(state_dict, self._header())
-        state = state_dict["state"]
-        self._check_weights(state)
+        check_weights(
+            state_dict["state"],
+            self.trained_weights,
+            with_masters=self._config.master != "none",
+            meter=self._meter,
+        )
         if self._in_backward is not None:
             self._in_backward.forget()
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: own_copy(value) for key, value in saved.items() if key != "params"})
-        header = state_dict["hift"]
-        self._rotation.restore(header)
-        for index, residency in enumerate(self._residencies):
-            names = self._groups[index].parameter_names
-            residency.restore({n: state[n] for n in names if n in state}, state_dict.get("own", {}).get(index, {}))
-        with torch.no_grad():
-            for weight in self.trained_weights:
-                if "master" in state.get(weight.name, {}):
-                    weight.parameter.copy_(state[weight.name]["master"])
+        load_hyperparameters(self.param_groups, state_dict["param_groups"])
+        self.rotation.restore(state_dict["hift"])
+        self._steps.restore(state_dict["state"], state_dict.get("own", {}))
         if not self._is_detached:
-            self._activate()
+            self._steps.activate(self._hooks)
         if self.uses_sidecar:
             self._fill_placeholder()
 
     def _fill_placeholder(self) -> None:
-        """Let `state` tell the number of updates: programs that find it empty step with zero gradients to fill it."""
-        self.state.clear()
-        # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient.
-        places: list[Any] = [weight.trained for weight in self.trained_weights] or ["let go"]
-        device = places[0].device if self._weights else torch.device("cpu")
-        self.state.update(dict.fromkeys(places, self._placeholder.of_parameter(self.updates, device)))
+        self._form.fill(self.state, [weight.trained for weight in self.trained_weights], self.updates)
 
     def _header(self) -> dict[str, Any]:
-        names = {id(weight.trained): weight.name for weight in self.trained_weights}
-        return {
-            "state": {},
-            "param_groups": [
-                {**group, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
-                for group in self.param_groups
-            ],
-            "hift": {
-                "version": VERSION,
-                **self.identity(),
-                **self._rotation.state(),
-            },
-        }
+        return make_header(self.identity(), self.rotation, self.param_groups, self.trained_weights)
 
     def identity(self) -> dict[str, object]:
         """What a saved state has in common with every optimizer that it fits; plain containers."""
         return {
             "optimizer": self._base.name,
             "groups": [list(group.parameter_names) for group in self._groups],
-            "order": [self._config.order, *self._rotation.order],
-            "steps_per_group": self._rotation.steps_per_group,
+            "order": [self._config.order, *self.rotation.order],
+            "steps_per_group": self.rotation.steps_per_group,
         }
-
-    def _check_weights(self, state: Mapping[str, Any]) -> None:
-        known = {weight.name: weight for weight in self.trained_weights}
-        for name, values in state.items():
-            if name not in known:
-                raise StateMismatchError(f"the saved state has {name}, which this model does not train")
-            weight = known[name]
-            on_master = self._config.master != "none" and weight.has_master
-            dtype = torch.float32 if on_master else weight.parameter.dtype
-            check_weight(
-                name,
-                values,
-                shape=weight.parameter.shape,
-                expected_keys=self._meter.needs(weight, dtype).keys if set(values) != {"master"} else (),
-                on_master=on_master,
-                elementwise=self._meter.is_elementwise,
-            )
-
-    def _activate(self) -> None:
-        residency = self._residencies[self.active_group]
-        parameters = [weight.trained for weight in self._weights[self.active_group]]
-        steps, watch, arrived = self._in_backward, self._watch, self._arrived
-
-        def on_gradient(parameter: torch.Tensor) -> None:
-            watch.note_gradient()
-            arrived[:] = [weakref.ref(parameter.grad)] if parameter.grad is not None else []
-            if steps is not None:
-                steps.on_gradient(parameter)
-            else:
-                residency.prefetch()
-
-        watch.watch(parameters)
-        self._freezer.only(parameters, on_gradient)
-
-
-def _call(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    def call(*args: Any) -> None:
-        alive = method()
-        if alive is not None:
-            alive(*args)
-
-    return call
-
-
-def _call_each(functions: list[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
-
-
-def _disk_buffer(directory: Path, device: torch.device) -> Any:
-    return disk_buffer(directory)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from slivertune.core.hyperparameters import own_copy
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.rotation import LearningRate, own_copy
+from slivertune.hift.rotation import LearningRate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from slivertune.core.hyperparameters import own_copy
+
 LearningRate = float | torch.Tensor | None
 
 
@@ -104,6 +106,6 @@ class Rotation:
         self.held_lr = applied
 
 
-def own_copy(value: Any) -> Any:
-    """A hyperparameter that no one else can change: tensors are copied."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
+def scheduled_lr(param_groups: Sequence[Mapping[str, Any]]) -> list[LearningRate]:
+    """The schedule's learning rate, one a param group; None where the base optimizer chooses by itself."""
+    return [param_group.get("lr") for param_group in param_groups]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from slivertune.core.layout import Layout
+from slivertune.core.setting_checks import check_choice, check_integer
 from slivertune.hift.config import MasterKind, StatePlace
 from slivertune.planning.four_bit_rules import clash_with_method
 from slivertune.planning.layout_rules import clash_of
@@ -94,9 +95,9 @@ class PlanRequest:
             ("selection", SelectionCriterion),
             ("layout", Layout),
         ):
-            _one_of(name, getattr(self, name), get_args(choices))
+            check_choice(name, getattr(self, name), get_args(choices))
         if self.master is not None:
-            _one_of("master", self.master, get_args(MasterKind))
+            check_choice("master", self.master, get_args(MasterKind))
         for name in (
             "num_labels",
             "batch_size",
@@ -107,9 +108,9 @@ class PlanRequest:
             "num_gpus",
             "estimation_steps",
         ):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("stream_bytes", self.stream_bytes, 0)
-        _at_least("reselection_interval", self.reselection_interval, 0)
+            check_integer(name, getattr(self, name), 1)
+        check_integer("stream_bytes", self.stream_bytes, 0)
+        check_integer("reselection_interval", self.reselection_interval, 0)
         for name in ("token_ratio", "density"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
@@ -199,15 +200,3 @@ class PlanRequest:
             )
         if (clash := clash_of(self)) is not None:
             raise ValueError(clash)
-
-
-def _at_least(name: str, value: int, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer")
-    if value < minimum:
-        raise ValueError(f"{name}={value} must be at least {minimum}")
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")

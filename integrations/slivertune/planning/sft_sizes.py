@@ -20,11 +20,11 @@ from slivertune.sft.communicator import ALONE, Communicator
 from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.linear import DeltaLayer
 from slivertune.sft.model_hooks import ModelHooks
-from slivertune.sft.moments import SM3Accumulators
+from slivertune.sft.moments import SM3Accumulators, new_moments
 from slivertune.sft.reselection import Reselection
 from slivertune.sft.selection import PIECE, largest_of, random_indices
 from slivertune.sft.targets import Target
-from slivertune.sft.weight import SparseWeight, new_moments
+from slivertune.sft.weight import SparseWeight
 
 
 class SizedGrowthEstimator(GrowthEstimator):

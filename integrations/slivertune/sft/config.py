@@ -9,6 +9,8 @@ from typing import Literal, get_args
 
 from torch import nn
 
+from slivertune.core.setting_checks import check_choice, check_integer
+
 SelectionCriterion = Literal["accumulated_gradient", "momentum"]
 Form = Literal["auto", "optimizer", "layer"]
 PhiGradient = Literal["chunked", "sampled"]
@@ -71,13 +73,13 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         self._check_amount()
-        _one_of("selection", self.selection, get_args(SelectionCriterion))
-        _one_of("form", self.form, get_args(Form))
-        _one_of("phi_gradient", self.phi_gradient, get_args(PhiGradient))
-        _integer("estimation_steps", self.estimation_steps, 1)
+        check_choice("selection", self.selection, get_args(SelectionCriterion))
+        check_choice("form", self.form, get_args(Form))
+        check_choice("phi_gradient", self.phi_gradient, get_args(PhiGradient))
+        check_integer("estimation_steps", self.estimation_steps, 1)
         if not 0 <= self.replacement_rate <= 1:
             raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2")
-        _integer("seed", self.seed)
+        check_integer("seed", self.seed)
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive; None does not clip")
         self._check_targets()
@@ -91,7 +93,7 @@ class SFTConfig:
             raise ValueError(f"density={self.density} must be in (0, 1]; the paper trains 0.003 to 0.023 of a model")
         for name in ("num_weights", "equivalent_lora_rank"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 1)
+                check_integer(name, getattr(self, name), 1)
 
     def _check_targets(self) -> None:
         if isinstance(self.targets, str):
@@ -105,7 +107,7 @@ class SFTConfig:
     def _check_interval(self) -> None:
         if self.reselection_interval is None:
             return
-        _integer("reselection_interval", self.reselection_interval, 1)
+        check_integer("reselection_interval", self.reselection_interval, 1)
         if self.selection == "accumulated_gradient" and self.reselection_interval <= self.estimation_steps:
             raise ValueError(
                 f"reselection_interval={self.reselection_interval} must be greater than "
@@ -116,15 +118,3 @@ class SFTConfig:
 
 def _names_modules(target: object) -> bool:
     return isinstance(target, str) or (isinstance(target, type) and issubclass(target, nn.Module))
-
-
-def _integer(name: str, value: object, minimum: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}={value!r} must be an integer")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name}={value} must be at least {minimum}")
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from slivertune.core.backward import at_end_of_backward
+from slivertune.core.ledger import claim
 from slivertune.core.outputs import tensors_of
 from slivertune.sft.communicator import ALONE, NOWHERE, ChunkKey, Communicator
 from slivertune.sft.delta_parameters import DeltaParameters
@@ -45,20 +46,8 @@ class GradientSync:
         self._weights = weights
         self._delta_parameters = delta_parameters
         self._waits_for_end = False
-        self._has_own = False
-
-    def check_ranks(self) -> None:
-        """Check that no ranks train beside this one, each on its own deltas.
-
-        Raises:
-            RuntimeError: If they do.
-        """
-        self.communicator.check()
-
-    @property
-    def has_own(self) -> bool:
+        self.has_own = False
         """Whether there are gradients that are this rank's alone."""
-        return self._has_own
 
     def watch(self, model: nn.Module) -> list[RemovableHandle]:
         """See backwards begin at the model's outputs.
@@ -90,13 +79,13 @@ class GradientSync:
         if self.communicator.is_alone:
             self.communicator.check()
         else:
-            self._has_own = True
+            self.has_own = True
             self._await_end()
         return self._delta_parameters.begin()
 
     def forget(self) -> None:
         """The gradients were dropped."""
-        self._has_own = False
+        self.has_own = False
 
     def show(self, at: int, gradient: torch.Tensor, start: int, active: torch.Tensor, serial: int) -> None:
         """Show a part of a dense gradient to the tensor's growth estimators; it is only read.
@@ -149,7 +138,7 @@ class GradientSync:
         if self.communicator.is_last():
             for bucket in _buckets(self._weights):
                 self._average(bucket)
-            self._has_own = False
+            self.has_own = False
 
     def _is_shared(self) -> bool:
         """Whether the ranks meet in the backward that runs."""
@@ -165,18 +154,39 @@ class GradientSync:
     def _average(self, weights: Sequence[SparseWeight]) -> None:
         """Average what some tensors gathered; where no rank has a gradient for a tensor, it stays without."""
         is_present = torch.tensor([float(weight.phi.grad is not None) for weight in weights], device=weights[0].device)
-        gathered = [weight.gathered(self._delta_parameters.serial) for weight in weights]
+        gathered = [_gathered(weight, self._delta_parameters.serial) for weight in weights]
         self.communicator.mean_([is_present, *(tensor for tensors in gathered for tensor in tensors)])
         for weight, tensors, share in zip(weights, gathered, is_present.tolist(), strict=True):
             if share:
-                weight.accept(tensors, self._delta_parameters.begin())
+                _replace_gathered(weight, tensors, self._delta_parameters.begin())
+
+
+def _gathered(weight: SparseWeight, serial: int) -> list[torch.Tensor]:
+    """What the running update's gradients added up to: phi's, and those of each phase's candidates; fp32.
+
+    Zeros where nothing arrived. The tensors are the living ones where that is possible.
+    """
+    own = torch.zeros(weight.num_active, device=weight.device) if weight.phi.grad is None else weight.phi.grad
+    running = [estimator.running(serial) for estimator in weight.estimators.values()]
+    return [own, *(each for each in running if each is not None)]
+
+
+def _replace_gathered(weight: SparseWeight, averaged: Sequence[torch.Tensor], serial: int) -> None:
+    """Put averages in place of what `_gathered` returned."""
+    weight.phi.grad = averaged[0]
+    claim(averaged[0], "gradients")
+    following = iter(averaged[1:])
+    for estimator in weight.estimators.values():
+        if estimator.has_candidates:
+            estimator.set_running(next(following), serial)
 
 
 def _buckets(weights: Sequence[SparseWeight]) -> Iterator[list[SparseWeight]]:
     bucket: list[SparseWeight] = []
     size = 0
     for weight in weights:
-        own = sum(weight.gathered_sizes())
+        candidates = [each.num_candidates for each in weight.estimators.values() if each.has_candidates]
+        own = weight.num_active + sum(candidates)
         if bucket and size + own > BUCKET_ELEMENTS:
             yield bucket
             bucket, size = [], 0

@@ -35,6 +35,20 @@ class Estimate:
     num_steps: int
     """Updates that were averaged."""
 
+    def select(self, chosen: torch.Tensor) -> Estimate:
+        """The estimate of some of the candidates.
+
+        Args:
+            chosen: bool, shape (m,).
+        """
+        positions = torch.nonzero(chosen).view(-1)
+        return Estimate(
+            indices=self.indices.index_select(0, positions),
+            mean=self.mean.index_select(0, positions),
+            mean_square=self.mean_square.index_select(0, positions),
+            num_steps=self.num_steps,
+        )
+
 
 class GrowthEstimator:
     """Follows the gradients of one tensor's growth candidates through an estimation phase.

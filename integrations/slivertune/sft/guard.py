@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.held_parameters import held_parameters
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
 from slivertune.sft.delta_parameters import DeltaParameters
+from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.weight import SparseWeight
 
 
@@ -31,7 +33,7 @@ class ModelGuard:
         weights: The trained tensors.
         delta_parameters: Holds their deltas.
         optimizer: The one that may step them.
-        check_ranks: Raises if other ranks train too and nothing was prepared for them; DDP's wrapper writes deltas.
+        gradient_sync: Knows whether other ranks train too, unprepared for: DDP's wrapper writes deltas.
     """
 
     def __init__(
@@ -40,10 +42,10 @@ class ModelGuard:
         weights: Sequence[SparseWeight],
         delta_parameters: DeltaParameters,
         optimizer: torch.optim.Optimizer,
-        check_ranks: Callable[[], None],
+        gradient_sync: GradientSync,
     ) -> None:
         self._model = model
-        self._check_ranks = check_ranks
+        self._gradient_sync = gradient_sync
         self._weights = weights
         self._delta_parameters = delta_parameters
         self._optimizer = weakref.ref(optimizer)
@@ -130,7 +132,7 @@ class ModelGuard:
         """
         for weight, version in zip(self._weights, self._versions, strict=True):
             if weight.phi._version != version:
-                self._check_ranks()
+                self._gradient_sync.communicator.check()
                 raise RuntimeError(
                     f"the deltas of {weight.name} were written by something else than SFT, which trains them; they are "
                     "parameters of the model only to be clipped and scaled: call detach() before anything else trains "
@@ -138,14 +140,12 @@ class ModelGuard:
                 )
         missing, added = dict(self._trained), []
         modules = set()
-        for module in self._model.modules():
+        for module, parameter in held_parameters(self._model):
             modules.add(id(module))
-            # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
-            for parameter in dict.values(module._parameters):
-                if id(parameter) in self._known:
-                    missing.pop(id(parameter), None)
-                elif parameter is not None and parameter.requires_grad and not isinstance(module, DeltaParameters):
-                    added.append(parameter)
+            if id(parameter) in self._known:
+                missing.pop(id(parameter), None)
+            elif parameter.requires_grad and not isinstance(module, DeltaParameters):
+                added.append(parameter)
         if not self._is_whole:
             # FSDP2 puts other tensors in its place for a while, in the same module.
             missing = {i: each.name for i, each in enumerate(self._weights) if id(each.target.module) not in modules}
@@ -157,16 +157,30 @@ class ModelGuard:
             )
         for weight in self._weights:
             weight.check_tensor()
-        for parameter in added:
-            self._refuse_new(parameter)
+        for new in added:
+            name = next(name for name, each in self._model.named_parameters() if each is new)
+            raise RuntimeError(
+                f"{name} came into the model after SFT was built and requires a gradient, but SFT does not train it; "
+                "add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
+                "requires_grad_(False) on it"
+            )
 
-    def _refuse_new(self, parameter: nn.Parameter) -> None:
-        names = [name for name, each in self._model.named_parameters() if each is parameter]
-        raise RuntimeError(
-            f"{names[0]} came into the model after SFT was built and requires a gradient, but SFT does not train it; "
-            "add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
-            "requires_grad_(False) on it"
-        )
+    def check_shards(self) -> None:
+        """Check that nobody else has set trained entries of weights that lie in shards.
+
+        Raises:
+            RuntimeError: Naming the parameter.
+        """
+        found = {weight.name: weight.is_changed_in_shards() for weight in self._weights}
+        changed = {name: each for name, each in found.items() if each is not None}
+        # The device is waited for once.
+        if changed and bool(torch.stack(list(changed.values())).any()):
+            name = next(name for name, each in changed.items() if each)
+            raise RuntimeError(
+                f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
+                "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
+                "slivertune.prepare or initialize, or load a checkpoint of this run, which includes the deltas"
+            )
 
     def before_foreign_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse the step of another optimizer that holds what SFT trains."""

@@ -49,14 +49,10 @@ class ModelHooks:
         self._gradient_sync = gradient_sync
         self._phi_gradient = phi_gradient
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
-        self._is_on = False
+        self.is_on = False
+        """Whether the model has it."""
         self._handles: list[RemovableHandle] = []
         self._layers: list[DeltaLayer] = []
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the model has it."""
-        return self._is_on
 
     def put_on(self, *, with_delta_parameters: bool = True) -> None:
         """Freeze the model, and see to each trained tensor's gradient.
@@ -64,7 +60,7 @@ class ModelHooks:
         Args:
             with_delta_parameters: Whether the deltas are to be parameters of the model.
         """
-        self._is_on = True
+        self.is_on = True
         self._model.requires_grad_(False)
         for at, weight in enumerate(self._weights):
             if weight.merged:
@@ -90,7 +86,7 @@ class ModelHooks:
         self._handles, self._layers = [], []
         if hasattr(self._owner, DELTA_PARAMETERS_NAME):
             delattr(self._owner, DELTA_PARAMETERS_NAME)
-        self._is_on = False
+        self.is_on = False
 
     def restore_requires_grad(self) -> None:
         """Let `requires_grad` be as it was before the first `put_on`."""

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from slivertune.sft.adam import adamw_, age_dtype, age_limit, seeded_moments, update_at_ages_
+from slivertune.sft.config import SFTConfig
 from slivertune.sft.growth import Estimate
 from slivertune.sft.packing import rounded_at_random
 from slivertune.sft.sm3 import matrix_shape, sm3_
+from slivertune.sft.targets import Target
 
 _MOST_COHORTS = 256
 """What one byte can tell apart."""
@@ -284,3 +286,14 @@ class PackedAdamMoments(Moments):
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """One of each for every weight, and any number of cohorts."""
         return {**dict.fromkeys(self.tensors(), (num_active,)), "cohort_ages": (-1,)}
+
+
+def new_moments(target: Target, num_active: int, config: SFTConfig, options: Mapping[str, Any]) -> Moments:
+    """Fresh state of the update rule that goes with a way of selection."""
+    device = target.parameter.device
+    if config.selection == "momentum":
+        return SM3Accumulators(target.shape, num_active, options["momentum"] > 0, config.packed, device)
+    if config.packed:
+        return PackedAdamMoments(num_active, device)
+    betas: tuple[float, float] = options["betas"]
+    return AdamMoments(num_active, betas, device)

@@ -1,4 +1,8 @@
-"""SFT as a torch optimizer: trains a sparse delta of a model's weights (SFT, Algorithms 1 and 2)."""
+"""SFT as a torch optimizer: trains a sparse delta of a model's weights (SFT, Algorithms 1 and 2).
+
+The length of this file is that of the documented interface: `SparseWeight` updates one tensor, `Reselection` renews
+the choice of weights, `ModelHooks` and `ModelGuard` see to the model, and `export` writes deltas.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,34 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
 from slivertune.core.ownership import check_free, release, take
-from slivertune.core.placeholder_state import PlaceholderState
-from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
 from slivertune.core.sliver import Sliver
-from slivertune.deltas.base_hash import hash_tensor
+from slivertune.core.state_form import StateForm
 from slivertune.deltas.delta import SparseDelta
-from slivertune.deltas.delta_file import save_pretrained
-from slivertune.deltas.names import name_before
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.communicator import Communicator
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta_parameters import DeltaParameters
+from slivertune.sft.export import copy_base_values, copy_deltas, save
 from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.guard import ModelGuard
 from slivertune.sft.linear import check_layer_form
 from slivertune.sft.model_hooks import ModelHooks
+from slivertune.sft.moments import new_moments
 from slivertune.sft.options import checked_options
 from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.reselection import Reselection
 from slivertune.sft.schedule import Schedule
 from slivertune.sft.selection import random_indices
 from slivertune.sft.targets import Target, count_weights, find_targets
-from slivertune.sft.weight import SparseWeight, new_moments
+from slivertune.sft.weight import SparseWeight
 
 IDLE_STEPS = 20
 """Steps without a gradient, one after the other, after which a warning says so."""
@@ -115,19 +117,18 @@ class SFT(Sliver):
         parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
         super().__init__([{"params": parameters, **options}], options)
         self._sealed = True
-        self._placeholder = PlaceholderState("SFT")
-        self._packs_next = False
+        self._form = StateForm("SFT")
         self._updates = 0
         self._num_idle_steps = 0
         self._grad_norm: torch.Tensor | None = None
         self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
-        self._guard = ModelGuard(model, self._weights, self._delta_parameters, self, self._gradient_sync.check_ranks)
+        self._guard = ModelGuard(model, self._weights, self._delta_parameters, self, self._gradient_sync)
         self._hooks = self.hooks_class(
             model, self._weights, self._delta_parameters, self._gradient_sync, config.phi_gradient, self._guard
         )
         self._hooks.put_on()
         take(model.parameters(), self)
-        self._open_phases()
+        self._reselection.open_phases(self._updates)
 
     def _new_weight(self, target: Target, count: int, options: Mapping[str, Any]) -> SparseWeight:
         indices = random_indices(target.name, target.num_elements, count, self._config.seed)
@@ -200,15 +201,7 @@ class SFT(Sliver):
         Raises:
             RuntimeError: If somebody else has set trained entries of the weights since the last step.
         """
-        for weight in self._weights:
-            if count := weight.num_foreign():
-                raise RuntimeError(
-                    f"{count} of {weight.num_active} trained entries of {weight.name} were set by something else than "
-                    "SFT since its last step (load_state_dict of the model, averaged weights), so that their deltas "
-                    "don't describe the model; bring the weights back, load the optimizer's state of the same moment, "
-                    "or go on training: the next step takes them for pretrained ones"
-                )
-        return {weight.name: weight.delta() for weight in self._weights}
+        return copy_deltas(self._weights)
 
     def positions(self) -> dict[str, torch.Tensor]:
         """Positions of every tensor's trained weights by parameter name, int32, sorted; the living ones or copies."""
@@ -216,8 +209,7 @@ class SFT(Sliver):
 
     def base_values(self) -> dict[str, torch.Tensor]:
         """Pretrained values at the positions of `deltas`, by parameter name; 4-bit weights are left out."""
-        found = {weight.name: weight.base_values() for weight in self._weights}
-        return {name: values.clone() for name, values in found.items() if values is not None}
+        return copy_base_values(self._weights)
 
     def save_pretrained(self, folder: str | Path, *, base_model_name: str | None = None) -> None:
         """Write the deltas, the settings and a hash of each base tensor; weights are only read.
@@ -231,31 +223,8 @@ class SFT(Sliver):
         Raises:
             ValueError: If a delta is not finite.
         """
-        config = asdict(self._config)
-        if self._config.targets is not None:
-            config["targets"] = [each if isinstance(each, str) else each.__name__ for each in self._config.targets]
-        tensors, hashes = self._bases()
-        if not self._gradient_sync.communicator.is_first:
-            return
-        save_pretrained(
-            folder,
-            self.deltas(),
-            config=config,
-            base=tensors,
-            base_values=self.base_values(),
-            base_hashes=hashes,
-            base_model_name=base_model_name,
-        )
-
-    def _bases(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """All tensors of the model by name; where they lie in shards, only what they are like, and their hashes."""
-        now = dict(self._model.named_parameters(remove_duplicate=False))
-        tensors: dict[str, torch.Tensor] = {name_before(name, self.num_elements): each for name, each in now.items()}
-        apart = [weight for weight in self._weights if not weight.pretrained.is_whole]
-        for weight in apart:
-            like = torch.empty(weight.target.shape, dtype=weight.target.parameter.dtype, device="meta")
-            tensors |= {name: like for name, each in tensors.items() if each is weight.target.parameter}
-        return tensors, {weight.name: hash_tensor(weight.pretrained.whole()) for weight in apart}
+        writes = self._gradient_sync.communicator.is_first
+        save(folder, self._model, self._weights, self._config, writes=writes, base_model_name=base_model_name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: the targets of a run are fixed.
@@ -293,11 +262,10 @@ class SFT(Sliver):
         if not self._hooks.is_on:
             raise RuntimeError("step() was called after detach(), which ends SFT's training; build a new SFT to go on")
         self._guard.check()
-        self._check_shards()
+        self._guard.check_shards()
         self._gradient_sync.communicator.check()
-        self._placeholder.check(self._updates)
-        if closure is None and is_initialising_step(self.param_groups):
-            self._packs_next = True
+        self._form.check(self._updates)
+        if closure is None and self._form.is_initialising(self.param_groups):
             return None
         loss = None
         if closure is not None:
@@ -322,21 +290,10 @@ class SFT(Sliver):
         self._gradient_sync.communicator.enter(self._updates)
         self.zero_grad()
         if self._updates == self._schedule.next_reselection(self._updates - 1):
-            self._reselect()
-        self._open_phases()
+            self._reselection.reselect(self._updates, self.param_groups[0])
+            self._gradient_sync.communicator.compare(self._updates, self.positions())
+        self._reselection.open_phases(self._updates)
         return loss
-
-    def _check_shards(self) -> None:
-        found = {weight.name: weight.is_changed_in_shards() for weight in self._weights}
-        changed = {name: each for name, each in found.items() if each is not None}
-        # The device is waited for once.
-        if changed and bool(torch.stack(list(changed.values())).any()):
-            name = next(name for name, each in changed.items() if each)
-            raise RuntimeError(
-                f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
-                "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
-                "slivertune.prepare or initialize, or load a checkpoint of this run, which includes the deltas"
-            )
 
     def _note_idle_step(self) -> None:
         self._num_idle_steps += 1
@@ -347,13 +304,6 @@ class SFT(Sliver):
                 "loss depends on them, or name others with SFTConfig(targets=...)",
                 stacklevel=4,
             )
-
-    def _open_phases(self) -> None:
-        self._reselection.open_phases(self._updates)
-
-    def _reselect(self) -> None:
-        self._reselection.reselect(self._updates, self.param_groups[0])
-        self._gradient_sync.communicator.compare(self._updates, self.positions())
 
     def detach(self, *, merge: bool = True) -> None:
         """Take everything off the model that SFT put there, and let `requires_grad` be as before.
@@ -377,7 +327,7 @@ class SFT(Sliver):
                 "quantised again; save deltas() and detach(merge=False), then merge them into the 16-bit model"
             )
         if merge:
-            self._check_shards()
+            self._guard.check_shards()
         for weight in self._weights:
             if not merge:
                 weight.adopt()
@@ -433,18 +383,16 @@ class SFT(Sliver):
         For programs that save an optimizer of sharded parameters: they know states by parameter alone, and reshape
         them. After one was loaded, `step` raises until `load_state_dict` has brought the `whole_state`.
         """
-        self._placeholder.is_used = True
+        self._form.is_placeholder = True
         self._fill_placeholder()
 
     def _fill_placeholder(self) -> None:
-        # Programs that find `state` empty step with zero gradients to fill it, and want one for each parameter.
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter] = self._placeholder.of_parameter(self._updates, parameter.device)
+        self._form.fill(self.state, self.param_groups[0]["params"], self._updates)
 
     @property
     def uses_sidecar(self) -> bool:
         """Whether `state_dict` is a placeholder, so that the state has to be saved beside it."""
-        return self._placeholder.is_used
+        return self._form.is_placeholder
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that continues the run at this step (`whole_state`); a placeholder where `use_sidecar` was called.
@@ -452,9 +400,7 @@ class SFT(Sliver):
         To `torch.distributed.checkpoint` it is packed (see `pack_state`).
         """
         if not self.uses_sidecar:
-            packs, self._packs_next = self._packs_next, False
-            whole = self.whole_state()
-            return pack_state(whole, self.param_groups, self._updates) if packs else whole
+            return self._form.save(self.whole_state, self.param_groups, self._updates)
         self._fill_placeholder()
         return super().state_dict()
 
@@ -467,7 +413,7 @@ class SFT(Sliver):
         return {
             "state": {weight.name: weight.state_dict() for weight in self._weights},
             "param_groups": [
-                {**_without_params(self.param_groups[0]), "params": [weight.name for weight in self._weights]}
+                {**own_hyperparameters(self.param_groups[0]), "params": [weight.name for weight in self._weights]}
             ],
             "sft": {"version": VERSION, "selection": self._config.selection, "updates": self._updates},
         }
@@ -480,28 +426,22 @@ class SFT(Sliver):
         Raises:
             ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
         """
-        self._packs_next = False
-        unpacked = unpack_state(state_dict)
-        if unpacked is not None:
-            state_dict = unpacked
-        updates = self._placeholder.updates_in(state_dict)
-        if updates is not None:
-            self.param_groups[0].update(_without_params(state_dict["param_groups"][0]))
-            self._placeholder.await_state(updates)
+        whole = self._form.load(state_dict, self.param_groups)
+        if whole is None:
             return
         names = [weight.name for weight in self._weights]
-        check_header(state_dict, self._config.selection, names, len(self.param_groups))
+        check_header(whole, self._config.selection, names, len(self.param_groups))
         for weight in self._weights:
-            check_weight(weight, state_dict["state"][weight.name])
-        self.param_groups[0].update(_without_params(state_dict["param_groups"][0]))
-        self._updates = state_dict["sft"]["updates"]
+            check_weight(weight, whole["state"][weight.name])
+        load_hyperparameters(self.param_groups, whole["param_groups"])
+        self._updates = whole["sft"]["updates"]
         self.zero_grad()
         with torch.no_grad():
             for weight in self._weights:
-                weight.load_state_dict(state_dict["state"][weight.name])
-        self._open_phases()
+                weight.load_state_dict(whole["state"][weight.name])
+        self._reselection.open_phases(self._updates)
         for weight in self._weights:
-            weight.load_estimates(state_dict["state"][weight.name])
+            weight.load_estimates(whole["state"][weight.name])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused, for `copy` and `pickle`: the deltas belong to one model, whose weights and hooks no copy has.
@@ -529,7 +469,3 @@ class SFT(Sliver):
             parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
             torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-
-
-def _without_params(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}

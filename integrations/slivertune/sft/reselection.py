@@ -9,9 +9,10 @@ from slivertune.sft.budget import BudgetRequest, share_out
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.growth import POOL_FACTOR, GrowthEstimator
+from slivertune.sft.proposal import Proposal, propose
 from slivertune.sft.schedule import Schedule
 from slivertune.sft.selection import largest_of
-from slivertune.sft.weight import Proposal, SparseWeight
+from slivertune.sft.weight import SparseWeight
 
 
 class Reselection:
@@ -90,13 +91,13 @@ class Reselection:
         for weight in self._weights:
             num_replaced = self._schedule.num_replaced(updates, weight.num_active)
             breadth = POOL_FACTOR if self._config.redistribute else 1
-            proposal = weight.propose(updates, num_replaced, breadth) if num_replaced else None
-            weight.estimators.pop(updates, None)
+            proposal = propose(weight, weight.estimators.pop(updates, None), num_replaced, breadth)
             if proposal is not None:
                 proposals.append((weight, proposal))
         for (weight, proposal), count in zip(proposals, self._num_grown(proposals), strict=True):
             grown = largest_of(proposal.scores, count)
-            weight.replace(proposal.dropped, grown, proposal, options)
+            estimate = None if proposal.estimate is None else proposal.estimate.select(grown)
+            weight.replace(proposal.dropped, proposal.indices[grown], estimate, options)
 
     def _num_grown(self, proposals: list[tuple[SparseWeight, Proposal]]) -> list[int]:
         dropped = [int(proposal.dropped.sum()) for _, proposal in proposals]

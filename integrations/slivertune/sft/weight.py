@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from slivertune.core.held_parameters import check_form
 from slivertune.core.ledger import claim
 from slivertune.deltas.delta import SparseDelta
-from slivertune.sft.config import SFTConfig
 from slivertune.sft.growth import Estimate, GrowthEstimator
-from slivertune.sft.moments import AdamMoments, Moments, PackedAdamMoments, SM3Accumulators, regrown
-from slivertune.sft.outer_product import largest_products
+from slivertune.sft.moments import Moments, regrown
 from slivertune.sft.packing import PackedPositions, Positions, rounded_at_random, rounding_generator
 from slivertune.sft.pretrained_values import PretrainedValues, bits_differ
-from slivertune.sft.selection import contains, smallest_positions
 from slivertune.sft.targets import Target
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Proposal:
-    """What a reselection may do to one tensor."""
-
-    dropped: torch.Tensor
-    """bool, shape (n,): entries to drop."""
-    indices: torch.Tensor
-    """int32, sorted: positions that may be grown; none is active."""
-    scores: torch.Tensor
-    """fp32: how much each is worth, not negative."""
-    estimate: Estimate | None
-    """AG's moments of these positions."""
 
 
 class SparseWeight:
@@ -155,18 +138,8 @@ class SparseWeight:
         # ZeRO-3 gathers a parameter that is asked for in a forward.
         if not self.pretrained.is_whole or self.target.is_4bit:
             return
-        now = self.target.parameter
         self._check_data()
-        if now.dtype != self._dtype:
-            raise RuntimeError(
-                f"{self.name} was {self._dtype} when SFT was built and is {now.dtype} now; cast the model (to, half, "
-                "bfloat16) before SFT(...), or call detach() first and build a new SFT"
-            )
-        if tuple(now.shape) != self.target.shape:
-            raise RuntimeError(
-                f"{self.name} was of shape {self.target.shape} when SFT was built and is of {tuple(now.shape)} now; "
-                "resize it (resize_token_embeddings) before SFT(...), or call detach() first and build a new SFT"
-            )
+        check_form("SFT", self.name, self.target.parameter, self._dtype, self.target.shape)
 
     def _check_data(self) -> None:
         if self.pretrained.is_whole and self.target.parameter.is_meta:
@@ -221,32 +194,6 @@ class SparseWeight:
             claim(values, "gradients")
         else:
             self.phi.grad += values
-
-    def gathered_sizes(self) -> list[int]:
-        """Elements of each tensor of `gathered`."""
-        running = [estimator.num_candidates for estimator in self.estimators.values() if estimator.has_candidates]
-        return [self.num_active, *running]
-
-    def gathered(self, serial: int) -> list[torch.Tensor]:
-        """What the running update's gradients added up to: phi's, and those of each phase's candidates; fp32.
-
-        Zeros where nothing arrived. The tensors are the living ones where that is possible.
-
-        Args:
-            serial: The running update.
-        """
-        own = torch.zeros(self.num_active, device=self.device) if self.phi.grad is None else self.phi.grad
-        running = [estimator.running(serial) for estimator in self.estimators.values()]
-        return [own, *(each for each in running if each is not None)]
-
-    def accept(self, gathered: Sequence[torch.Tensor], serial: int) -> None:
-        """Put others in place of what `gathered` returned."""
-        self.phi.grad = gathered[0]
-        claim(gathered[0], "gradients")
-        following = iter(gathered[1:])
-        for estimator in self.estimators.values():
-            if estimator.has_candidates:
-                estimator.set_running(next(following), serial)
 
     def follow(self, device: torch.device) -> None:
         """Move the state to where the weight is now; the model may be moved after the optimizer was built."""
@@ -305,65 +252,25 @@ class SparseWeight:
         if self.merged and self._base is not None:
             self.pretrained.write(self.indices, self._base)
 
-    def propose(self, end: int, num_replaced: int, breadth: int = 1) -> Proposal | None:
-        """Choose what to drop, and what may be grown in its place (SFT, section 3.2 and 3.3).
-
-        Dropped are the weights that are nearest to their pretrained values; grown are others that were frozen until
-        now, so that as many are really replaced. Where too few are frozen, fewer are.
-
-        Args:
-            end: t; AG's estimation phase that ended with it is used up.
-            num_replaced: k(i, t).
-            breadth: MA's candidates for each trained weight; more than one lets a tensor grow beyond what it dropped.
-
-        Returns:
-            The proposal; None if there is nothing to replace, or nothing is known of what could be grown.
-        """
-        estimator = self.estimators.pop(end, None)
-        if isinstance(self.moments, SM3Accumulators):
-            estimate = None
-            if not bool(self.moments.rows.any()):
-                # No batch has reached this tensor, so that all its positions are worth the same.
-                return None
-            # The active ones may all be among the first.
-            searched = min((1 + breadth) * self.num_active, self.target.num_elements)
-            positions, products = largest_products(self.moments.rows, self.moments.columns, searched)
-            frozen = ~contains(self.indices, positions.int())
-            indices, scores = positions[frozen].int(), products[frozen].pow(0.25).float()
-        else:
-            estimate = None if estimator is None else estimator.estimate()
-            if estimate is None:
-                return None
-            # Where two phases overlap, the first may have grown some.
-            estimate = _selected(estimate, ~contains(self.indices, estimate.indices))
-            indices, scores = estimate.indices, estimate.mean.abs()
-        num_replaced = min(num_replaced, indices.numel())
-        if num_replaced == 0:
-            return None
-        dropped = smallest_positions(self.phi.data.abs(), num_replaced)
-        return Proposal(dropped=dropped, indices=indices, scores=scores, estimate=estimate)
-
     def replace(
-        self, dropped: torch.Tensor, grown: torch.Tensor, proposal: Proposal, options: Mapping[str, Any]
+        self, dropped: torch.Tensor, grown: torch.Tensor, estimate: Estimate | None, options: Mapping[str, Any]
     ) -> None:
         """Drop entries, which restores their pretrained bits, and grow others with a delta of zero.
 
         Args:
             dropped: bool, shape (n,).
-            grown: bool along the proposal's indices.
-            proposal: Where the grown positions and their moments are.
+            grown: int32, sorted, shape (m,): positions that are not active.
+            estimate: AG's moments of the grown positions.
             options: Those of the param group.
         """
         self.write_base()
         stay = torch.nonzero(~dropped).view(-1)
-        new = proposal.indices[grown]
-        indices, order = torch.cat([self.indices.index_select(0, stay), new]).sort()
+        indices, order = torch.cat([self.indices.index_select(0, stay), grown]).sort()
         self._positions.set(indices)
         self.phi.grad = None
-        self.phi.data = regrown(self.phi.data, stay, self.phi.data.new_zeros(new.numel()), order)
+        self.phi.data = regrown(self.phi.data, stay, self.phi.data.new_zeros(grown.numel()), order)
         self._keep_base()
-        seeds = None if proposal.estimate is None else _selected(proposal.estimate, grown)
-        self.moments.replace(stay, new.numel(), seeds, order, options)
+        self.moments.replace(stay, grown.numel(), estimate, order, options)
         self.write()
         self.claim()
 
@@ -405,24 +312,3 @@ class SparseWeight:
         for end, estimator in self.estimators.items():
             if end in state.get("estimates", {}):
                 estimator.load_state_dict(state["estimates"][end], self.pretrained.device)
-
-
-def new_moments(target: Target, num_active: int, config: SFTConfig, options: Mapping[str, Any]) -> Moments:
-    """Fresh state of the update rule that goes with a way of selection."""
-    device = target.parameter.device
-    if config.selection == "momentum":
-        return SM3Accumulators(target.shape, num_active, options["momentum"] > 0, config.packed, device)
-    if config.packed:
-        return PackedAdamMoments(num_active, device)
-    betas: tuple[float, float] = options["betas"]
-    return AdamMoments(num_active, betas, device)
-
-
-def _selected(estimate: Estimate, chosen: torch.Tensor) -> Estimate:
-    positions = torch.nonzero(chosen).view(-1)
-    return Estimate(
-        indices=estimate.indices.index_select(0, positions),
-        mean=estimate.mean.index_select(0, positions),
-        mean_square=estimate.mean_square.index_select(0, positions),
-        num_steps=estimate.num_steps,
-    )

@@ -156,6 +156,30 @@ def _itself(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return function
 
 
+def replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[[], None]:
+    """Let a model score the selected positions by its own loss function.
+
+    Args:
+        model: A causal LM of transformers.
+        targets: Tells the running forward's targets; None outside of training.
+
+    Returns:
+        Gives the model its loss function back, unless something else has replaced it since.
+    """
+    scaled = ScaledLoss(model.loss_function, targets)
+    model.loss_function = scaled
+
+    def undo() -> None:
+        if model.loss_function is not scaled:
+            return
+        # Without an attribute of its own, the model has the loss of its class.
+        del model._loss_function
+        if model.loss_function is not scaled.function:
+            model.loss_function = scaled.function
+
+    return undo
+
+
 def zero_without_labels(loss: torch.Tensor, targets: Targets) -> torch.Tensor:
     """The mean over no labels at all, which is not a number, as 0.
 

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from slivertune.core.backward import at_end_of_backward
+from slivertune.core.model_handle import ModelHandle
 from slivertune.core.module_hook import ModuleHook
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
 from slivertune.tokentune.call import Call, by_name, check_call, find_real, tokens_shape
 from slivertune.tokentune.config import Pattern, TokenTune
-from slivertune.tokentune.head import HeadKind, ScaledLoss, Targets, find_head_kind, find_targets, zero_without_labels
-from slivertune.tokentune.rows import Rows, apply_function
+from slivertune.tokentune.head import HeadKind, find_head_kind, find_targets, replace_loss, zero_without_labels
+from slivertune.tokentune.model_check import ModelCheck
+from slivertune.tokentune.rows import Rows
 from slivertune.tokentune.selection import count_selected, draw_positions, make_generator, segment_starts
+from slivertune.tokentune.selection_context import SelectionContext, in_backward, mark_passed
 from slivertune.tokentune.wrapping import (
     LayerRows,
-    SelectionContext,
     TokenWise,
     attends_once,
     attention_modules,
     find_layer_list,
-    in_backward,
     norms_outside,
     token_wise_children,
 )
@@ -37,11 +34,16 @@ from slivertune.tokentune.wrapping import (
 _STATE_VERSION = 1
 
 
-class TokenTuneHandle:
+class TokenTuneHandle(ModelHandle):
     """A hooked model. Only training forwards (`model.training`, with gradients enabled) are changed.
 
     Also a context manager, which takes the hook off at its end.
     """
+
+    refusal_to_copy = (
+        "a TokenTuneHandle belongs to one model and is neither copied nor pickled; a copy of the model is not hooked: "
+        "attach handle.settings to it, and carry handle.state_dict() over"
+    )
 
     def __init__(self, settings: TokenTune, model: nn.Module) -> None:
         """Hook a model; called by `TokenTune.attach`.
@@ -54,6 +56,7 @@ class TokenTuneHandle:
             RuntimeError: If the model is hooked already.
             ValueError: If the model can't be hooked.
         """
+        super().__init__()
         self.settings = settings
         self.last_selection: torch.Tensor | None = None
         """Positions that the latest training forward selected: sorted, int64, shape (batch, k); None before it."""
@@ -69,45 +72,22 @@ class TokenTuneHandle:
         if settings.prefer_labels and self._head not in ("causal", "token"):
             raise ValueError(f"prefer_labels=True, but {type(self._model).__name__} has no label for each token")
         self._signature = inspect.signature(type(self._model).forward)
-        self._implementation: str = self._model.config._attn_implementation
-        self._configs: list[tuple[Any, str]] = []
-        self._containers: list[tuple[nn.Module, list[nn.Module | None]]] = []
         self._selection = SelectionContext()
         self._call: Call | None = None
         self._wrapped: list[TokenWise] = []
-        self._undo: list[Callable[[], None]] = []
         try:
             self._attach()
         except BaseException:
             self.remove()
             raise
 
-    def __enter__(self) -> Self:
-        """The handle itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the hook off."""
-        self.remove()
-
     def remove(self) -> None:
         """Take the hook off the model, which is then as it was; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        super().remove()
         while self._wrapped:
             self._wrapped.pop().remove()
         self._selection.in_forward, self._selection.of_forward, self._selection.of_backward = False, None, None
         self._selection.is_removed = True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A handle is not copied."""
-        raise TypeError(_ONE_MODEL)
-
-    def __reduce__(self) -> Any:
-        """A handle is not pickled."""
-        raise TypeError(_ONE_MODEL)
 
     def state_dict(self) -> dict[str, int]:
         """What a resumed run needs to draw what an uninterrupted one would.
@@ -167,22 +147,20 @@ class TokenTuneHandle:
         for parent, name in norms_outside(model, self._layers):
             self._wrapped.append(TokenWise(parent, name, self._selection, None, checkpointed=False))
         intercepted = {module: layer_rows for module, layer_rows in attentions.items() if has_registry(module)}
-        undo, self._intercepts = intercept(intercepted, self._implementation)
+        undo, has_attention = intercept(intercepted, model.config._attn_implementation)
         self._undo.append(undo)
         configs = {id(each.config): each.config for each in intercepted if hasattr(each, "config")}
-        self._configs = [(each, each._attn_implementation) for each in (model.config, *configs.values())]
         _hooked_models[model] = None
         self._undo.append(lambda: _hooked_models.pop(model, None))
         parent = next(module for module in model.modules() if self._layers in list(module.children()))
-        self._parent = parent
-        self._containers = _containers(self._layers, self._wrapped)
+        self._check = ModelCheck(self._layers, parent, self._wrapped, (model.config, *configs.values()), has_attention)
         self._undo.append(parent.register_forward_hook(ModuleHook(self._leave_layers)).remove)
         self._undo.append(
             model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True, prepend=True).remove
         )
         self._undo.append(model.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
         if self._head == "causal":
-            self._undo.append(_replace_loss(model, lambda: None if self._call is None else self._call.targets))
+            self._undo.append(replace_loss(model, lambda: None if self._call is None else self._call.targets))
 
     def _wrap_layer(self, layer: nn.Module, layer_rows: LayerRows) -> None:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -215,7 +193,7 @@ class TokenTuneHandle:
                 "the whole model runs again in the backward, and would draw another selection; checkpoint its layers, "
                 "as transformers' own gradient checkpointing does, not the model"
             )
-        self._check_unchanged()
+        self._check()
         try:
             bound = self._signature.bind_partial(model, *args, **kwargs)
         except TypeError:
@@ -295,7 +273,7 @@ class TokenTuneHandle:
                     "is not computed for tokens that are not selected; this model is not supported"
                 )
             hidden = rows.split(hidden, "tokens")[0]
-        hidden = apply_function(_Passed, hidden, self._selection, rows)
+        hidden = mark_passed(hidden, self._selection, rows)
         if isinstance(output, torch.Tensor):
             return hidden
         if isinstance(output, tuple):
@@ -317,85 +295,11 @@ class TokenTuneHandle:
                     "score the selected tokens on their next ones; this model is not supported"
                 )
             return None
-        return _with_loss(output, zero_without_labels(_loss_of(output), call.targets))
-
-    def _check_unchanged(self) -> None:
-        for wrapped in self._wrapped:
-            if not wrapped.is_in_place():
-                raise RuntimeError(
-                    _REPLACED.format(f"{wrapped.name} of {type(wrapped.parent).__name__}, or its forward,")
-                )
-        if self._layers not in self._parent._modules.values():
-            raise RuntimeError(_REPLACED.format(f"the list of layers of {type(self._parent).__name__}"))
-        for container, children in self._containers:
-            if [_uncompiled(each) for each in container._modules.values()] != children:
-                raise RuntimeError(_REPLACED.format(f"a module in {type(container).__name__}"))
-        for config, implementation in self._configs:
-            if config._attn_implementation != implementation:
-                raise RuntimeError(
-                    f"the attention was changed from {implementation!r} to {config._attn_implementation!r} after "
-                    "TokenTune was attached; remove() the handle, and attach again"
-                )
-        if not self._intercepts():
-            raise RuntimeError(
-                f"another function was registered for attn_implementation={self._implementation!r} after TokenTune was "
-                "attached, and would not be used, or run past it; remove() the handle, register the function, then "
-                "attach again"
-            )
-
-
-_REPLACED = (
-    "{} was replaced after TokenTune was attached, as PEFT does; remove() the handle, change the model, then attach "
-    "again"
-)
-_ONE_MODEL = (
-    "a TokenTuneHandle belongs to one model and is neither copied nor pickled; a copy of the model is not hooked: "
-    "attach handle.settings to it, and carry handle.state_dict() over"
-)
-
-
-def _containers(layers: nn.ModuleList, wrapped: list[TokenWise]) -> list[tuple[nn.Module, list[nn.Module | None]]]:
-    """The list of layers, and every module in a layer that holds others and is not wrapped, with what they hold."""
-    inside = {each.module for each in wrapped} - set(layers)
-    found: list[tuple[nn.Module, list[nn.Module | None]]] = []
-    waiting: list[nn.Module] = [layers]
-    while waiting:
-        module = waiting.pop()
-        found.append((module, [_uncompiled(each) for each in module._modules.values()]))
-        waiting += [each for each in module.children() if each not in inside and any(True for _ in each.children())]
-    return found
-
-
-def _uncompiled(module: nn.Module | None) -> nn.Module | None:
-    """The module that `torch.compile` has put another around, which runs it as it is."""
-    return None if module is None else module._modules.get("_orig_mod", module)
-
-
-class _Passed(torch.autograd.Function):
-    """The layers' output. When the backward passes it, layers that it computes again are this forward's.
-
-    Within a backward, nodes run in the reverse order of their making, so that the layers of a later forward are done
-    before an earlier one's output is passed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -> torch.Tensor:
-        ctx.selection, ctx.rows = selection, rows
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        selection: SelectionContext = ctx.selection
-        if selection.is_removed and ctx.rows.is_checkpointed:
-            raise RuntimeError(
-                "TokenTune was removed between the forward and the backward of checkpointed layers, which would now be "
-                "computed again without it; run the backward before remove(), or inside of the context"
-            )
-        selection.of_backward = ctx.rows
-        # At the end of this backward, so that nothing of the forward is kept alive by it.
-        at_end_of_backward(selection.leave_backward)
-        return gradient, None, None
+        loss = zero_without_labels(output[0], call.targets)
+        if isinstance(output, tuple):
+            return (loss, *output[1:])
+        output["loss"] = loss
+        return output
 
 
 _hooked_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
@@ -434,21 +338,6 @@ def _check_supported(model: Any) -> None:
         )
 
 
-def _replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[[], None]:
-    scaled = ScaledLoss(model.loss_function, targets)
-    model.loss_function = scaled
-
-    def undo() -> None:
-        if model.loss_function is not scaled:
-            return
-        # Without an attribute of its own, the model has the loss of its class.
-        del model._loss_function
-        if model.loss_function is not scaled.function:
-            model.loss_function = scaled.function
-
-    return undo
-
-
 def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children())
 
@@ -456,15 +345,3 @@ def _is_composite(module: nn.Module) -> bool:
 def _rank() -> int:
     ready = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if ready else 0
-
-
-def _loss_of(output: Any) -> torch.Tensor:
-    loss: torch.Tensor = output[0]
-    return loss
-
-
-def _with_loss(output: Any, loss: torch.Tensor) -> Any:
-    if isinstance(output, tuple):
-        return (loss, *output[1:])
-    output["loss"] = loss
-    return output

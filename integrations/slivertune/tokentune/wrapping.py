@@ -13,43 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slivertune.core.backward import NO_BACKWARD, running_backward
 from slivertune.tokentune.rows import Rows, TokenLayout
+from slivertune.tokentune.selection_context import SelectionContext
 
 _ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
 """What a module asks for that treats tokens by their places."""
-
-
-class SelectionContext:
-    """The selection that modules should use at this moment.
-
-    It is the running forward's or, where a backward computes a layer again, that of the forward it belongs to.
-    """
-
-    def __init__(self) -> None:
-        self.in_forward = False
-        """Whether the model's forward runs, in training or not."""
-        self.of_forward: Rows | None = None
-        """The running forward's; None lets everything pass."""
-        self.of_backward: Rows | None = None
-        """That of the forward whose output the backward has passed last."""
-        self.is_removed = False
-        """Whether the hook is off, so that layers that are computed again would run as they are."""
-
-    def current(self) -> Rows | None:
-        """The selection, or None if nothing should be split."""
-        if self.in_forward:
-            return self.of_forward
-        return self.of_backward if in_backward() else None
-
-    def leave_backward(self) -> None:
-        """Forget the forward whose backward has ended."""
-        self.of_backward = None
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a part of a backward, as when a checkpoint computes a layer again."""
-    return running_backward() != NO_BACKWARD
 
 
 class LayerRows:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from slivertune.hift import HiFT
+from slivertune.hift.rotation import scheduled_lr
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, comparable
 
@@ -153,7 +154,7 @@ def applied_settings(hift: HiFT) -> dict[str, object]:
         hift: The optimizer.
     """
     settings: dict[str, object] = {}
-    rates = hift.rotation.to_apply([param_group.get("lr") for param_group in hift.param_groups])
+    rates = hift.rotation.to_apply(scheduled_lr(hift.param_groups))
     for index, (param_group, rate) in enumerate(zip(hift.param_groups, rates, strict=True)):
         settings[f"the learning rate of param group {index}"] = comparable(rate)
         for key, value in param_group.items():

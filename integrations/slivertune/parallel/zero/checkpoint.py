@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from slivertune.core.atomic import atomic_file
+from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import check_identity
-from slivertune.hift.rotation import own_copy
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
@@ -100,8 +100,7 @@ class Checkpoints:
         saved = None if load_module_only else self._read(Path(load_dir) / str(tag))
         if saved is not None:
             schedule.restore(saved)
-            for outer, values in zip(schedule.optimizer.param_groups, saved["param_groups"], strict=True):
-                outer.update({key: own_copy(value) for key, value in values.items() if key != "params"})
+            load_hyperparameters(schedule.optimizer.param_groups, saved["param_groups"])
             num_saved = saved_ranks(Path(load_dir) / str(tag))
             if num_saved is not None and num_saved != dist.get_world_size():
                 return self._load_from_others(Path(load_dir), str(tag), num_saved, load_optimizer_states, rest)
@@ -163,8 +162,7 @@ class Checkpoints:
             if load_states:
                 exported = shares.first["groups"].get(str(group), shares.first["active"])
                 inner = optimizer.state_dict()["param_groups"]
-                for mine, theirs in zip(inner, exported["optimizer"]["param_groups"], strict=True):
-                    mine.update({key: own_copy(value) for key, value in theirs.items() if key != "params"})
+                load_hyperparameters(inner, exported["optimizer"]["param_groups"])
                 optimizer.load_state_dict({"state": state, "param_groups": inner})
         if schedule.stage == 3:
             for index in range(len(mover.masters)):
@@ -181,21 +179,14 @@ class Checkpoints:
 
     def _export(self) -> dict[str, Any]:
         schedule = self._schedule
-        rotation = schedule.optimizer.rotation
         waiting = [group for group in schedule.children if group != schedule.active]
         for group in waiting:
             schedule.mover(group).settle()
         return {
             "version": VERSION,
             "identity": self._identity(),
-            "updates": rotation.updates,
-            "held_lr": [own_copy(value) for value in rotation.held_lr],
-            "skipped_turns": dict(rotation.skipped),
-            "skipped_in_cycle": dict(rotation.skipped_in_cycle),
-            "param_groups": [
-                {key: own_copy(value) for key, value in group.items() if key != "params"}
-                for group in schedule.optimizer.param_groups
-            ],
+            **schedule.optimizer.rotation.state(),
+            "param_groups": [own_hyperparameters(group) for group in schedule.optimizer.param_groups],
             "groups": {str(group): self._export_group(group) for group in waiting},
             # DeepSpeed's files have it too, in a form that only as many ranks read.
             "active": self._export_group(schedule.active),

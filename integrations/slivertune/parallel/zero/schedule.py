@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from slivertune.core.backward import at_end_of_backward, running_backward
+from slivertune.core.hyperparameters import own_copy, own_hyperparameters
 from slivertune.hift import HiFT
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.freezing import Freezer
 from slivertune.hift.model_check import ModelCheck
 from slivertune.hift.piece import differs
-from slivertune.hift.rotation import LearningRate, own_copy
+from slivertune.hift.rotation import LearningRate, scheduled_lr
 from slivertune.hift.skipping import SkipNotices
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
@@ -43,7 +44,7 @@ def optimizer_of_group(optimizer: HiFT, group: int) -> torch.optim.Optimizer:
     return optimizer.base.build(
         [
             {
-                **{key: own_copy(value) for key, value in optimizer.param_groups[index].items() if key != "params"},
+                **own_hyperparameters(optimizer.param_groups[index]),
                 PARAM_GROUP: index,
                 "params": [weight.parameter for weight in weights if weight.param_group == index],
             }
@@ -359,7 +360,7 @@ class GroupSchedule:
         """Let a step pass that no gradient has reached on any rank; to the engine it is one that was skipped."""
         engine, rotation = self.engine, self.optimizer.rotation
         self._notices.skipped(self.active)
-        rotation.skip([outer.get("lr") for outer in self.optimizer.param_groups])
+        rotation.skip(scheduled_lr(self.optimizer.param_groups))
         child = self.children[self.active]
         child.zero_grad()
         # The zeros of its backward, which the next one would add to.
@@ -377,7 +378,7 @@ class GroupSchedule:
     def _push_hyperparameters(self, group: int, stepping: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Inside the step and not before it: the learning rate of a cycle is what the schedule says then.
         outer_groups = self.optimizer.param_groups
-        self._applied = self.optimizer.rotation.to_apply([outer.get("lr") for outer in outer_groups])
+        self._applied = self.optimizer.rotation.to_apply(scheduled_lr(outer_groups))
         for inner in stepping.param_groups:
             index = inner[PARAM_GROUP]
             pushed = self._pushed.setdefault((group, index), {})

@@ -1,0 +1,138 @@
+"""In which order a model's forward reads its parameters and enters its blocks, seen on a copy without data."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _BlocksEntered(BaseException):
+    """Ends a dummy forward that has shown all it can, past any `except Exception` of the model's."""
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the order in which a forward reads parameters and enters lists of blocks, until all awaited are entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.moments: dict[int, int] = {}
+        self.awaited: set[int] = set()
+
+    def note(self, subject: object) -> None:
+        self.moments.setdefault(id(subject), len(self.moments))
+
+    def watch(self, blocks: nn.Module) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            self.note(blocks)
+            self.awaited.discard(id(blocks))
+            if not self.awaited:
+                raise _BlocksEntered
+
+        for module in blocks.modules():
+            module.register_forward_pre_hook(enter)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, nn.Parameter):
+                self.note(value)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1  # meta tensors have no values, and models ask whether a mask is true all over
+        return func(*args, **(kwargs or {}))
+
+
+def trace_forward(model: nn.Module, block_lists: Iterable[str]) -> tuple[dict[str, int], list[str]]:
+    """Run a meta copy of the model on a dummy batch until it has entered its blocks.
+
+    Where that fails, each transformers model inside it gets a batch of its own (an image tower pixels, a decoder ids).
+
+    Args:
+        model: The model.
+        block_lists: Paths of its lists of blocks.
+
+    Returns:
+        By name, the moments when each parameter was first read and each list of blocks first entered; and what failed.
+    """
+    recorder, failures = _Recorder(), []
+    try:
+        twin = _meta_twin(model)
+    except Exception as error:  # whatever hangs on a module and refuses to be copied
+        return {}, [f"it can't be copied: {error!r}"]
+    lists = {path: twin.get_submodule(path) for path in block_lists}
+    for blocks in lists.values():
+        recorder.watch(blocks)
+    for module in (each for each in twin.modules() if each is twin or hasattr(each, "main_input_name")):
+        inside = {id(each) for each in module.modules()}
+        recorder.awaited = {id(blocks) for blocks in lists.values()} & inside - recorder.moments.keys()
+        if not recorder.awaited:
+            continue
+        try:
+            with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
+                warnings.simplefilter("ignore")
+                with recorder:
+                    module(**_dummy_batch(module))
+        except _BlocksEntered:
+            continue
+        except Exception as error:  # a dummy batch may not suit the model; what was seen until then counts
+            failures.append(f"{type(module).__name__}: {error!r}")
+    subjects = (*twin.named_parameters(remove_duplicate=False), *lists.items())
+    return {name: recorder.moments[id(each)] for name, each in subjects if id(each) in recorder.moments}, failures
+
+
+class _CopyToMeta(TorchFunctionMode):
+    """Lets `copy.deepcopy` make empty meta tensors of all tensors that are not parameters."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.__deepcopy__:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        return func(*args, **(kwargs or {}))
+
+
+def _meta_twin(model: nn.Module) -> nn.Module:
+    """Copy a model without its data, hooks, patched forwards and ties."""
+    copies: dict[int, Any] = {}
+    for parameter in model.parameters():
+        copies[id(parameter)] = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+    for module in model.modules():
+        copies.update({id(value): OrderedDict() for name, value in vars(module).items() if name.endswith("_hooks")})
+    with _CopyToMeta():
+        twin = copy.deepcopy(model, copies)
+    for module, original in zip(twin.modules(), model.modules(), strict=True):
+        # Accelerate puts its own there, which moves the inputs to where the weights lie.
+        vars(module).pop("forward", None)
+        for name, parameter in original.named_parameters(recurse=False):
+            # One for each owner: reading an embedding must not count as reading the head that is tied to it.
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            own = nn.Parameter(empty, requires_grad=False)
+            vars(own).update(vars(parameter) | vars(own))  # bitsandbytes hangs the state of a 4-bit weight on it
+            module.register_parameter(name, own)
+    return twin.eval()
+
+
+def _dummy_batch(module: nn.Module) -> dict[str, torch.Tensor]:
+    arguments = inspect.signature(module.forward).parameters
+    name = getattr(module, "main_input_name", None) or next(iter(arguments))
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    batch = {name: ids}
+    if name == "pixel_values":
+        config: Any = module.config
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        batch[name] = torch.zeros(1, config.num_channels, height, width)
+    if "decoder_input_ids" in arguments:
+        batch["decoder_input_ids"] = ids
+    return batch

@@ -1,0 +1,61 @@
+"""Whether a model still holds what is trained: a walk over its modules, in which no tensor is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Each module's own parameters, those of a module before those of its children.
+
+    Args:
+        model: The model.
+
+    Yields:
+        The module and the parameter, which is yielded for each module that holds it.
+    """
+    seen, stack = {id(model)}, [model]
+    while stack:
+        module = stack.pop()
+        # Past ZeRO-3's own dictionary, which gathers what it is asked for in a forward.
+        for parameter in dict.values(module._parameters):
+            if parameter is not None:
+                yield module, parameter
+        for child in reversed(module._modules.values()):
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The whole parameter's shape, which ZeRO-3 keeps apart while it has shared it out."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def check_form(method: str, name: str, parameter: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Refuse a trained parameter that is of another dtype or shape than its optimizer was built over.
+
+    Args:
+        method: The optimizer, in the message.
+        name: The parameter's name.
+        parameter: As it is now.
+        dtype: Its dtype when the optimizer was built.
+        shape: The same of its shape.
+
+    Raises:
+        RuntimeError: Naming the parameter, the usual causes, and the way out.
+    """
+    rule = f"before {method} is built, whose state does not follow, or detach() this one and build anew"
+    if parameter.dtype != dtype:
+        raise RuntimeError(
+            f"{name} was {dtype} when {method} was built and is {parameter.dtype} now; cast the model (to(dtype), "
+            f"half(), bfloat16() or float()) {rule}"
+        )
+    if whole_shape(parameter) != shape:
+        raise RuntimeError(
+            f"{name} was of shape {shape} when {method} was built and is of {whole_shape(parameter)} now "
+            f"(resize_token_embeddings); do that {rule}"
+        )

@@ -1,0 +1,35 @@
+"""Checks of settings, for `__post_init__` of a configuration."""
+
+from __future__ import annotations
+
+
+def check_integer(name: str, value: object, minimum: int | None = None) -> None:
+    """Refuse a setting that is no integer, or less than the minimum.
+
+    Args:
+        name: The setting, in the error.
+        value: What was given; True and False are no integers.
+        minimum: The smallest that is allowed, if there is one.
+
+    Raises:
+        ValueError: Naming the setting, its value and the rule.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}={value!r} must be an integer")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name}={value} must be at least {minimum}")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a setting that is none of its choices.
+
+    Args:
+        name: The setting, in the error.
+        value: What was given.
+        choices: All that are allowed.
+
+    Raises:
+        ValueError: Naming the setting, its value and the choices.
+    """
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")

@@ -1,0 +1,86 @@
+"""Deltas and pretrained values as they leave the optimizer: copies, and files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slivertune.deltas.base_hash import hash_tensor
+from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.delta_file import save_pretrained
+from slivertune.deltas.names import name_before
+from slivertune.sft.config import SFTConfig
+from slivertune.sft.weight import SparseWeight
+
+
+def copy_deltas(weights: Sequence[SparseWeight]) -> dict[str, SparseDelta]:
+    """A copy of every tensor's positions and deltas, by parameter name.
+
+    Raises:
+        RuntimeError: If somebody else has set trained entries of the weights since the last step.
+    """
+    for weight in weights:
+        if count := weight.num_foreign():
+            raise RuntimeError(
+                f"{count} of {weight.num_active} trained entries of {weight.name} were set by something else than "
+                "SFT since its last step (load_state_dict of the model, averaged weights), so that their deltas "
+                "don't describe the model; bring the weights back, load the optimizer's state of the same moment, "
+                "or go on training: the next step takes them for pretrained ones"
+            )
+    return {weight.name: weight.delta() for weight in weights}
+
+
+def copy_base_values(weights: Sequence[SparseWeight]) -> dict[str, torch.Tensor]:
+    """A copy of the pretrained values at the active positions, by parameter name; 4-bit weights are left out."""
+    found = {weight.name: weight.base_values() for weight in weights}
+    return {name: values.clone() for name, values in found.items() if values is not None}
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    weights: Sequence[SparseWeight],
+    config: SFTConfig,
+    *,
+    writes: bool,
+    base_model_name: str | None,
+) -> None:
+    """Write the deltas, the settings and a hash of each base tensor. Where weights lie in shards, a collective.
+
+    Args:
+        folder: Where to write.
+        model: The model.
+        weights: Its trained tensors.
+        config: Settings.
+        writes: Whether this is the rank that writes.
+        base_model_name: Folder or hub id of the base model.
+
+    Raises:
+        ValueError: If a delta is not finite.
+    """
+    num_elements = {weight.name: weight.target.num_elements for weight in weights}
+    now = dict(model.named_parameters(remove_duplicate=False))
+    base: dict[str, torch.Tensor] = {name_before(name, num_elements): each for name, each in now.items()}
+    in_shards = [weight for weight in weights if not weight.pretrained.is_whole]
+    for weight in in_shards:
+        like = torch.empty(weight.target.shape, dtype=weight.target.parameter.dtype, device="meta")
+        base |= {name: like for name, each in base.items() if each is weight.target.parameter}
+    hashes = {weight.name: hash_tensor(weight.pretrained.whole()) for weight in in_shards}
+    if not writes:
+        return
+    settings = asdict(config)
+    if config.targets is not None:
+        settings["targets"] = [each if isinstance(each, str) else each.__name__ for each in config.targets]
+    save_pretrained(
+        folder,
+        copy_deltas(weights),
+        config=settings,
+        base=base,
+        base_values=copy_base_values(weights),
+        base_hashes=hashes,
+        base_model_name=base_model_name,
+    )

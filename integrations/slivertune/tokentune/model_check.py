@@ -1,0 +1,87 @@
+"""Whether a hooked model is still the one that was hooked: the same modules, and the same attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from slivertune.tokentune.wrapping import TokenWise
+
+
+class ModelCheck:
+    """Looks at a model before each training forward; a walk over the modules that hold others.
+
+    Args:
+        layers: The model's list of layers.
+        parent: The module that has it.
+        wrapped: Modules whose forward was replaced.
+        configs: Of the model and its attention modules.
+        has_attention: Whether the functions that intercept the attention are still in place.
+    """
+
+    def __init__(
+        self,
+        layers: nn.ModuleList,
+        parent: nn.Module,
+        wrapped: Sequence[TokenWise],
+        configs: Iterable[Any],
+        has_attention: Callable[[], bool],
+    ) -> None:
+        self._layers, self._parent, self._wrapped = layers, parent, wrapped
+        self._implementations = [(each, each._attn_implementation) for each in configs]
+        self._has_attention = has_attention
+        self._containers = _containers(layers, wrapped)
+
+    def __call__(self) -> None:
+        """Compare the model with what it was.
+
+        Raises:
+            RuntimeError: If a module was replaced, or the attention was changed; naming it and the way out.
+        """
+        for wrapped in self._wrapped:
+            if not wrapped.is_in_place():
+                raise RuntimeError(
+                    _REPLACED.format(f"{wrapped.name} of {type(wrapped.parent).__name__}, or its forward,")
+                )
+        if self._layers not in self._parent._modules.values():
+            raise RuntimeError(_REPLACED.format(f"the list of layers of {type(self._parent).__name__}"))
+        for container, children in self._containers:
+            if [_uncompiled(each) for each in container._modules.values()] != children:
+                raise RuntimeError(_REPLACED.format(f"a module in {type(container).__name__}"))
+        for config, implementation in self._implementations:
+            if config._attn_implementation != implementation:
+                raise RuntimeError(
+                    f"the attention was changed from {implementation!r} to {config._attn_implementation!r} after "
+                    "TokenTune was attached; remove() the handle, and attach again"
+                )
+        if not self._has_attention():
+            raise RuntimeError(
+                f"another function was registered for attn_implementation={self._implementations[0][1]!r} after "
+                "TokenTune was attached, and would not be used, or run past it; remove() the handle, register the "
+                "function, then attach again"
+            )
+
+
+_REPLACED = (
+    "{} was replaced after TokenTune was attached, as PEFT does; remove() the handle, change the model, then attach "
+    "again"
+)
+
+
+def _containers(layers: nn.ModuleList, wrapped: Sequence[TokenWise]) -> list[tuple[nn.Module, list[nn.Module | None]]]:
+    """The list of layers, and every module in a layer that holds others and is not wrapped, with what they hold."""
+    inside = {each.module for each in wrapped} - set(layers)
+    found: list[tuple[nn.Module, list[nn.Module | None]]] = []
+    waiting: list[nn.Module] = [layers]
+    while waiting:
+        module = waiting.pop()
+        found.append((module, [_uncompiled(each) for each in module._modules.values()]))
+        waiting += [each for each in module.children() if each not in inside and any(True for _ in each.children())]
+    return found
+
+
+def _uncompiled(module: nn.Module | None) -> nn.Module | None:
+    """The module that `torch.compile` has put another around, which runs it as it is."""
+    return None if module is None else module._modules.get("_orig_mod", module)
