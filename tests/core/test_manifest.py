@@ -156,7 +156,7 @@ def test_the_error_names_folder_file_and_way_out(folder: Path) -> None:
         check_whole(folder)
     assert str(folder) in str(caught.value) and "model.bin is missing" in str(caught.value)
     assert str(caught.value).endswith(f"use an older checkpoint, such as {older}")
-    with pytest.raises(DamagedCheckpointError, match="is not there, or no folder"):
+    with pytest.raises(DamagedCheckpointError, match="is not there, or not a folder"):
         check_whole(folder / "nowhere")
 
 

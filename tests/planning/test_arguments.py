@@ -98,7 +98,7 @@ def test_every_numeric_field_can_be_swept() -> None:
         ([*MODEL, "--batch", "1"], "unrecognized arguments: --batch"),
         ([*MODEL, "--gradient_checkpointing", "maybe"], "'maybe' is neither true nor false"),
         ([*MODEL, "--fit", "24G"], "'24G' is no size; write it as 24GiB"),
-        ([*MODEL, "--fit", "0"], "--fit 0 must be more than nothing"),
+        ([*MODEL, "--fit", "0"], "--fit 0 must be more than 0"),
         ([*MODEL, "--fit_host", "1GiB"], "--fit_host is read by the search of --fit alone"),
         ([*MODEL, "--min_seq_length", "1"], "--min_seq_length is read by the search of --fit alone"),
         ([*MODEL, "--fit", "1GiB", "--min_seq_length", "0"], "--min_seq_length 0 must be at least 1"),

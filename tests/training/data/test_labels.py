@@ -74,5 +74,5 @@ def test_a_label_that_training_never_saw_is_named_with_its_rows() -> None:
     ):
         labels.encode(rows(["a", "c", "d", "c"]), split="eval")
     hidden = datasets.ClassLabel(names=["a", "b"])
-    with pytest.raises(ValueError, match=r"has not: -1 \(1 rows: row 0"):
+    with pytest.raises(ValueError, match=r"does not have: -1 \(1 rows: row 0"):
         labels.encode(rows([-1], hidden), split="eval")

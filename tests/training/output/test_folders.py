@@ -99,7 +99,7 @@ def test_a_damaged_or_absent_checkpoint_named_by_path_is_refused_and_a_whole_one
     (damaged / "model.bin").write_bytes(b"short")
     with pytest.raises(ValueError, match=r"model\.bin has 5 bytes.*mine/checkpoint-3 is the newest whole one"):
         choose_run_folder("hift", None, str(damaged))
-    with pytest.raises(ValueError, match="resume_from_checkpoint='mine/checkpoint-9' is no folder"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint='mine/checkpoint-9' is not a folder"):
         choose_run_folder("hift", None, "mine/checkpoint-9")
 
 
