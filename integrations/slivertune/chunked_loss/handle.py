@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from collections.abc import Callable
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
+from slivertune.core.model_handle import ModelHandle
 from slivertune.core.module_hook import ModuleHook
 
 
@@ -74,12 +73,6 @@ def why_not_chunked(model: nn.Module) -> str | None:
     return None
 
 
-_ONE_MODEL = (
-    "a ChunkedCrossEntropyHandle belongs to one model and is neither copied nor pickled; a copy of the model computes "
-    "whole logits: call attach_chunked_cross_entropy on it"
-)
-
-
 class ChunkedLossError(RuntimeError):
     """The model does not hand its head's output to its loss function as it is, or its head can't be read there.
 
@@ -92,7 +85,7 @@ class ChunkedLossError(RuntimeError):
         self.reason = reason
 
 
-class ChunkedCrossEntropyHandle:
+class ChunkedCrossEntropyHandle(ModelHandle):
     """A causal LM whose loss is chunked; also a context manager, which takes it off at its end.
 
     In a forward with labels, the head gives its hidden states a stand-in for their logits; the loss function gets that
@@ -100,8 +93,14 @@ class ChunkedCrossEntropyHandle:
     engines gather its weight, and whatever wraps the loss function (TokenTune) works on as before.
     """
 
+    refusal_to_copy = (
+        "a ChunkedCrossEntropyHandle belongs to one model and is neither copied nor pickled; a copy of the model "
+        "computes whole logits: call attach_chunked_cross_entropy on it"
+    )
+
     def __init__(self, model: nn.Module, *, evaluation: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Put it on; see `attach_chunked_cross_entropy`."""
+        super().__init__()
         inner = _find_model(model)
         if inner is None:
             raise ValueError(
@@ -119,31 +118,7 @@ class ChunkedCrossEntropyHandle:
         self._signature = inspect.signature(type(inner).forward)
         self._head = _Head(inner.get_output_embeddings(), chunk_bytes)
         self._loss = _Loss(self._head)
-        self._undo: list[Callable[[], None]] = []
         self._attach()
-
-    def __enter__(self) -> Self:
-        """The handle itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take it off."""
-        self.remove()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A handle is not copied."""
-        raise TypeError(_ONE_MODEL)
-
-    def __reduce__(self) -> Any:
-        """A handle is not pickled."""
-        raise TypeError(_ONE_MODEL)
-
-    def remove(self) -> None:
-        """Take it off the model, which is then as it was; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
 
     def _attach(self) -> None:
         model = self._model

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slivertune.core.hyperparameters import own_copy
+from slivertune.core.hyperparameters import PushedHyperparameters
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.rotation import LearningRate
 
@@ -109,18 +109,14 @@ class Piece:
         self.slices = tuple(slices)
         self._base = base
         self._group_indices = sorted({one.weight.param_group for one in slices})
-        self._pushed: list[dict[str, Any]] = [{} for _ in self._group_indices]
+        self._pushed = [PushedHyperparameters() for _ in self._group_indices]
         self._optimizer: torch.optim.Optimizer | None = None
 
     def step(self, param_groups: Sequence[dict[str, Any]], held_lr: Sequence[LearningRate]) -> None:
         """Step the leaves with the param groups' hyperparameters and the held learning rate."""
         optimizer = self._instance(param_groups)
         for inner, pushed, index in zip(optimizer.param_groups, self._pushed, self._group_indices, strict=True):
-            for key, value in {**param_groups[index], "lr": held_lr[index]}.items():
-                # What the schedule did not touch stays: some optimizers adapt their own hyperparameters.
-                if key != "params" and (key not in pushed or differs(pushed[key], value)):
-                    inner[key] = _in_form_of(inner.get(key), value)
-                    pushed[key] = own_copy(value)
+            pushed.push(inner, param_groups[index], held_lr[index])
         optimizer.step()
 
     def state_of(self, one: Slice) -> dict[str, Any]:
@@ -142,7 +138,7 @@ class Piece:
         if self._optimizer is None:
             return {}
         own = {
-            index: {key: value for key, value in inner.items() if key in pushed and differs(pushed[key], value)}
+            index: pushed.adapted(inner)
             for inner, pushed, index in zip(
                 self._optimizer.param_groups, self._pushed, self._group_indices, strict=True
             )
@@ -155,8 +151,7 @@ class Piece:
         """Put back what `own_hyperparameters` returned."""
         optimizer = self._instance(param_groups)
         for inner, pushed, index in zip(optimizer.param_groups, self._pushed, self._group_indices, strict=True):
-            inner.update(own.get(index, {}))
-            pushed.update({key: param_groups[index][key] for key in own.get(index, {})})
+            pushed.restore(inner, param_groups[index], own.get(index, {}))
 
     def _instance(self, param_groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         # Built when the leaves first lie on their data: some constructors make their state at once.
@@ -170,19 +165,3 @@ class Piece:
             ]
             self._optimizer = self._base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
         return self._optimizer
-
-
-def _in_form_of(own: Any, value: Any) -> Any:
-    """A number as the 0-dimensional tensor that an instance has made of it (torchao's learning rate)."""
-    if isinstance(own, torch.Tensor) and not own.dim() and isinstance(value, (int, float)):
-        return torch.full_like(own, value)
-    return value
-
-
-def differs(old: Any, new: Any) -> bool:
-    """Whether two hyperparameters are not the same value."""
-    if old is new:
-        return False
-    if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
-        return not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and torch.equal(old, new))
-    return bool(old != new)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from slivertune.hift.piece import Piece, Weight, differs
+from slivertune.core.hyperparameters import differs
+from slivertune.hift.piece import Piece, Weight
 from slivertune.hift.rotation import LearningRate
 
 ParamGroups = Sequence[dict[str, Any]]

@@ -12,8 +12,6 @@ The first two loads start when the group's first gradient arrives, so they run b
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,12 +22,12 @@ from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind
 from slivertune.hift.copy_streams import CopyStreams, Event
-from slivertune.hift.cutting import WeightSize, cut_pieces
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.offload_buffer import Arena, OffloadBuffer, aligned
 from slivertune.hift.offloaded_state import LOW, TIES, OffloadedState
 from slivertune.hift.piece import Piece, Slice, Weight
+from slivertune.hift.piece_cutter import PieceCutter
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import (
     MASTER,
@@ -77,12 +75,12 @@ class StreamedGroup(Residency):
     ) -> None:
         self._weights = tuple(weights)
         self._base = base
-        self._meter = meter
         self._master = master
-        self._stream_bytes = stream_bytes
+        self._cutter = PieceCutter(
+            self._weights, base, meter, master=master, stream_bytes=stream_bytes, by_weight=by_weight
+        )
         self._make_buffer = make_buffer
         self._reserve_always = reserve_always
-        self._by_weight = by_weight
         self._pieces: list[Piece] = []
         self._turn: list[str] = []
         """Weights stepped by `step_weight` since `end_weights`, in the order in which their gradients came."""
@@ -223,56 +221,16 @@ class StreamedGroup(Residency):
             self._streams = CopyStreams(self._device())
         return self._streams
 
-    def _on_master(self, weight: Weight) -> bool:
-        return self._master != "none" and weight.has_master
-
-    def _stepped_dtype(self, weight: Weight) -> torch.dtype:
-        return torch.float32 if self._on_master(weight) else weight.parameter.dtype
-
-    # Cutting and reserving, once.
-
     def _cut(self) -> list[Piece]:
         if not self._pieces:
-            sizes = [self._size(weight) for weight in self._weights]
-            for cuts in cut_pieces(sizes, self._stream_bytes, self._base.slicing, by_weight=self._by_weight):
-                slices = []
-                for cut in cuts:
-                    weight = self._weights[cut.weight]
-                    slices.append(Slice(weight, cut.start, cut.stop, on_master=self._on_master(weight)))
-                if slices:  # a rank may hold nothing of the whole group
-                    self._pieces.append(Piece(slices, self._base))
+            self._pieces = self._cutter.cut()
             self._pending_own = {id(piece) for piece in self._pieces}
         return self._pieces
 
-    def _size(self, weight: Weight) -> WeightSize:
-        parameter = weight.parameter
-        bytes_per_element = 0.0
-        if self._base.slicing.unit != "group" and self._stream_bytes:
-            needs = self._meter.needs(weight, self._stepped_dtype(weight))
-            bytes_per_element = (sum(needs.state_bytes.values()) + needs.temporary_bytes) / max(1, parameter.numel())
-        if self._on_master(weight):
-            bytes_per_element += 4 + 4  # the master, and the gradient cast to fp32
-            if self._master == "split":
-                bytes_per_element += 2 + 4  # the lower bits, and the same widened to 32
-        return WeightSize(
-            num_elements=parameter.numel(),
-            bytes_per_element=max(bytes_per_element, 1.0),
-            cuttable=parameter.is_contiguous(),
-        )
-
     def _reserved(self) -> OffloadedState:
         """A place to wait, with room for all that is known to come."""
-        num_bytes: Counter[torch.dtype] = Counter()
-        for weight in self._weights:
-            if self._on_master(weight):
-                dtype = torch.int16 if self._master == "split" else torch.float32
-                num_bytes[dtype] += aligned(weight.parameter.numel() * dtype.itemsize)
-            if self._meter.is_elementwise or self._reserve_always:
-                needs = self._meter.needs(weight, self._stepped_dtype(weight))
-                for dtype, state_bytes in needs.state_bytes.items():
-                    num_bytes[dtype] += aligned(math.ceil(state_bytes)) + _GAPS_BYTES
         buffer = self._make_buffer(self._device())
-        buffer.reserve(num_bytes)
+        buffer.reserve(self._cutter.waiting_bytes(self._reserve_always))
         return OffloadedState(buffer, split=self._master == "split")
 
     # One piece through the device.
@@ -316,8 +274,7 @@ class StreamedGroup(Residency):
         states = []
         for position, one in enumerate(piece.slices):
             tensors = dict(self._loaded[index][position]) if index in self._loaded else {}
-            on_device = self._meter.scalars_on_device(one.weight, self._stepped_dtype(one.weight))
-            scalars = self._offloaded.scalars_of(one, on_device)
+            scalars = self._offloaded.scalars_of(one, self._cutter.scalars_on_device(one.weight))
             data = _leaf_data(one, tensors, scalars)
             if one.on_master and not self._is_first_turn:
                 refresh_master(data, one.part_of_weight())
@@ -360,10 +317,6 @@ class StreamedGroup(Residency):
         self._ready = {}
         self._stored = {}
         self._left = {}
-
-
-_GAPS_BYTES = 512
-"""The gaps between a weight's tensors."""
 
 
 def _leaf_data(one: Slice, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> torch.Tensor:

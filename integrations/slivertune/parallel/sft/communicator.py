@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slivertune.core.hyperparameters import own_hyperparameters
 from slivertune.core.ledger import claim
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, comparable, digest
@@ -60,7 +61,8 @@ class RankCommunicator(Communicator):
 
         def before(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._updates = sft.updates  # a checkpoint may have been loaded
-            self.meet(Stage.STEPPING, {key: comparable(each) for key, each in options_of(sft).items()})
+            options = own_hyperparameters(sft.param_groups[0])
+            self.meet(Stage.STEPPING, {key: comparable(each) for key, each in options.items()})
 
         sft.register_step_pre_hook(before)
 
@@ -124,11 +126,6 @@ class RankCommunicator(Communicator):
             {"updates": updates, "the positions of the trained weights": digest(fingerprint)},
             Header(Stage.COMPARING, updates),
         )
-
-
-def options_of(sft: SFT) -> dict[str, Any]:
-    """The hyperparameters of the coming update, by name."""
-    return {key: value for key, value in sft.param_groups[0].items() if key != "params"}
 
 
 def _named(key: ChunkKey) -> str:

@@ -1,10 +1,14 @@
-"""HiFT's rotation on a DeepSpeed engine: one native ZeRO optimizer for each group, of which the engine holds one."""
+"""HiFT's rotation on a DeepSpeed engine: one native ZeRO optimizer for each group, of which the engine holds one.
+
+Over 350 lines, since one class keeps what must change together: the engine's optimizer, its counters, and the turn.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,17 +17,17 @@ import torch
 from torch import nn
 
 from slivertune.core.backward import at_end_of_backward, running_backward
-from slivertune.core.hyperparameters import own_copy, own_hyperparameters
+from slivertune.core.hyperparameters import PushedHyperparameters, own_hyperparameters
 from slivertune.hift import HiFT
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.freezing import Freezer
 from slivertune.hift.model_check import ModelCheck
-from slivertune.hift.piece import differs
 from slivertune.hift.rotation import LearningRate, scheduled_lr
 from slivertune.hift.skipping import SkipNotices
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import applied_settings
+from slivertune.parallel.zero.flat_memory import check_flat_memory
 from slivertune.parallel.zero.state_mover import StateMover
 
 _numbers = itertools.count()
@@ -76,7 +80,7 @@ class GroupSchedule:
         self._weights = [tuple(w.parameter for w in optimizer.weights_of(g)) for g in range(optimizer.num_groups)]
         self._freezer = Freezer(model, [parameter for weights in self._weights for parameter in weights])
         self._waits_on_host = optimizer.config.state == "host"
-        self._pushed: dict[tuple[int, int], dict[str, Any]] = {}
+        self._pushed: defaultdict[tuple[int, int], PushedHyperparameters] = defaultdict(PushedHyperparameters)
         self._applied: list[LearningRate] = []
         self._heartbeat = Heartbeat(f"hift-zero-{next(_numbers)}")
         self._noted = -1
@@ -144,11 +148,7 @@ class GroupSchedule:
     def own_hyperparameters(self, group: int) -> list[dict[str, Any]]:
         """What a group's optimizer itself changed among its hyperparameters, by its own param groups."""
         return [
-            {
-                key: own_copy(value)
-                for key, value in inner.items()
-                if key in (pushed := self._pushed.get((group, inner[PARAM_GROUP]), {})) and differs(pushed[key], value)
-            }
+            self._pushed[group, inner[PARAM_GROUP]].adapted(inner)
             for inner in self.children[group].optimizer.param_groups
         ]
 
@@ -161,9 +161,7 @@ class GroupSchedule:
         """
         for inner, values in zip(self.children[group].optimizer.param_groups, own, strict=True):
             index = inner[PARAM_GROUP]
-            outer = self.optimizer.param_groups[index]
-            inner.update(values)
-            self._pushed[group, index] = {key: own_copy(outer[key]) for key in values}
+            self._pushed[group, index].restore(inner, self.optimizer.param_groups[index], values)
         if group != self.active and self._waits_on_host:
             self._movers[group].to_host()
         elif group == self.active:
@@ -213,7 +211,7 @@ class GroupSchedule:
         self._watch.release()
 
     def _build(self, group: int, first: Any) -> None:
-        self._freezer.only(self._weights[group], _nothing)
+        self._freezer.only(self._weights[group], lambda _: None)
         child = self.engine._configure_zero_optimizer(optimizer_of_group(self.optimizer, group))
         child.register_grad_acc_post_hook(self.engine._backward_post_hook)
         if self.stage == 3:
@@ -252,29 +250,13 @@ class GroupSchedule:
         self.engine.optimizer = self.children[group]
         self.engine.basic_optimizer = self.children[group].optimizer
 
-    def _check_model(self) -> None:
-        """Check that the model still has what the engine steps, and freeze again what others have unfrozen."""
-        self._check()
-        if self.stage < 3:
-            self._check_memory()
-        self._freezer.settle()
-
-    def _check_memory(self) -> None:
-        """Check that the weights still lie in DeepSpeed's flat memory, which is what it steps."""
-        flats = [flat for child in self.children.values() for flat in child.bit16_groups_flat]
-        addresses = {flat.untyped_storage().data_ptr() for flat in flats}
-        for weight in self.optimizer.trained_weights:
-            if weight.parameter.untyped_storage().data_ptr() not in addresses:
-                raise RuntimeError(
-                    f"{weight.name} lies in other memory than DeepSpeed has laid it in (model.to, or an assignment to "
-                    "its .data), and would never be trained; do that before slivertune.prepare or initialize, or copy "
-                    "the values: with torch.no_grad(): parameter.copy_(values)"
-                )
-
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.follow_counters()
         if torch.is_grad_enabled():
-            self._check_model()
+            self._check()
+            if self.stage < 3:
+                check_flat_memory(self.children.values(), self.optimizer.trained_weights)
+            self._freezer.settle()  # what others have thawed
         if self.optimizer.rotation.steps != self._noted:
             self._noted = self.optimizer.rotation.steps
             self._heartbeat.enter(self.optimizer.updates, f"group {self.active}")
@@ -381,15 +363,6 @@ class GroupSchedule:
         self._applied = self.optimizer.rotation.to_apply(scheduled_lr(outer_groups))
         for inner in stepping.param_groups:
             index = inner[PARAM_GROUP]
-            pushed = self._pushed.setdefault((group, index), {})
-            for key, value in {**outer_groups[index], "lr": self._applied[index]}.items():
-                # What the schedule did not touch stays: some optimizers adapt their own hyperparameters.
-                if key != "params" and (key not in pushed or differs(pushed[key], value)):
-                    inner[key] = own_copy(value)
-                    pushed[key] = own_copy(value)
+            self._pushed[group, index].push(inner, outer_groups[index], self._applied[index])
         # A torch schedule built over HiFT asks whether its optimizer has stepped.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def _nothing(_: torch.Tensor) -> None:
-    pass
