@@ -48,7 +48,7 @@ def check_form(method: str, name: str, parameter: torch.Tensor, dtype: torch.dty
     Raises:
         RuntimeError: Naming the parameter, the usual causes, and the way out.
     """
-    rule = f"before {method} is built, whose state does not follow, or detach() this one and build anew"
+    rule = f"before {method} is built, whose state does not follow, or detach() this one and build a new {method}"
     if parameter.dtype != dtype:
         raise RuntimeError(
             f"{name} was {dtype} when {method} was built and is {parameter.dtype} now; cast the model (to(dtype), "

@@ -54,7 +54,7 @@ class ModelCheck:
                     f"{weight.name}, which HiFT trains, is no longer in the model: it was replaced after HiFT was "
                     "built (by resize_token_embeddings, a new head, load_state_dict(assign=True), offloading, or "
                     f"the like), and the new tensor would never be trained; do that before HiFT is built, or detach() "
-                    "this one and build HiFT anew"
+                    "this one and build a new HiFT"
                 )
             check_form("HiFT", weight.name, parameter, dtype, shape)
             if parameter.device.type == "meta":
