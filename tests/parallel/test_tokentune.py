@@ -14,6 +14,7 @@ import torch
 from slivertune.core.layout import Layout
 from tests.helpers.models import differing, weights
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import asked_for, quick
 from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.parallel.tokentune_replay import Replayed, Selections, replay, replay_forced
 from tests.parallel.tokentune_runs import NUM_GROUPS, Outcome, Plan, Weights, make_trained_model, run_layout
@@ -38,6 +39,7 @@ PLANS = {
 }
 HIFT_PLANS = [name for name, plan in PLANS.items() if plan.method == "hift"]
 RESUMED = "HiFT, resumed in mid-cycle"
+QUICK = ("LoRA", "HiFT", "HiFT, checkpointed, accumulated, clipped", "SFT", RESUMED)
 STOPPED = Plan(method="hift", num_updates=CYCLES, stop_after=NUM_GROUPS + 2)
 LAYOUTS: tuple[Layout, ...] = tuple(layout for layout in get_args(Layout) if layout != "single")
 
@@ -64,7 +66,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.importorskip("deepspeed")
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(layout)
-    plans = {**PLANS, RESUMED: STOPPED}
+    asked = {*QUICK, *(plan for (plan,) in asked_for(request, "plan"))}
+    plans = {name: plan for name, plan in {**PLANS, RESUMED: STOPPED}.items() if name in asked}
     outcomes = run_ranks(run_layout, 2, layout, plans, str(folder), env={"DS_ACCELERATOR": "cpu"}, timeout_s=480)
     return Ranks(layout=layout, outcomes=outcomes)
 
@@ -97,7 +100,7 @@ def largest_difference(left: Weights, right: Weights) -> float:
     return max(float((left[name].float() - right[name].float()).abs().max()) for name in left)
 
 
-@pytest.mark.parametrize("plan", [*PLANS, RESUMED])
+@pytest.mark.parametrize("plan", quick([*PLANS, RESUMED], QUICK))
 def test_the_ranks_select_other_positions_in_every_forward(ranks: Ranks, plan: str) -> None:
     first, second = (outcome.selections for outcome in ranks.of(plan))
     settings = {**PLANS, RESUMED: STOPPED}[plan]
@@ -106,7 +109,7 @@ def test_the_ranks_select_other_positions_in_every_forward(ranks: Ranks, plan: s
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
-@pytest.mark.parametrize("plan", [name for name, plan in PLANS.items() if not plan.is_bf16])
+@pytest.mark.parametrize("plan", quick([name for name, plan in PLANS.items() if not plan.is_bf16], QUICK[:-1]))
 def test_the_updates_are_those_of_one_process_that_selects_the_same(ranks: Ranks, plan: str, once: Replay) -> None:
     """Both run in fp32. Gradients differ by the order of their sums, of which Adam's step takes lr / eps = 2."""
     outcomes = ranks.of(plan)
@@ -129,7 +132,7 @@ def has_one_order(layout: Layout, plan: Plan) -> bool:
     return layout == "ddp" or (layout != "zero3" and plan.accumulation == 1 and plan.max_norm is None)
 
 
-@pytest.mark.parametrize("plan", HIFT_PLANS)
+@pytest.mark.parametrize("plan", quick(HIFT_PLANS, QUICK[1:3]))
 def test_hift_on_ranks_rounds_as_one_process_does_on_which_its_selections_are_forced(
     ranks: Ranks, plan: str, once: Replay
 ) -> None:
@@ -172,7 +175,7 @@ def put_together(outcomes: list[Outcome], shapes: Weights) -> Weights:
     return found
 
 
-@pytest.mark.parametrize("plan", HIFT_PLANS)
+@pytest.mark.parametrize("plan", quick(HIFT_PLANS, QUICK[1:3]))
 def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str) -> None:
     settings = PLANS[plan]
     num_groups = -(-NUM_GROUPS // settings.layers_per_group)
@@ -183,6 +186,7 @@ def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str)
         assert min(changed.values()) > 1e-3, changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "other"),
     [

@@ -52,6 +52,7 @@ def some_positions(family: Family, count: int = 5) -> torch.Tensor:
 # ---- the reference itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention", "mask"), cases())
 def test_the_reference_with_all_tokens_is_the_model_itself(family: Family, attention: str, mask: Mask) -> None:
     model, batch = make_model(family, attention), make_batch(family, mask)
@@ -60,6 +61,7 @@ def test_the_reference_with_all_tokens_is_the_model_itself(family: Family, atten
     assert_same(reference.loss, reference.gradients, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", families())
 def test_every_cut_of_the_reference_takes_gradient_away(family: Family) -> None:
     model, batch, selection = make_model(family), make_batch(family), some_positions(family)
