@@ -54,7 +54,7 @@ def num_hooks(model: torch.nn.Module, optimizer: Any) -> int:
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             found += len(getattr(parameter, kind, None) or ())
     inner = getattr(optimizer, "optimizer", optimizer)
-    return found + sum(len(value) for name, value in vars(inner).items() if "hooks" in name and value is not None)
+    return found + sum(len(value) for name, value in vars(inner).items() if "hooks" in name and isinstance(value, dict))
 
 
 def count(model: torch.nn.Module, optimizer: Any) -> dict[str, int]:
