@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from slivertune.core.atomic import write_json
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 RECORD = Path("tests/last_full_run.json")
 PARTS: dict[str, tuple[str, ...]] = {
@@ -179,9 +181,7 @@ def _record_of(tree: str) -> dict[str, Any]:
 
 def _write(record: dict[str, Any]) -> None:
     record["parts"] = {part: record["parts"][part] for part in PARTS if part in record["parts"]}
-    path = CHECKOUT / RECORD
-    path.with_suffix(".partial").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    path.with_suffix(".partial").replace(path)
+    write_json(CHECKOUT / RECORD, record)
 
 
 def _git(checkout: Path, *arguments: str) -> str:

@@ -27,7 +27,7 @@ def quick(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     ]
 
 
-def asked_for(request: pytest.FixtureRequest, *arguments: str) -> set[tuple[Any, ...]]:
+def asked_for(request: pytest.FixtureRequest, *arguments: str) -> set[Any]:
     """The values with which the tests of this run call for a fixture's results.
 
     Args:
@@ -35,11 +35,12 @@ def asked_for(request: pytest.FixtureRequest, *arguments: str) -> set[tuple[Any,
         *arguments: Names of arguments that its tests are parametrized by.
 
     Returns:
-        The values of these arguments, of each test of the module that is parametrized by all of them.
+        The value, or a tuple of several, of each test of the module that is parametrized by all of them.
     """
     found = set()
     for item in request.session.items:
         values = getattr(getattr(item, "callspec", None), "params", {})
         if item.path == request.path and all(name in values for name in arguments):
-            found.add(tuple(values[name] for name in arguments))
+            asked = tuple(values[name] for name in arguments)
+            found.add(asked if len(asked) > 1 else asked[0])
     return found

@@ -66,7 +66,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         pytest.importorskip("deepspeed")
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(layout)
-    asked = {*QUICK, *(plan for (plan,) in asked_for(request, "plan"))}
+    asked = {*QUICK, *asked_for(request, "plan")}
     plans = {name: plan for name, plan in {**PLANS, RESUMED: STOPPED}.items() if name in asked}
     outcomes = run_ranks(run_layout, 2, layout, plans, str(folder), env={"DS_ACCELERATOR": "cpu"}, timeout_s=480)
     return Ranks(layout=layout, outcomes=outcomes)

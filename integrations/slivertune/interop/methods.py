@@ -122,7 +122,7 @@ def register_method(config_class: type, method: TrainerMethod) -> None:
 
 def method_of(setting: object) -> TrainerMethod | None:
     """The method whose settings these are; None for anything else."""
-    return _methods.get(type(setting))
+    return next((method for config_class, method in _methods.items() if isinstance(setting, config_class)), None)
 
 
 def count_updates(trainer: Trainer) -> int:

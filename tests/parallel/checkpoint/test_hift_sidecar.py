@@ -10,7 +10,7 @@ import torch
 import slivertune
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.manifest import DamagedCheckpointError, write_manifest
-from slivertune.parallel.checkpoint import hift_sidecar
+from slivertune.parallel.checkpoint import hift_sidecar, sidecar
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar, load_state, save_state
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
@@ -194,3 +194,15 @@ def test_one_process_keeps_its_state_in_the_optimizers_own_file(tmp_path: Path) 
         accelerator.load_state(tmp_path / "state")
         assert hift.updates == 1
         assert differing(weights(model), before) == []
+
+
+def test_a_method_of_another_package_has_the_sidecar_that_it_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sidecar, "_sidecars", dict(sidecar._sidecars))
+
+    class Another(HiFT):
+        method = "another"
+
+    optimizer = Another(tiny_llama(), torch.optim.AdamW, lr=0.01)
+    own = sidecar.HiFTSidecar(optimizer)
+    sidecar.register_sidecar("another", lambda each: own if each is optimizer else None)
+    assert sidecar.sidecar_of(optimizer) is own

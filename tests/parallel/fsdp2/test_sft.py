@@ -33,6 +33,7 @@ from tests.parallel.sft.runs import (
     EXACT,
     LLAMA,
     MA,
+    QUICK,
     Case,
     Run,
     accelerator_of,
@@ -50,7 +51,6 @@ CASES = {
 }
 IN_BF16 = {f"Llama in bf16: {name}": case for name, case in BF16.items()}
 LLAMAS = {name: case for name, case in {**CASES, **IN_BF16}.items() if case.model == "llama"}
-QUICK = ("AG, clipped, accumulated", "MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    cases = {name: case for name, case in {**CASES, **IN_BF16}.items() if (name,) in asked_for(request, "name")}
+    asked = asked_for(request, "name")
+    cases = {name: case for name, case in {**CASES, **IN_BF16}.items() if name in asked}
     return run_ranks(train_all, 2, ["fsdp2"], cases, folder)
 
 

@@ -261,6 +261,8 @@ LLAMA: dict[str, Case] = {
 """With a quarter of the weights trained, half of them are in each rank's list. No entry of the mean's largest quarter
 is missing there, so the candidates are those of the dense gradient, and the reference is that of one process. Of
 several micro-batches every weight that is not trained has to be in the lists, so there 0.4 of them are."""
+QUICK = ("AG, clipped, accumulated", "MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated")
+"""What `make test` runs of both, where a layout's tests call those "Llama: ..."."""
 BF16: dict[str, Case] = {
     "AG": Case(model="llama", density=0.4, dtype=torch.bfloat16, updates=6),
     "MA": Case(model="llama", selection=MA, density=0.1, dtype=torch.bfloat16, interval=3, updates=7),

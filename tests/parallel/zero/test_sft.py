@@ -35,6 +35,7 @@ from tests.parallel.sft.runs import (
     BF16,
     EXACT,
     LLAMA,
+    QUICK,
     Case,
     Run,
     accelerator_of,
@@ -53,7 +54,6 @@ LAYOUTS: list[Layout] = ["zero1", "zero2", "zero3"]
 CASES = {**EXACT, **{f"Llama: {name}": case for name, case in LLAMA.items() if case.tied or case.clip}}
 IN_BF16 = {f"Llama in bf16: {name}": case for name, case in BF16.items()}
 LLAMAS = {name: case for name, case in {**CASES, **IN_BF16}.items() if case.model == "llama"}
-QUICK = ("AG, clipped, accumulated", "MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path, request: pytest.FixtureRequest) -> list[dict[Any, Any]]:
-    cases = {name: case for name, case in {**CASES, **IN_BF16}.items() if (name,) in asked_for(request, "name")}
+    asked = asked_for(request, "name")
+    cases = {name: case for name, case in {**CASES, **IN_BF16}.items() if name in asked}
     return run_ranks(train_all, 2, LAYOUTS, cases, folder, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
 
 

@@ -1,4 +1,4 @@
-"""What HiFT and SFT have in common on a DeepSpeed engine: the config's limits, and taking the optimizer's place."""
+"""What HiFT and SFT have in common on a DeepSpeed engine: the config's limits, making it, and taking a place in it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DeepSpeedSchedulerWrapper
+from torch import nn
+
+from slivertune.parallel.consistency.heartbeat import guard
+from slivertune.parallel.consistency.timeouts import keeping_timeout
 
 UnsupportedSetting = Sequence[tuple[str, str, str]]
 """Section and key of a setting that is to be off, and what to do."""
@@ -63,6 +67,46 @@ def refuse_unsupported(config: Mapping[str, Any], method: str, own: UnsupportedS
             f"zero_optimization.offload_param (device 'nvme') leaves no part of the weights in memory, where {method} "
             "reads them; use device 'cpu'"
         )
+
+
+def prepare_over(
+    accelerator: Any, model: nn.Module, objects: tuple[Any, ...], own: Any, first: torch.optim.Optimizer
+) -> tuple[list[Any], Any]:
+    """Let accelerate prepare all objects, with the engine built over another optimizer than the method's own.
+
+    Args:
+        accelerator: `accelerate.Accelerator`.
+        model: The one among the objects.
+        objects: All that is to be prepared.
+        own: The method's optimizer among them.
+        first: What the engine is built over.
+
+    Returns:
+        The prepared objects in the same order, and DeepSpeed's engine.
+    """
+    with guard("making the engine", computes=True), keeping_timeout():
+        prepared = list(accelerator.prepare(*(first if each is own else each for each in objects)))
+    return prepared, prepared[objects.index(model)]
+
+
+def initialize_over(first: torch.optim.Optimizer, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, Any]:
+    """Make a bare DeepSpeed engine over an optimizer.
+
+    Args:
+        first: What the engine is built over.
+        config: DeepSpeed's; changed in place.
+        arguments: The others of `deepspeed.initialize`.
+
+    Returns:
+        The engine, and the loader.
+    """
+    import deepspeed
+
+    # What the list of optimizers that DeepSpeed has tested guards against, the method has looked at.
+    config.setdefault("zero_allow_untested_optimizer", True)
+    with guard("making the engine", computes=True), keeping_timeout():
+        engine, _, loader, _ = deepspeed.initialize(optimizer=first, config=config, **arguments)
+    return engine, loader
 
 
 def replace_prepared(accelerator: Any, prepared: list[Any], old: Any, new: Any, engine: Any) -> None:

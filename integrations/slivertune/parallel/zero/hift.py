@@ -17,11 +17,10 @@ from torch import nn
 from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.manifests import seal_engine
 from slivertune.parallel.consistency.explain import explain_engine, explain_saving
-from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.consistency.hift import check_hift_agreement
 from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero.checkpoint import Checkpoints
-from slivertune.parallel.zero.engine import drive_by_config, replace_prepared
+from slivertune.parallel.zero.engine import drive_by_config, initialize_over, prepare_over, replace_prepared
 from slivertune.parallel.zero.schedule import GroupSchedule, optimizer_of_group
 from slivertune.parallel.zero.unsupported import (
     check_engine_config,
@@ -70,9 +69,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     fill_clipping(config)
     fill_buckets(config, model)
     first = optimizer_of_group(hift, hift.active_group)
-    with guard("making the engine", computes=True), keeping_timeout():
-        prepared = list(accelerator.prepare(*(first if each is hift else each for each in objects)))
-    engine = prepared[objects.index(model)]
+    prepared, engine = prepare_over(accelerator, model, objects, hift, first)
     rotate(engine, hift)
     explain_saving(accelerator)
     replace_prepared(accelerator, prepared, prepared[objects.index(hift)], EngineSteppedOptimizer(hift, engine), engine)
@@ -93,15 +90,9 @@ def initialize(hift: HiFT, config: dict[str, Any], arguments: dict[str, Any]) ->
     Raises:
         ValueError: If the ranks disagree, or HiFT and the config don't go together.
     """
-    import deepspeed
-
     check_before(hift, config)
     fill_clipping(config)
-    # What the list of optimizers that DeepSpeed has tested guards against, `check_before` has looked at.
-    config.setdefault("zero_allow_untested_optimizer", True)
-    first = optimizer_of_group(hift, hift.active_group)
-    with guard("making the engine", computes=True), keeping_timeout():
-        engine, _, loader, _ = deepspeed.initialize(optimizer=first, config=config, **arguments)
+    engine, loader = initialize_over(optimizer_of_group(hift, hift.active_group), config, arguments)
     rotate(engine, hift)
     return engine, hift, loader, engine.lr_scheduler
 

@@ -23,11 +23,11 @@ from slivertune.parallel.checkpoint.manifests import seal_engine
 from slivertune.parallel.consistency.explain import compare_before_saving, explain_engine, explain_saving
 from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.consistency.sft import check_sft_agreement
-from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
+from slivertune.parallel.consistency.timeouts import follow_default_timeout
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
 from slivertune.parallel.sft.unsupported import check_layers, check_zero_config
-from slivertune.parallel.zero.engine import drive_by_config, replace_prepared
+from slivertune.parallel.zero.engine import drive_by_config, initialize_over, prepare_over, replace_prepared
 from slivertune.parallel.zero.other_ranks import fill_frozen, first_states, ranks_of_states, reading_first
 from slivertune.parallel.zero.unsupported import fill_clipping
 from slivertune.sft import SFT
@@ -57,10 +57,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     stage = check_zero_config(config)
     _adjust(config)
     with _built_over_placeholder(sft, stage) as (placeholder, built):
-        passed = tuple(placeholder if each is sft else each for each in objects)
-        with guard("making the engine", computes=True), keeping_timeout():
-            prepared = list(accelerator.prepare(*passed))
-        engine = prepared[objects.index(model)]
+        prepared, engine = prepare_over(accelerator, model, objects, sft, placeholder)
         built.append(engine)
     explain_saving(accelerator)
     replace_prepared(accelerator, prepared, prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft), engine)
@@ -81,15 +78,11 @@ def initialize(sft: SFT, config: dict[str, Any], arguments: dict[str, Any]) -> t
     Raises:
         ValueError: If the ranks were given other settings, or SFT and the config don't go together.
     """
-    import deepspeed
-
     check_sft_agreement(sft)
     stage = check_zero_config(config)
     _adjust(config)
-    config.setdefault("zero_allow_untested_optimizer", True)
     with _built_over_placeholder(sft, stage) as (placeholder, built):
-        with guard("making the engine", computes=True), keeping_timeout():
-            engine, _, loader, _ = deepspeed.initialize(optimizer=placeholder, config=config, **arguments)
+        engine, loader = initialize_over(placeholder, config, arguments)
         built.append(engine)
     return engine, sft, loader, engine.lr_scheduler
 
