@@ -50,7 +50,7 @@ def main(method, steps, arguments):
     rows = read_rows(arguments.length)
     loader = DataLoader(rows[64:], batch_size=8, shuffle=True, drop_last=True)
     held_out = DataLoader(rows[:64], batch_size=16)
-    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=steps // 10, num_training_steps=steps)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=steps)
     model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
 
     def train(num_steps):

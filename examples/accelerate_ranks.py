@@ -48,7 +48,7 @@ def prepared(arguments):
     held_out = DataLoader(rows[:64], batch_size=8)
     # The wrapped scheduler ticks once a rank in each step.
     num_ticks = arguments.steps * accelerator.num_processes
-    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=num_ticks // 10, num_training_steps=num_ticks)
+    scheduler = get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=num_ticks)
     return accelerator, *st.prepare(accelerator, model, optimizer, loader, held_out, scheduler)  # the line that differs
 
 

@@ -118,7 +118,7 @@ class NaiveHiFT:
                 parameter.grad = None
 
     def step(self) -> None:
-        if self.updates % self.cycle_length == 0:
+        if self.updates % self.cycle_length == 0 or not any(self.held):
             self.held = [_copied(group["lr"]) for group in self.carrier.param_groups]
         inner = self._optimizer_of_active_group()
         for name in self.active:

@@ -1,5 +1,9 @@
-import pickle
+from __future__ import annotations
 
+import pickle
+from typing import Any
+
+import pytest
 import torch
 
 from slivertune.hift.rotation import Rotation
@@ -45,6 +49,27 @@ def test_a_tensor_rate_is_held_by_value() -> None:
     assert rotation.to_apply([rate]) == [torch.tensor(1.0)]
 
 
+@pytest.mark.parametrize(
+    ("rates", "held"),
+    [
+        ([[0.0], [0.0], [0.5], [1.0]], [[0.0], [0.0], [0.5], [0.5]]),
+        (
+            [[0.0, torch.tensor(0.0)], [0.0, 0.0], [0.0, 0.5], [1.0, 1.0]],
+            [[0.0, 0.0], [0.0, 0.0], [0.0, 0.5], [0.0, 0.5]],
+        ),
+        ([[0.0, None], [0.5, None], [0.5, None], [1.0, None]], [[0.0, None]] * 4),
+    ],
+    ids=["one", "all", "chosen by the optimizer"],
+)
+def test_rates_are_read_again_while_all_are_0(rates: list[list[Any]], held: list[list[Any]]) -> None:
+    rotation = Rotation(order=(0, 1, 2, 3), steps_per_group=1)
+    applied = []
+    for step, scheduled in enumerate(rates):
+        rotation.skip(scheduled) if step == 1 else rotation.advance(rotation.to_apply(scheduled))
+        applied.append(rotation.held_lr)
+    assert applied == held
+
+
 def test_turns_end_after_their_steps() -> None:
     rotation = Rotation(order=(0, 1), steps_per_group=3)
     ends = []
@@ -67,12 +92,12 @@ def test_a_skipped_step_takes_its_place_in_turn_and_cycle_and_is_no_update() -> 
     for step in range(8):
         turns.append(rotation.active_group)
         if step in (0, 3, 5):
-            rotation.skip([float(step)])
+            rotation.skip([step + 1.0])
         else:
-            rotation.advance(rotation.to_apply([float(step)]))
+            rotation.advance(rotation.to_apply([step + 1.0]))
         held += rotation.held_lr
     assert turns == [1, 1, 0, 0] * 2
-    assert held == [0.0] * 4 + [4.0] * 4
+    assert held == [1.0] * 4 + [5.0] * 4
     assert (rotation.updates, rotation.steps, rotation.skipped) == (5, 8, {1: 2, 0: 1})
 
 

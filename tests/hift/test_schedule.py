@@ -123,6 +123,43 @@ def test_decay_reaches_the_end_of_the_schedule(order: str) -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
+@pytest.mark.parametrize("kind", ["step", "in backward"])
+def test_a_warm_up_from_0_loses_its_steps_of_rate_0_and_not_a_cycle(kind: str) -> None:
+    model, hift = sgd(step_in_backward=kind == "in backward")
+    before, length = weights(model), hift.cycle_length
+    warm_up = 2 * length
+    scheduler = LambdaLR(hift, lambda step: max(0, step - 1) / warm_up)
+    held: list[float | None] = []
+    train(
+        model,
+        hift,
+        token_batches(1),
+        2 * length,
+        scheduler=scheduler,
+        after_step=lambda _: held.append(hift.held_lr[0]),
+    )
+    first, second = 0.5 / warm_up, 0.5 * (length - 1) / warm_up
+    assert held == [0.0, 0.0] + [first] * (length - 2) + [second] * length
+    assert_all_moved(model, before)
+
+
+def test_a_rate_of_0_is_held_where_another_param_groups_is_not() -> None:
+    model = tiny_llama()
+    split = decay_split(model)
+    split[1][1]["lr"] = 0.0
+    hift = HiFT.wrap(grouped_optimizer(model, torch.optim.SGD, split, lr=0.5), model)
+    train(model, hift, token_batches(1), 1)
+    hift.param_groups[1]["lr"] = 0.25
+    train(model, hift, token_batches(1), 1)
+    assert hift.held_lr == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_a_warm_up_from_0_equals_the_reference(as_tensor: bool) -> None:
+    lr = torch.tensor(1e-2) if as_tensor else 1e-2
+    compare(torch.optim.AdamW, lambda o: LambdaLR(o, lambda step: min(step, 4) / 4), lr=lr)
+
+
 def compare(
     optimizer_class: type[torch.optim.Optimizer],
     make_scheduler: Callable[[Any], Any],

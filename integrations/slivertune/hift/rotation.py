@@ -63,8 +63,11 @@ class Rotation:
         return tuple(group for group, count in sorted(self.skipped_in_cycle.items()) if count == self.steps_per_group)
 
     def to_apply(self, scheduled: Sequence[LearningRate]) -> list[LearningRate]:
-        """The learning rates of the next update: the schedule's where a cycle begins, else those that are held."""
-        if not self.starts_cycle:
+        """The learning rates of the next update: the schedule's where a cycle begins, else those that are held.
+
+        Rates that are all 0, with which warm-ups begin, are not held: a whole cycle would train nothing.
+        """
+        if not self.starts_cycle and any(lr is None or lr != 0 for lr in self.held_lr):
             return self.held_lr
         return [own_copy(lr) for lr in scheduled]
 

@@ -61,6 +61,7 @@ def test_nothing_given_is_hift_on_the_embedded_default() -> None:
     assert arguments.data.dataset is None
     assert arguments.data.packing is True
     assert arguments.training.learning_rate == EMBEDDED_LEARNING_RATES["hift"]
+    assert arguments.training.warmup_steps == 0 < parse_train_arguments(["--method", "dense"]).training.warmup_steps
     assert arguments.training.max_steps > 0
     assert arguments.training.report_to == []
     assert arguments.training.output_dir == "runs/hift"

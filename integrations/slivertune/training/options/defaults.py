@@ -47,7 +47,8 @@ def training_defaults(
         defaults |= {
             "learning_rate": EMBEDDED_SM3_LEARNING_RATE if is_sm3 else EMBEDDED_LEARNING_RATES[method],
             "lr_scheduler_type": "cosine",
-            "warmup_steps": 0.05,
+            # HiFT would hold the low rate at which a warm-up begins for its whole first cycle.
+            "warmup_steps": 0.0 if method == "hift" else 0.05,
         }
     if embedded_data:
         defaults |= {
