@@ -175,7 +175,7 @@ def test_a_launch_preset_asks_for_what_its_twin_asks_for(stem: str) -> None:
 @pytest.mark.parametrize("name", DEEPSPEED_CONFIGS)
 def test_a_deepspeed_config_is_one_that_deepspeed_and_hift_take(name: str) -> None:
     zero_config = pytest.importorskip("deepspeed.runtime.zero.config")
-    from slivertune.parallel.zero.unsupported import check_engine_config
+    from slivertune.parallel.zero.unsupported import check_hift_config
 
     settings = settings_of(name)
     # DeepSpeed passes over keys that it does not know.
@@ -183,7 +183,7 @@ def test_a_deepspeed_config_is_one_that_deepspeed_and_hift_take(name: str) -> No
     known = {name for key, field in fields.items() for name in (key, field.alias)}
     assert set(settings["zero_optimization"]) <= known
     read = zero_config.get_zero_config(settings)
-    assert int(read.stage) == check_engine_config(settings) == settings["zero_optimization"]["stage"]
+    assert int(read.stage) == check_hift_config(settings) == settings["zero_optimization"]["stage"]
     # Without the key, DeepSpeed would clip at 1.0 whatever the script says.
     assert "gradient_clipping" in settings
     # The bare launcher refuses optimizers that DeepSpeed has no test for, HiFT's bases among them.

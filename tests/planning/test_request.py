@@ -6,6 +6,8 @@ import pytest
 
 from slivertune.planning.request import PlanRequest
 
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
+
 
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -42,24 +44,34 @@ from slivertune.planning.request import PlanRequest
         ({"num_gpus": 2}, "num_gpus=2 with layout='single'"),
         ({"layout": "zero2", "num_gpus": 2, "offload_parameters": True}, "take layout='fsdp2' or 'zero3'"),
         *(
-            ({"layout": layout, "num_gpus": 2, "step_in_backward": True}, f"with layout='{layout}', leave it out")
-            for layout in ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+            (
+                {"layout": layout, "num_gpus": 2, "step_in_backward": True},
+                f"other ranks' .* under {name}, leave it False",
+            )
+            for layout, name in NAMES.items()
         ),
         *(
-            ({"layout": layout, "num_gpus": 2, "optimizer": optimizer}, "take optimizer='adamw'.*or layout='ddp'")
-            for layout in ("fsdp2", "zero1", "zero2", "zero3")
-            for optimizer in ("adamw8bit", "adafactor")
+            (
+                {"layout": layout, "num_gpus": 2, "optimizer": optimizer},
+                rf"{kind} .*{name}.*use torch.optim.AdamW \(adamw\).*or .*DDP",
+            )
+            for layout, name in NAMES.items()
+            if layout != "ddp"
+            for optimizer, kind in (("adamw8bit", "AdamW8bit"), ("adafactor", "Adafactor"))
         ),
-        ({"layout": "zero1", "num_gpus": 2, "optimizer": "adagrad"}, "or layout='ddp' or 'fsdp2'"),
-        ({"layout": "zero2", "num_gpus": 2, "state": "disk"}, "take state='host' or 'device'"),
-        ({"layout": "zero3", "num_gpus": 2, "precision": "bf16"}, "take precision='mixed_hi' with master='fp32'"),
+        ({"layout": "zero1", "num_gpus": 2, "optimizer": "adagrad"}, "a new Adagrad .* or DDP or FSDP2"),
+        ({"layout": "zero2", "num_gpus": 2, "state": "disk"}, 'use state="host", or "device"'),
+        (
+            {"layout": "zero3", "num_gpus": 2, "precision": "bf16"},
+            r"""use master="fp32", .* \(precision='mixed_hi'\)""",
+        ),
         (
             {"layout": "zero3", "num_gpus": 2, "precision": "mixed_hi", "master": "split"},
-            "take precision='mixed_hi' with master='fp32'",
+            r"""use master="fp32", .* \(precision='mixed_hi'\)""",
         ),
         (
             {"layout": "fsdp2", "num_gpus": 2, "method": "sft", "load_in_4bit": True},
-            "with layout='ddp', 'zero1' or 'zero2'",
+            "train 4-bit models under DDP, ZeRO-1 or ZeRO-2",
         ),
     ],
 )

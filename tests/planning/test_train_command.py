@@ -9,7 +9,9 @@ import pytest
 
 from slivertune.core.layout import Layout
 from slivertune.core.presets import preset_path
-from slivertune.planning.request import Method, OptimizerName, PlanRequest, PrecisionName
+from slivertune.planning.methods import planned_methods
+from slivertune.planning.optimizers import OptimizerName
+from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.planning.train_command import DATASET, train_command
 from slivertune.training.options.checks import enum_value
@@ -74,7 +76,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
 
 
 @pytest.mark.parametrize("precision", get_args(PrecisionName))
-@pytest.mark.parametrize("method", get_args(Method))
+@pytest.mark.parametrize("method", planned_methods())
 def test_the_command_has_the_weights_and_the_autocast_of_the_plan(method: Any, precision: Any, tmp_path: Path) -> None:
     if precision == "mixed_hi" and method != "hift":
         pytest.skip("masters are HiFT's")
@@ -127,5 +129,5 @@ def test_disk_state_gets_a_folder_and_the_allocator_a_word() -> None:
 
 
 def test_the_start_of_every_search_has_a_command(tmp_path: Path) -> None:
-    for method in get_args(Method):
+    for method in planned_methods():
         assert parsed(start_of_search({"method": method}), tmp_path / method).method.method == method

@@ -16,6 +16,7 @@ from torch import nn
 
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layers import find_layers
+from slivertune.core.layout import Layout
 from slivertune.core.ownership import check_free, release, take
 from slivertune.core.sliver import Sliver
 from slivertune.core.state_form import StateForm
@@ -32,6 +33,7 @@ from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.rotation import LearningRate, Rotation, scheduled_lr
 from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
+from slivertune.hift.unsupported import clash_with_layout
 
 
 class HiFT(Sliver):
@@ -64,6 +66,7 @@ class HiFT(Sliver):
     """
 
     method = "hift"
+    may_differ = frozenset({"state_dir"})
 
     def __init__(
         self,
@@ -481,6 +484,22 @@ class HiFT(Sliver):
 
     def _header(self) -> dict[str, Any]:
         return make_header(self.identity(), self.rotation, self.param_groups, self.trained_weights)
+
+    def unsupported(self, layout: Layout) -> str | None:
+        """Why this HiFT can't be trained under a layout, and the way out; None if it can."""
+        config = self._config
+        return clash_with_layout(
+            layout, self._base, state=config.state, master=config.master, step_in_backward=config.step_in_backward
+        )
+
+    def facts(self) -> dict[str, object]:
+        """What every rank must have been given alike: settings, hyperparameters, groups, and what they train."""
+        facts = {"base optimizer": self._base.name, **super().facts(), "order of the groups": self.rotation.order}
+        for group in self._groups:
+            facts[f"group {group.index}"] = group.parameter_names
+            for weight in self.weights_of(group.index):
+                facts[weight.name] = (tuple(weight.trained.shape), str(weight.trained.dtype), weight.param_group)
+        return facts
 
     def identity(self) -> dict[str, object]:
         """What a saved state has in common with every optimizer that it fits; plain containers."""

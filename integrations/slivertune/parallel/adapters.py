@@ -86,6 +86,28 @@ def adapter_of(optimizer: Sliver, layout: Layout) -> LayoutAdapter:
     return cast(LayoutAdapter, import_module(module))
 
 
-def engine_adapter_of(optimizer: Sliver) -> EngineAdapter:
+def engine_adapter_of(optimizer: Sliver, layout: Layout) -> EngineAdapter:
     """What trains a method on a bare DeepSpeed engine; see `adapter_of`."""
-    return cast(EngineAdapter, adapter_of(optimizer, "zero2"))
+    return cast(EngineAdapter, adapter_of(optimizer, layout))
+
+
+def check_before(optimizer: Sliver, model: nn.Module, layout: Layout) -> None:
+    """Refuse what can't be prepared, whatever the method and the layout.
+
+    Args:
+        optimizer: A `Sliver`.
+        model: The model that it is prepared with.
+        layout: How the ranks will share the run.
+
+    Raises:
+        ValueError: If it was built over another model, or can't be trained under the layout; says what to use.
+        RuntimeError: If it has already stepped.
+    """
+    if optimizer.updates:
+        raise RuntimeError(
+            f"the {type(optimizer).__name__} has already made {optimizer.updates} updates; prepare it before its first "
+            "step, and load its state afterwards"
+        )
+    optimizer.check_built_over(model)
+    if (clash := optimizer.unsupported(layout)) is not None:
+        raise ValueError(clash)

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.adapters import engine_adapter_of
+from slivertune.parallel.adapters import check_before, engine_adapter_of
+from slivertune.parallel.consistency.heartbeat import check_agreement
+from slivertune.parallel.layout import layout_of_stage
+from slivertune.parallel.zero.unsupported import check_stage
 
 _FILLED_ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu")
 _SIZES = {
@@ -94,11 +97,6 @@ def initialize(
         return made
     if model is None:
         raise ValueError("initialize needs the model that the optimizer was built over")
-    if optimizer.updates:
-        raise RuntimeError(
-            f"the {type(optimizer).__name__} has already made {optimizer.updates} updates; initialize before its first "
-            "step, and load the engine's checkpoint afterwards"
-        )
     if model_parameters is not None:
         raise ValueError("model_parameters are the optimizer's own already; leave them out")
     if chosen is None and args is not None:
@@ -107,12 +105,15 @@ def initialize(
     if chosen is None:
         raise ValueError("initialize needs DeepSpeed's config: a path or a dictionary")
     settings = resolve_config(chosen, model)
+    layout = layout_of_stage(check_stage(settings, type(optimizer).__name__))
+    adapter = engine_adapter_of(optimizer, layout)
+    check_before(optimizer, model, layout)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
         lr_scheduler = lr_scheduler(optimizer)
     arguments["lr_scheduler"] = lr_scheduler
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    optimizer.check_built_over(model)
-    return engine_adapter_of(optimizer).initialize(optimizer, settings, arguments)
+    check_agreement(optimizer.facts())
+    return adapter.initialize(optimizer, settings, arguments)
 
 
 def resolve_config(config: str | Path | dict[str, Any], model: nn.Module) -> dict[str, Any]:

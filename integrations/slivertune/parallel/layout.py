@@ -39,11 +39,16 @@ def layout_of(accelerator: Any) -> Layout:
     raise ValueError(f"slivertune does not run under {name}; use DDP, FSDP2 or DeepSpeed's ZeRO-1, 2 or 3")
 
 
+def layout_of_stage(stage: int) -> Layout:
+    """Name the layout of a stage of ZeRO: 1, 2 or 3."""
+    layouts: tuple[Layout, ...] = ("zero1", "zero2", "zero3")
+    return layouts[stage - 1]
+
+
 def _zero_layout(accelerator: Any) -> Layout:
     stage = accelerator.state.deepspeed_plugin.zero_stage
-    layouts: dict[int, Layout] = {1: "zero1", 2: "zero2", 3: "zero3"}
-    if stage in layouts:
-        return layouts[stage]
+    if stage in (1, 2, 3):
+        return layout_of_stage(stage)
     if accelerator.num_processes == 1:
         raise ValueError(
             f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed out on one device, or use stage 1, 2 or 3"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slivertune.hift import HiFTConfig
-
 
 def replace_each(accelerator: Any, objects: Sequence[Any], prepared: Mapping[int, Any]) -> tuple[Any, ...]:
     """Put what was prepared in its place, and let the Accelerator prepare all else (loaders, schedulers).
@@ -20,16 +18,3 @@ def replace_each(accelerator: Any, objects: Sequence[Any], prepared: Mapping[int
     others = accelerator.prepare(*rest) if rest else ()
     following = iter(others if len(rest) > 1 else (others,))
     return tuple(prepared[id(each)] if id(each) in prepared else next(following) for each in objects)
-
-
-def refuse_step_in_backward(config: HiFTConfig, layout: str) -> None:
-    """Refuse what would step before the ranks' gradients are averaged.
-
-    Raises:
-        ValueError: If the config says `step_in_backward`.
-    """
-    if config.step_in_backward:
-        raise ValueError(
-            f"step_in_backward=True updates a tensor before the other ranks' gradients have arrived; under {layout}, "
-            "leave it False"
-        )

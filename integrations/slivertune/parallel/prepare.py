@@ -7,9 +7,10 @@ from typing import Any
 from torch import nn
 
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.adapters import adapter_of
+from slivertune.parallel.adapters import adapter_of, check_before
 from slivertune.parallel.checkpoint.manifests import seal_states
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
+from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.layout import layout_of
 
 
@@ -50,11 +51,8 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
             "model together with the one optimizer that was built over it"
         )
     optimizer = slivers[0]
-    if optimizer.updates:
-        raise RuntimeError(
-            f"the {type(optimizer).__name__} has already made {optimizer.updates} updates; prepare it before its first "
-            "step, and load its state afterwards"
-        )
-    optimizer.check_built_over(models[0])
+    adapter = adapter_of(optimizer, layout)
+    check_before(optimizer, models[0], layout)
+    check_agreement(optimizer.facts())
     seal_states(accelerator)
-    return adapter_of(optimizer, layout).prepare(accelerator, models[0], optimizer, objects)
+    return adapter.prepare(accelerator, models[0], optimizer, objects)

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, get_args
 from slivertune.core.layout import Layout
 from slivertune.hift.config import MasterKind, StatePlace
 from slivertune.planning.byte_text import parse_bytes
+from slivertune.planning.methods import planned_methods
+from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.request import (
-    Method,
-    OptimizerName,
     PlanRequest,
     PrecisionName,
     TaskName,
@@ -137,7 +137,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
         help=f"a folder with config.json, a hub id, or one of {', '.join(SHIPPED_MODELS)}",
     )
     _choice(group, "--task", TaskName, "what is learned; by default what the model was made for")
-    _choice(group, "--method", Method, "how it is trained")
+    group.add_argument("--method", choices=planned_methods(), help=f"how it is trained ({PlanRequest().method})")
     _choice(group, "--optimizer", OptimizerName, "the optimizer; sft is one itself")
     _choice(
         group,

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
+from slivertune.planning.four_bit_rules import clash_with_method
 from slivertune.planning.memory_requirement import Limits, MemoryRequirement
+from slivertune.planning.methods import planned
 from slivertune.planning.request import PlanRequest
 
 SMALL_PIECE_BYTES = 32 * 2**20
@@ -149,7 +151,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
 
 
 def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
-    streams = request.method == "hift" and request.state != "device" and request.stream_bytes > SMALL_PIECE_BYTES
+    streams = _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > SMALL_PIECE_BYTES
     return [replace(request, stream_bytes=SMALL_PIECE_BYTES)] if streams else []
 
 
@@ -178,17 +180,18 @@ def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
-    is_adam = request.optimizer == "adamw" and request.method != "sft"
+    is_adam = request.optimizer == "adamw" and not planned(request.method).is_optimizer
     return _changed(request, optimizer="adamw8bit") if is_adam else []
 
 
 def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
-    may = request.method == "hift" and request.layout == "single" and request.gradient_accumulation_steps == 1
-    return [replace(request, step_in_backward=True)] if may and not request.step_in_backward else []
+    alone = request.layout == "single" and request.gradient_accumulation_steps == 1
+    may = alone and _reads(request, "step_in_backward") and not request.step_in_backward
+    return [replace(request, step_in_backward=True)] if may else []
 
 
 def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
-    return _changed(request, state="disk") if request.method == "hift" and request.state == "host" else []
+    return _changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
 
 
 def _no_masters(request: PlanRequest) -> list[PlanRequest]:
@@ -196,7 +199,7 @@ def _no_masters(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _four_bits(request: PlanRequest) -> list[PlanRequest]:
-    may = request.method in ("lora", "sft") and not request.load_in_4bit and request.layout == "single"
+    may = clash_with_method(request.method) is None and not request.load_in_4bit and request.layout == "single"
     if not may:
         return []
     return [replace(request, load_in_4bit=True, precision="fp32" if request.precision == "fp32" else "bf16")]
@@ -215,11 +218,15 @@ def _shorter(request: PlanRequest, minimum: int | None) -> list[PlanRequest]:
     return [replace(request, seq_length=length) for length in (*lengths, minimum)]
 
 
+def _reads(request: PlanRequest, setting: str) -> bool:
+    return setting in planned(request.method).settings
+
+
 def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
-    """The request with other settings; none where these do not go together with the rest."""
+    """The request with other settings; none where these do not go together with the rest, or need what is not there."""
     try:
         return [replace(request, **changes)]
-    except ValueError:
+    except (ValueError, ImportError):
         return []
 
 
@@ -269,4 +276,4 @@ def _no_masters_at_peak(requirement: MemoryRequirement, limits: Limits) -> str |
 
 
 def _comes_in_pieces(request: PlanRequest) -> bool:
-    return request.method == "hift" and request.state != "device" and request.stream_bytes > 0
+    return _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > 0

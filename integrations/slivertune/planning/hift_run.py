@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.groups import Group
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
+from slivertune.planning.model import attached
 from slivertune.planning.optimizers import optimizer_of
+from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.step import Forward, GradientMeter, StepPeak, largest_of, measure_step
+from slivertune.planning.step import Forward, GradientMeter, StepPeak, group_plan, largest_of, measure_step
 
 
 class HiFTRun:
@@ -99,6 +103,78 @@ class HiFTRun:
         start = self._at_start
         place = {"updates": group.index * self._num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**start, "hift": {**start["hift"], **place}})
+
+
+class PlannedHiFT(PlannedMethod):
+    """HiFT: of groups alike, the one with the largest peak is run."""
+
+    settings = frozenset({"layers_per_group", "state", "master", "stream_bytes", "step_in_backward"})
+    bf16_precision = "mixed_hi"
+    trains_in_groups = True
+    averages_in_buckets = True
+
+    def waits_on_host(self, request: PlanRequest) -> bool:
+        """Whether state is on the GPU in its own step alone."""
+        return request.state != "device"
+
+    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
+        """Run two updates of each distinct group."""
+        run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
+        groups, waiting = [], 0
+        with attached(request, model) as notes:
+            for members in alike(run.groups, model):
+                group = members[0]
+                peak = run.measure(group, forward)
+                if layout == "fsdp2" and len(members) > 1:
+                    # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on
+                    # its way.
+                    both = (peak.before_step, run.measure(members[1], forward).before_step)
+                    peak = replace(peak, before_step=max(both, key=lambda census: census.device))
+                masters, others = run.state_bytes(group)
+                groups.append(
+                    group_plan(
+                        peak,
+                        name=", ".join(layer.name for layer in group.layers),
+                        num_parameters=sum(parameter.numel() for parameter in run.parameters_of(group)),
+                        gradient_bytes=run.gradient_bytes(group),
+                        state_bytes=others,
+                        master_bytes=masters,
+                        indices=tuple(member.index for member in members),
+                    )
+                )
+                waiting += peak.after.host * len(members)
+        if request.state == "device":
+            groups = _with_state_of_others(groups)
+        on_disk = request.state == "disk"
+        return MeasuredSteps(
+            groups=groups, host_bytes=0 if on_disk else waiting, disk_bytes=waiting if on_disk else 0, notes=notes
+        )
+
+    def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
+        """Groups, and where their state waits."""
+        arguments = given_arguments(request, ("layers_per_group", "state", "stream_bytes"))
+        if request.state == "disk":
+            arguments += ["--state_dir", "state"]
+        # fp32 weights have no masters, whatever this says; bf16 ones have, unless it says otherwise.
+        if request.precision in ("bf16", "mixed_hi") and request.master_kind != "fp32":
+            arguments += ["--master", request.master_kind]
+        if request.step_in_backward:
+            arguments += ["--step_in_backward", "true", "--max_grad_norm", "0"]
+        return tuple(arguments)
+
+
+METHOD = PlannedHiFT()
+
+
+def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:
+    """Add what stays on the device of the groups whose turn it is not."""
+    total = sum((group.state_bytes + group.master_bytes) * len(group.indices) for group in groups)
+    return [
+        replace(
+            group, peak=replace(group.peak, state=group.peak.state + total - group.state_bytes - group.master_bytes)
+        )
+        for group in groups
+    ]
 
 
 def alike(groups: Sequence[Group], model: nn.Module) -> list[list[Group]]:

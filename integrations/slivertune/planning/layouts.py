@@ -24,6 +24,7 @@ from torch import nn
 
 from slivertune.core.layers import find_layers
 from slivertune.planning.gathered_units import can_be_shared
+from slivertune.planning.methods import planned
 from slivertune.planning.plan import GroupPlan, Moment, Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.sft.gradient_sync import BUCKET_ELEMENTS
@@ -114,10 +115,11 @@ def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
 
 
 def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: LayerSizes) -> GroupPlan:
-    if request.layout == "ddp" and request.method == "hift":
-        # Its buckets were part of the step that was run.
-        return group
-    if request.layout == "ddp" or (request.method == "sft" and request.layout in ("zero1", "zero2")):
+    method = planned(request.method)
+    if request.layout == "ddp" or (method.steps_itself and request.layout in ("zero1", "zero2")):
+        if method.averages_in_buckets:
+            # Its buckets were part of the step that was run.
+            return group
         # SFT's last group is the one outside of phases.
         return replace(group, peak=_with_buckets(group, request, is_estimating=group is not plan.groups[-1]))
     moments = {
@@ -131,7 +133,7 @@ def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: Lay
 
 def _with_buckets(group: GroupPlan, request: PlanRequest, *, is_estimating: bool) -> Moment:
     """Torch's buckets copy all gradients for good; SFT copies the few when a backward is over, also under ZeRO."""
-    if request.method != "sft":
+    if not planned(request.method).steps_itself:
         return replace(group.peak, residual=group.peak.residual + group.gradient_bytes)
     # Inside of a phase, beside the deltas' gradients, go those of about as many candidates; outside there are none.
     copied = min((2 if is_estimating else 1) * group.gradient_bytes, BUCKET_ELEMENTS * _FP32)
@@ -161,7 +163,7 @@ def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
     own = 0 if request.offload_parameters else math.ceil(weights / ranks)
     gathered = min(weights, max(sizes.largest + sizes.largest_block, _MOST_LIVE_ELEMENTS * sizes.itemsize))
     bucket = sizes.bucket_elements * sizes.itemsize
-    if request.method == "sft":
+    if planned(request.method).steps_itself:
         # Its vectors are on every rank, whole, and ZeRO has no bucket. It trains no embedding, which is released early.
         gathered = min(gathered, weights - sizes.looked_up)
         return [replace(group.before_step or group.peak, parameters=own + gathered)]
@@ -176,18 +178,18 @@ def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
 
 def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
     """FSDP2: what is gathered, whole gradients and their reduction were part of the step that was run."""
-    ranks, offloads = request.num_gpus, request.offload_parameters
+    ranks, offloads, method = request.num_gpus, request.offload_parameters, planned(request.method)
     own = sizes.stored - sizes.shared + (0 if offloads else math.ceil(sizes.shared / ranks))
     resident_state = 0
-    if request.method == "sft":
+    if method.steps_itself:
         resident_state = group.peak.state  # its vectors and indices are on every rank, whole
-    elif request.method != "hift" or request.state == "device":
+    elif not method.waits_on_host(request):
         resident_state = 0 if offloads else math.ceil(group.peak.state / ranks)
     before = group.before_step or group.peak
     moments = [replace(before, parameters=before.parameters - sizes.stored + own, state=resident_state)]
     if not offloads:
         moving = resident_state
-        if request.method == "hift" and request.state != "device":
+        if method.waits_on_host(request):
             whole = math.ceil((group.state_bytes + group.master_bytes) / ranks)
             moving = min(2 * request.stream_bytes, whole) if request.stream_bytes else whole
         gradients = math.ceil(group.gradient_bytes / ranks)
@@ -227,7 +229,7 @@ def _host_bytes(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> int:
         shards = sizes.stored + max(group.gradient_bytes for group in plan.groups) + on_device
         return waiting + math.ceil(shards / ranks)
     waiting = 0
-    if request.method == "hift" and request.state != "device":
+    if planned(request.method).waits_on_host(request):
         waiting = sum((group.state_bytes + _master_bytes(group)) * len(group.indices) for group in plan.groups)
     weights = sizes.stored if request.offload_parameters else 0
     return math.ceil((waiting + weights) / ranks)

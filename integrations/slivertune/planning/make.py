@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,21 +9,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from slivertune.core.layout import Layout
-from slivertune.core.ledger import Census, Ledger
-from slivertune.hift.groups import Group
-from slivertune.planning.fake import FakeOverrides, without_data
+from slivertune.planning.fake import without_data
 from slivertune.planning.four_bit import num_weights, parameter_bytes
-from slivertune.planning.hift_run import HiFTRun, alike
 from slivertune.planning.layouts import sizes_of, spread
-from slivertune.planning.model import attached, build_model, give_sizes, make_batch
-from slivertune.planning.optimizers import optimizer_of
-from slivertune.planning.plan import GroupPlan, Moment, Phase, Plan
+from slivertune.planning.methods import MeasuredSteps, planned
+from slivertune.planning.model import build_model, give_sizes, make_batch
+from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.sft_run import SFTRun
-from slivertune.planning.sft_sizes import without_kept_tensors
 from slivertune.planning.stand_ins import standing_in
-from slivertune.planning.step import Forward, GradientMeter, StepPeak, autocast_of, largest_of, measure_step
+from slivertune.planning.step import Forward, autocast_of
 
 
 def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
@@ -57,12 +50,8 @@ def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanReq
     with without_data():
         give_sizes(model)
         with standing_in(shared, model, bucket_elements):
-            forward = _forward_of(model, request)
-            if request.method == "hift":
-                return _plan_hift(request, model, forward, shared.layout)
-            if request.method == "sft":
-                return _plan_sft(request, model, forward)
-            return _plan_whole(request, model, forward)
+            steps = planned(request.method).measure(request, model, _forward_of(model, request), shared.layout)
+            return _plan(request, model, steps)
 
 
 def _forward_of(model: Any, request: PlanRequest) -> Forward:
@@ -76,168 +65,24 @@ def _forward_of(model: Any, request: PlanRequest) -> Forward:
     return forward
 
 
-def _plan_hift(request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> Plan:
-    run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
-    groups, host = [], {}
-    with attached(request, model) as notes:
-        for members in alike(run.groups, model):
-            peak = run.measure(members[0], forward)
-            if layout == "fsdp2" and len(members) > 1:
-                # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on its
-                # way.
-                peak = _higher_before_step(peak, run.measure(members[1], forward))
-            masters, others = run.state_bytes(members[0])
-            groups.append(_group_plan(members, run, peak, masters, others))
-            host[members[0].index] = peak.after.host * len(members)
-    waiting = sum(host.values())
-    if request.state == "device":
-        groups = _with_state_of_others(groups, run)
-    return _plan(
-        request,
-        model,
-        groups,
-        host_bytes=0 if request.state == "disk" else waiting,
-        disk_bytes=waiting if request.state == "disk" else 0,
-        notes=notes,
-    )
-
-
-def _higher_before_step(first: StepPeak, second: StepPeak) -> StepPeak:
-    return replace(first, before_step=max(first.before_step, second.before_step, key=lambda census: census.device))
-
-
-def _group_plan(members: Sequence[Group], run: HiFTRun, peak: StepPeak, masters: int, others: int) -> GroupPlan:
-    group = members[0]
-    return GroupPlan(
-        index=group.index,
-        indices=tuple(member.index for member in members),
-        name=", ".join(layer.name for layer in group.layers),
-        num_parameters=sum(parameter.numel() for parameter in run.parameters_of(group)),
-        gradient_bytes=run.gradient_bytes(group),
-        state_bytes=others,
-        master_bytes=masters,
-        peak=_moment(group.index, peak),
-        activation_bytes=peak.activations,
-        before_step=_before_step(group.index, peak),
-    )
-
-
-def _with_state_of_others(groups: Sequence[GroupPlan], run: HiFTRun) -> list[GroupPlan]:
-    """Add what stays on the device of the groups whose turn it is not."""
-    total = sum((group.state_bytes + group.master_bytes) * len(group.indices) for group in groups)
-    return [
-        replace(
-            group, peak=replace(group.peak, state=group.peak.state + total - group.state_bytes - group.master_bytes)
-        )
-        for group in groups
-    ]
-
-
-def _plan_whole(request: PlanRequest, model: nn.Module, forward: Forward) -> Plan:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    meter = GradientMeter(model)
-    optimizer_class, arguments = optimizer_of(request.optimizer)
-    with FakeOverrides():
-        optimizer = optimizer_class(trained, **arguments)
-    with attached(request, model) as notes, Ledger(model) as ledger:
-        # The first step makes the state, all later ones have it from their beginning.
-        peak = largest_of(
-            [measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards) for _ in range(2)]
-        )
-    group = GroupPlan(
-        index=0,
-        indices=(0,),
-        name="all",
-        num_parameters=sum(parameter.numel() for parameter in trained),
-        gradient_bytes=meter.bytes_of(trained),
-        state_bytes=_tensor_bytes(optimizer),
-        master_bytes=0,
-        peak=_moment(0, peak),
-        activation_bytes=peak.activations,
-        before_step=_before_step(0, peak),
-    )
-    return _plan(request, model, [group], notes=notes)
-
-
-def _plan_sft(request: PlanRequest, model: nn.Module, forward: Forward) -> Plan:
-    with without_kept_tensors():
-        run = SFTRun(model, request)
-        with attached(request, model) as notes:
-            inside, outside = run.measure(forward)
-    num_parameters = num_weights(model) - sum(each.numel() for each in run.own_parameters)
-    groups = []
-    if inside is not None:
-        groups.append(_sparse_group(0, "inside an estimation phase", run, inside, inside.highest.state))
-    groups.append(_sparse_group(len(groups), "outside of estimation phases", run, outside, outside.after.state))
-    plan = _plan(request, model, groups, notes=notes)
-    stored = plan.parameter_bytes - sum(each.nbytes for each in run.own_parameters)
-    return replace(plan, num_parameters=num_parameters, parameter_bytes=stored)
-
-
-def _sparse_group(index: int, name: str, run: SFTRun, peak: StepPeak, state_bytes: int) -> GroupPlan:
-    return GroupPlan(
-        index=index,
-        indices=(index,),
-        name=name,
-        num_parameters=run.optimizer.num_weights,
-        gradient_bytes=peak.gradients,
-        state_bytes=state_bytes,
-        master_bytes=0,
-        peak=_moment(index, peak),
-        activation_bytes=peak.activations,
-        before_step=_before_step(index, peak),
-    )
-
-
-def _tensor_bytes(optimizer: torch.optim.Optimizer) -> int:
-    tensors = [value for values in optimizer.state.values() for value in values.values()]
-    return sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
-
-
-def _moment(group: int, peak: StepPeak) -> Moment:
-    return _moment_of(group, peak.phase, peak.census)
-
-
-def _before_step(group: int, peak: StepPeak) -> Moment:
-    return _moment_of(group, "forward" if peak.phase == "forward" else "backward", peak.before_step)
-
-
-def _moment_of(group: int, phase: Phase, census: Census) -> Moment:
-    return Moment(
-        group=group,
-        phase=phase,
-        parameters=census.parameters,
-        gradients=census.gradients,
-        state=census.state,
-        residual=census.residual,
-    )
-
-
-def _plan(
-    request: PlanRequest,
-    model: nn.Module,
-    groups: Sequence[GroupPlan],
-    *,
-    notes: tuple[str, ...],
-    host_bytes: int = 0,
-    disk_bytes: int = 0,
-) -> Plan:
-    peak = max((group.peak for group in groups), key=lambda moment: moment.total)
-    largest = max(groups, key=lambda group: group.num_parameters)
+def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
+    peak = max((group.peak for group in steps.groups), key=lambda moment: moment.total)
+    largest = max(steps.groups, key=lambda group: group.num_parameters)
+    own_bytes = sum(each.nbytes for each in steps.own_parameters)
+    num_own = sum(each.numel() for each in steps.own_parameters)
     num_parameters = num_weights(model)
-    stored = parameter_bytes(model)
     copies = 2 * num_parameters if request.precision == "mixed" else 0
     return Plan(
         request=request,
         peak=peak,
-        groups=tuple(groups),
-        num_parameters=num_parameters,
+        groups=tuple(steps.groups),
+        num_parameters=num_parameters - num_own,
         num_trainable_peak=largest.num_parameters,
-        parameter_bytes=stored + copies + largest.master_bytes,
+        parameter_bytes=parameter_bytes(model) - own_bytes + copies + largest.master_bytes,
         gradient_bytes=largest.gradient_bytes,
         state_bytes=largest.state_bytes,
         residual_bytes=peak.residual,
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
-        notes=notes,
+        host_bytes=steps.host_bytes,
+        disk_bytes=steps.disk_bytes,
+        notes=steps.notes,
     )

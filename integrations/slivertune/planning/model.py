@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
 from slivertune.planning.four_bit import hold_in_4bit
 from slivertune.planning.kernels import GpuKernels
+from slivertune.planning.methods import planned
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step import autocast_of
 from slivertune.tokentune import TokenTune
@@ -51,8 +51,7 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             # torch takes function modes off for the time of a backward, in which checkpoints are computed again.
             contexts = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), GpuKernels())}
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=contexts)
-        if request.method == "lora":
-            model = _with_adapters(model, request)
+        model = planned(request.method).change_model(model, request)
     return model.train()
 
 
@@ -97,8 +96,6 @@ def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]
                 notes = (f"the loss is computed from all logits: {reason}",)
         if request.load_in_4bit:
             notes += ("products with 4-bit weights are computed from their sizes",)
-        if request.method == "sft":
-            notes += ("SFT's search for weights to grow is computed from its sizes",)
         yield notes
 
 
@@ -115,31 +112,3 @@ def make_batch(request: PlanRequest) -> dict[str, torch.Tensor]:
     if request.task == "classification":
         return {"input_ids": ids, "labels": torch.zeros(request.batch_size, dtype=torch.long)}
     return {"input_ids": ids, "labels": ids.clone()}
-
-
-def _with_adapters(model: Any, request: PlanRequest) -> Any:
-    try:
-        from peft import LoraConfig, get_peft_model
-        from peft.tuners.lora import LoraLayer
-    except ImportError as error:
-        raise ImportError("method='lora' is PEFT's; install slivertune[peft], or take another method") from error
-    config = LoraConfig(
-        task_type="CAUSAL_LM" if request.task == "causal_lm" else "SEQ_CLS",
-        r=request.lora_rank,
-        lora_alpha=2 * request.lora_rank,
-        lora_dropout=0.0,
-        target_modules="all-linear",
-    )
-    with warnings.catch_warnings():
-        # PEFT 0.21 asks by the name that transformers 5.23 retires.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        adapted: Any = get_peft_model(model, config)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad and parameter.dtype == torch.bfloat16:
-            parameter.data = parameter.data.float()
-    if request.load_in_4bit:
-        # PEFT's layer beside 4-bit weights leaves casts to autocast.
-        for module in adapted.modules():
-            if isinstance(module, LoraLayer):
-                module.cast_input_dtype_enabled = False
-    return adapted

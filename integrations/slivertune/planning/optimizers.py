@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from slivertune.planning.request import OptimizerName
+OptimizerName = Literal["adamw", "sgd_momentum", "sgd", "adafactor", "adagrad", "adamw8bit"]
 
 _LEARNING_RATE = 1e-4
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from slivertune.core.atomic import atomic_file
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
+from slivertune.planning.methods import planned
 from slivertune.planning.plan import Moment
 from slivertune.planning.report import PART_TITLES, describe_request
 
@@ -92,7 +93,7 @@ def groups_figure(answer: Answer) -> Figure:
         limit=None if answer.limits is None else answer.limits.device_bytes,
         title=f"{plan.request.method} on {answer.model.name}",
         subtitle=describe_request(plan.request),
-        x_label="group that trains" if plan.request.method == "hift" else "update",
+        x_label="group that trains" if planned(plan.request.method).trains_in_groups else "update",
     )
 
 

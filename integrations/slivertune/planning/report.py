@@ -14,6 +14,7 @@ from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.configs import ModelFigures
 from slivertune.planning.memory_requirement import Limits, MemoryRequirement
+from slivertune.planning.methods import planned, planned_methods
 from slivertune.planning.plan import GroupPlan, Moment, Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found
@@ -25,19 +26,6 @@ PART_TITLES = {
     "residual": "activations and other",
 }
 """What the kinds of bytes are called."""
-_SHOWN_WITH_METHOD = {
-    "layers_per_group": "hift",
-    "state": "hift",
-    "master": "hift",
-    "stream_bytes": "hift",
-    "step_in_backward": "hift",
-    "density": "sft",
-    "selection": "sft",
-    "reselection_interval": "sft",
-    "estimation_steps": "sft",
-    "replacement_rate": "sft",
-    "lora_rank": "lora",
-}
 _ALWAYS_SHOWN = ("optimizer", "precision", "batch_size", "seq_length")
 
 
@@ -101,11 +89,12 @@ def describe_request(request: PlanRequest, *, without: str | None = None) -> str
         request: The run.
         without: A field to leave out.
     """
+    own = planned(request.method).settings
+    of_others = frozenset().union(*(planned(name).settings for name in planned_methods())) - own
     parts = []
     for item in fields(PlanRequest):
         value = getattr(request, item.name)
-        is_own = _SHOWN_WITH_METHOD.get(item.name, request.method) == request.method
-        if item.name in ("method", without) or not is_own:
+        if item.name in ("method", without, *of_others):
             continue
         if item.name in _ALWAYS_SHOWN or value != item.default:
             parts.append(_setting(item.name, value))
@@ -155,7 +144,7 @@ def _when(plan: Plan) -> str:
     group = _group_of(plan, plan.peak)
     if len(plan.groups) == 1:
         where = ""
-    elif plan.request.method == "hift":
+    elif planned(plan.request.method).trains_in_groups:
         where = f", while {_name_of(group)} trains"
     else:
         where = f", {group.name}"
@@ -183,10 +172,10 @@ def _verdict(requirement: MemoryRequirement, limits: Limits | None) -> str:
 
 def _groups_table(plan: Plan) -> Table:
     num_groups = sum(len(group.indices) for group in plan.groups)
-    is_hift = plan.request.method == "hift"
-    heading = f"{num_groups} groups, one an update" if is_hift else f"{num_groups} kinds of updates"
+    in_groups = planned(plan.request.method).trains_in_groups
+    heading = f"{num_groups} groups, one an update" if in_groups else f"{num_groups} kinds of updates"
     table = Table(title=heading, title_justify="left")
-    table.add_column("group" if is_hift else "update")
+    table.add_column("group" if in_groups else "update")
     for title in ("trains", "gradients", "masters", "optimizer state", "peak"):
         table.add_column(title, justify="right")
     table.add_column("in the")

@@ -7,13 +7,15 @@ from typing import Literal, get_args
 
 from slivertune.core.layout import Layout
 from slivertune.core.setting_checks import check_choice, check_integer
+from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind, StatePlace
-from slivertune.planning.four_bit_rules import clash_with_method
-from slivertune.planning.layout_rules import clash_of
+from slivertune.hift.unsupported import clash_with_layout
+from slivertune.planning.four_bit_rules import clash_with_method, clash_with_zero3
+from slivertune.planning.methods import planned, planned_methods
+from slivertune.planning.optimizers import OptimizerName, optimizer_of
 from slivertune.sft.config import SelectionCriterion
+from slivertune.sft.unsupported import clash_of_4bit
 
-Method = Literal["dense", "hift", "sft", "lora"]
-OptimizerName = Literal["adamw", "sgd_momentum", "sgd", "adafactor", "adagrad", "adamw8bit"]
 PrecisionName = Literal["fp32", "mixed", "mixed_hi", "bf16"]
 TaskName = Literal["causal_lm", "classification"]
 
@@ -28,8 +30,8 @@ class PlanRequest:
         ValueError: If a value is outside what its field says, or two contradict each other.
     """
 
-    method: Method = "hift"
-    """How the model is trained."""
+    method: str = "hift"
+    """How the model is trained: one of `planned_methods()`."""
     optimizer: OptimizerName = "adamw"
     """Trains what the method trains. SFT is an optimizer itself, and takes "adamw" alone."""
     precision: PrecisionName = "fp32"
@@ -86,8 +88,8 @@ class PlanRequest:
     offload_param)."""
 
     def __post_init__(self) -> None:
+        check_choice("method", self.method, planned_methods())
         for name, choices in (
-            ("method", Method),
             ("optimizer", OptimizerName),
             ("precision", PrecisionName),
             ("task", TaskName),
@@ -145,7 +147,8 @@ class PlanRequest:
         return self.precision == "mixed" or adapters_in_fp32
 
     def _check_precision(self) -> None:
-        if self.precision == "mixed_hi" and self.method != "hift":
+        settings = planned(self.method).settings
+        if self.precision == "mixed_hi" and "master" not in settings:
             raise ValueError(
                 f"precision='mixed_hi' is HiFT's, and method={self.method!r} keeps no masters; take 'mixed' (fp32 "
                 "weights under autocast) or 'bf16', or method='hift' with all layers in one group"
@@ -159,12 +162,17 @@ class PlanRequest:
             )
 
     def _check_method(self) -> None:
-        if self.method == "sft" and self.optimizer != "adamw":
+        method = planned(self.method)
+        if method.is_optimizer and self.optimizer != "adamw":
             raise ValueError(
-                f"optimizer={self.optimizer!r} does not go with method='sft', which is an optimizer itself: AdamW or "
-                "SM3 by selection; leave it out"
+                f"optimizer={self.optimizer!r} does not go with method={self.method!r}, which is an optimizer itself; "
+                "leave it out"
             )
-        if self.method == "sft" and self.has_phases and self.reselection_interval <= self.estimation_steps:
+        if (
+            "reselection_interval" in method.settings
+            and self.has_phases
+            and self.reselection_interval <= self.estimation_steps
+        ):
             raise ValueError(
                 f"reselection_interval={self.reselection_interval} must be greater than "
                 f"estimation_steps={self.estimation_steps}, which are the last updates of each interval"
@@ -175,7 +183,7 @@ class PlanRequest:
             raise ValueError(f"load_in_4bit computes in precision 'bf16' or 'fp32', not {self.precision!r}")
         if self.state == "device" and self.master == "split":
             raise ValueError("master='split' halves what waits on the host; with state='device' take master='fp32'")
-        if self.step_in_backward and self.method != "hift":
+        if self.step_in_backward and "step_in_backward" not in method.settings:
             raise ValueError(f"step_in_backward is HiFT's; method={self.method!r} has none")
         if self.step_in_backward and self.gradient_accumulation_steps > 1:
             raise ValueError(
@@ -198,5 +206,23 @@ class PlanRequest:
             raise ValueError(
                 f"layout={self.layout!r} needs at least 2 GPUs, and num_gpus={self.num_gpus}; take layout='single'"
             )
-        if (clash := clash_of(self)) is not None:
+        if (clash := self._clash_with_layout()) is not None:
             raise ValueError(clash)
+
+    def _clash_with_layout(self) -> str | None:
+        """What training would refuse, in its own words."""
+        if self.load_in_4bit and self.layout == "zero3":
+            return clash_with_zero3()
+        if self.load_in_4bit and self.method == "sft":
+            return clash_of_4bit(self.layout, "each target with load_in_4bit")
+        if self.method != "hift" or self.layout == "single":
+            return None
+        optimizer_class, arguments = optimizer_of(self.optimizer)
+        clash = clash_with_layout(
+            self.layout,
+            BaseOptimizer.of_class(optimizer_class, arguments, None),
+            state=self.state,
+            master="fp32" if self.precision in ("fp32", "mixed") else self.master_kind,
+            step_in_backward=self.step_in_backward,
+        )
+        return f"{clash} (precision='mixed_hi')" if clash is not None and "master=" in clash else clash

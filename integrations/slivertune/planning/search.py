@@ -9,15 +9,13 @@ from typing import Any
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import Candidate
 from slivertune.planning.memory_requirement import Limits, MemoryRequirement
+from slivertune.planning.methods import planned, planned_methods
 from slivertune.planning.request import PlanRequest
 
 Estimator = Callable[[PlanRequest], MemoryRequirement]
 """Plans a request; costs seconds."""
 Tell = Callable[[str], None]
 """Shows progress."""
-
-_START_PRECISION = {"hift": "mixed_hi", "dense": "mixed", "sft": "bf16", "lora": "bf16"}
-"""Where nothing is said: what `slivertune train --bf16` does for each method."""
 
 
 class DoesNotFitError(ValueError):
@@ -63,7 +61,8 @@ def start_of_search(given: dict[str, Any]) -> PlanRequest:
     """
     method = given.get("method", PlanRequest().method)
     # What the method can't be is PlanRequest's to say.
-    return PlanRequest(**{"precision": _START_PRECISION.get(method, "fp32"), **given})
+    precision = planned(method).bf16_precision if method in planned_methods() else "fp32"
+    return PlanRequest(**{"precision": precision, **given})
 
 
 def search(

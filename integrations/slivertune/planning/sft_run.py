@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
+from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
+from slivertune.planning.model import attached
+from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.sft_sizes import SizedSFT, show_dense_shapes
-from slivertune.planning.step import Forward, StepPeak, largest_of, measure_step
+from slivertune.planning.sft_sizes import SizedSFT, show_dense_shapes, without_kept_tensors
+from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
 from slivertune.sft import SFTConfig
 
 _PHASE_UPDATES = 2
@@ -65,6 +69,48 @@ class SFTRun:
             inside = [measure() for _ in range(self._num_inside)]
             outside = largest_of([measure() for _ in range(_OUTSIDE_UPDATES)])
         return (largest_of(inside) if inside else None), outside
+
+
+class PlannedSFT(PlannedMethod):
+    """SFT: updates inside of an estimation phase, and outside."""
+
+    settings = frozenset({"density", "selection", "reselection_interval", "estimation_steps", "replacement_rate"})
+    is_optimizer = True
+    steps_itself = True
+
+    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
+        """Run the updates of a phase, and those outside."""
+        with without_kept_tensors():
+            run = SFTRun(model, request)
+            with attached(request, model) as notes:
+                inside, outside = run.measure(forward)
+        groups = [] if inside is None else [_group(run, "inside an estimation phase", 0, inside, inside.highest.state)]
+        groups.append(_group(run, "outside of estimation phases", len(groups), outside, outside.after.state))
+        return MeasuredSteps(
+            groups=groups,
+            own_parameters=run.own_parameters,
+            notes=(*notes, "SFT's search for weights to grow is computed from its sizes"),
+        )
+
+    def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
+        """How many weights, and how they are chosen."""
+        density = () if request.density is None else ("--density", str(request.density))
+        names = ("reselection_interval", "estimation_steps", "replacement_rate", "load_in_4bit")
+        return (*density, "--selection", request.selection, *given_arguments(request, names))
+
+
+METHOD = PlannedSFT()
+
+
+def _group(run: SFTRun, name: str, index: int, peak: StepPeak, state_bytes: int) -> GroupPlan:
+    return group_plan(
+        peak,
+        name=name,
+        num_parameters=run.optimizer.num_weights,
+        gradient_bytes=peak.gradients,
+        state_bytes=state_bytes,
+        indices=(index,),
+    )
 
 
 def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:

@@ -16,6 +16,7 @@ from torch import nn
 from slivertune.core.backward import at_end_of_backward
 from slivertune.core.ledger import claimed_at_birth
 from slivertune.planning.gathered_units import GatheredUnits
+from slivertune.planning.methods import planned
 from slivertune.planning.request import PlanRequest
 
 ALL_REDUCE_BUCKET_BYTES = 25 * 2**20
@@ -149,15 +150,16 @@ def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) ->
     """Put the stand-in of a layout's engine on a model, for a time.
 
     Args:
-        request: The layout, and how the model is trained; the buckets of HiFT alone stand here.
+        request: The layout, and how the model is trained.
         model: The model.
         bucket_elements: Elements of ZeRO's reduce bucket.
     """
+    method = planned(request.method)
     with ExitStack() as stack:
-        if request.method == "hift" and request.layout == "ddp":
-            stack.callback(AllReduceBuckets(model).remove)
-        elif request.method == "hift" and request.layout in ("zero1", "zero2"):
-            stack.callback(ReduceBucket(model, bucket_elements).remove)
+        if method.averages_in_buckets and request.layout in ("ddp", "zero1", "zero2"):
+            in_engine = request.layout != "ddp" and not method.steps_itself
+            buckets = ReduceBucket(model, bucket_elements) if in_engine else AllReduceBuckets(model)
+            stack.callback(buckets.remove)
         elif request.layout == "fsdp2":
             units = GatheredUnits(
                 model,

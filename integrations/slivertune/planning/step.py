@@ -11,7 +11,7 @@ from torch import nn
 
 from slivertune.core.ledger import Census, Ledger, claim
 from slivertune.planning.fake import FakeOverrides
-from slivertune.planning.plan import Phase
+from slivertune.planning.plan import GroupPlan, Moment, Phase
 
 Forward = Callable[[], torch.Tensor]
 """Runs the model on a batch and returns the loss."""
@@ -76,6 +76,53 @@ def measure_step(
         activations=activations,
         before_step=before_step,
         after=ledger.current(),
+    )
+
+
+def group_plan(
+    peak: StepPeak,
+    *,
+    name: str,
+    num_parameters: int,
+    gradient_bytes: int,
+    state_bytes: int,
+    master_bytes: int = 0,
+    indices: tuple[int, ...] = (0,),
+) -> GroupPlan:
+    """What a step was measured to need.
+
+    Args:
+        peak: Of the step.
+        name: What trains in it.
+        num_parameters: Elements that train.
+        gradient_bytes: Of all gradients together.
+        state_bytes: Of all that trains, without masters.
+        master_bytes: Of all that trains.
+        indices: Of this step, and of those alike.
+    """
+    index = indices[0]
+    return GroupPlan(
+        index=index,
+        indices=indices,
+        name=name,
+        num_parameters=num_parameters,
+        gradient_bytes=gradient_bytes,
+        state_bytes=state_bytes,
+        master_bytes=master_bytes,
+        peak=_moment(index, peak.phase, peak.census),
+        activation_bytes=peak.activations,
+        before_step=_moment(index, "forward" if peak.phase == "forward" else "backward", peak.before_step),
+    )
+
+
+def _moment(group: int, phase: Phase, census: Census) -> Moment:
+    return Moment(
+        group=group,
+        phase=phase,
+        parameters=census.parameters,
+        gradients=census.gradients,
+        state=census.state,
+        residual=census.residual,
     )
 
 

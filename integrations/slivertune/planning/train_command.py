@@ -5,7 +5,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from slivertune.planning.request import OptimizerName, PlanRequest
+from slivertune.planning.methods import planned
+from slivertune.planning.optimizers import OptimizerName
+from slivertune.planning.request import PlanRequest
 
 DATASET = "YOUR_DATA.jsonl"
 """Stands for the user's data, which a plan does not know."""
@@ -18,7 +20,6 @@ _OPTIM: dict[OptimizerName, tuple[str, ...]] = {
     "adamw8bit": ("--optim", "adamw_bnb_8bit"),
 }
 """As `transformers.TrainingArguments` calls them; AdamW is its default."""
-_DEFAULTS = PlanRequest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
             else ("--chunked_cross_entropy", "false")
         ),
         *(() if request.token_ratio is None else ("--token_ratio", str(request.token_ratio))),
-        *_method(request),
+        *planned(request.method).train_arguments(request),
     )
     notes = ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment keeps fragmentation within the allowance"]
     if request.state == "disk" and request.method == "hift":
@@ -79,49 +80,14 @@ def _precision(request: PlanRequest) -> tuple[str, ...]:
         case "mixed_hi":
             return ("--bf16",)
         case "bf16":
-            return ("--weights_dtype", "bf16") if request.method == "dense" else ("--bf16",)
+            # What is bf16 arithmetic to others is autocast to dense fine-tuning.
+            is_autocast = planned(request.method).bf16_precision == "mixed"
+            return ("--weights_dtype", "bf16") if is_autocast else ("--bf16",)
 
 
 def _accumulation(request: PlanRequest) -> tuple[str, ...]:
     steps = request.gradient_accumulation_steps
     return () if steps == 1 else ("--gradient_accumulation_steps", str(steps))
-
-
-def _method(request: PlanRequest) -> tuple[str, ...]:
-    four_bit = ("--load_in_4bit", "true") if request.load_in_4bit else ()
-    match request.method:
-        case "hift":
-            return _hift(request)
-        case "sft":
-            density = () if request.density is None else ("--density", str(request.density))
-            names = ("reselection_interval", "estimation_steps", "replacement_rate")
-            return (*density, "--selection", request.selection, *_given(request, names), *four_bit)
-        case "lora":
-            return ("--lora_rank", str(request.lora_rank), *four_bit)
-        case "dense":
-            return ()
-
-
-def _given(request: PlanRequest, names: tuple[str, ...]) -> list[str]:
-    """Settings of the same name in `slivertune train`, but for those that have their defaults."""
-    return [
-        argument
-        for name in names
-        if getattr(request, name) != getattr(_DEFAULTS, name)
-        for argument in (f"--{name}", str(getattr(request, name)))
-    ]
-
-
-def _hift(request: PlanRequest) -> tuple[str, ...]:
-    arguments = _given(request, ("layers_per_group", "state", "stream_bytes"))
-    if request.state == "disk":
-        arguments += ["--state_dir", "state"]
-    # fp32 weights have no masters, whatever this says; bf16 ones have, unless it says otherwise.
-    if request.precision in ("bf16", "mixed_hi") and request.master_kind != "fp32":
-        arguments += ["--master", request.master_kind]
-    if request.step_in_backward:
-        arguments += ["--step_in_backward", "true", "--max_grad_norm", "0"]
-    return tuple(arguments)
 
 
 def _launched(request: PlanRequest, arguments: tuple[str, ...]) -> str:

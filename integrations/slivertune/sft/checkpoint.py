@@ -17,13 +17,12 @@ VERSION = 1
 """Version of the saved form."""
 
 
-def check_header(saved: Mapping[str, Any], selection: str, names: Sequence[str], num_param_groups: int) -> None:
+def check_header(saved: Mapping[str, Any], identity: Mapping[str, Any], num_param_groups: int) -> None:
     """Compare what identifies a state.
 
     Args:
         saved: The state to load.
-        selection: This optimizer's way of selection.
-        names: Its tensors.
+        identity: `SFT.identity` of this optimizer.
         num_param_groups: Its param groups.
 
     Raises:
@@ -40,6 +39,7 @@ def check_header(saved: Mapping[str, Any], selection: str, names: Sequence[str],
             f"the saved state has version {header.get('version')!r}, this library reads {VERSION}; "
             "continue with the version that wrote it"
         )
+    selection, names = identity["selection"], identity["tensors"]
     if header.get("selection") != selection:
         raise StateMismatchError(
             f"the saved state was selected by {header.get('selection')!r}, this optimizer by {selection!r}; "

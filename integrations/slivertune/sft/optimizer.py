@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
+from slivertune.core.layout import Layout
 from slivertune.core.ownership import check_free, release, take
 from slivertune.core.sliver import Sliver
 from slivertune.core.state_form import StateForm
@@ -37,6 +38,7 @@ from slivertune.sft.reselection import Reselection
 from slivertune.sft.schedule import Schedule
 from slivertune.sft.selection import random_indices
 from slivertune.sft.targets import Target, count_weights, find_targets
+from slivertune.sft.unsupported import clash_with_layout
 from slivertune.sft.weight import SparseWeight
 
 IDLE_STEPS = 20
@@ -377,6 +379,23 @@ class SFT(Sliver):
                 "anything wraps that"
             )
 
+    def identity(self) -> dict[str, object]:
+        """What a saved state has in common with every SFT that it fits: way of selection, and tensors."""
+        return {"selection": self._config.selection, "tensors": [weight.name for weight in self._weights]}
+
+    def facts(self) -> dict[str, object]:
+        """What every rank must have been given alike: settings, hyperparameters, tensors, and positions in them."""
+        facts = {"total_steps": self.total_steps, **super().facts()}
+        for weight in self._weights:
+            facts[weight.name] = (weight.target.shape, str(weight.target.parameter.dtype), weight.num_active)
+        facts["the positions of the trained weights"] = self.positions()
+        return facts
+
+    def unsupported(self, layout: Layout) -> str | None:
+        """Why this SFT can't be trained under a layout, and the way out; None if it can."""
+        clashes = (clash_with_layout(layout, each, self._config.phi_gradient) for each in self.targets)
+        return next((clash for clash in clashes if clash is not None), None)
+
     def use_sidecar(self) -> None:
         """Let `state_dict` return a placeholder from now on: options and the number of updates, in torch's own form.
 
@@ -427,21 +446,24 @@ class SFT(Sliver):
             ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
         """
         whole = self._form.load(state_dict, self.param_groups)
-        if whole is None:
-            return
-        names = [weight.name for weight in self._weights]
-        check_header(whole, self._config.selection, names, len(self.param_groups))
+        if whole is not None:
+            self.load_whole_state(whole)
+
+    def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `whole_state` returned; see `load_state_dict`."""
+        check_header(state_dict, self.identity(), len(self.param_groups))
+        saved = state_dict["state"]
         for weight in self._weights:
-            check_weight(weight, whole["state"][weight.name])
-        load_hyperparameters(self.param_groups, whole["param_groups"])
-        self._updates = whole["sft"]["updates"]
+            check_weight(weight, saved[weight.name])
+        load_hyperparameters(self.param_groups, state_dict["param_groups"])
+        self._updates = state_dict["sft"]["updates"]
         self.zero_grad()
         with torch.no_grad():
             for weight in self._weights:
-                weight.load_state_dict(whole["state"][weight.name])
+                weight.load_state_dict(saved[weight.name])
         self._reselection.open_phases(self._updates)
         for weight in self._weights:
-            weight.load_estimates(whole["state"][weight.name])
+            weight.load_estimates(saved[weight.name])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused, for `copy` and `pickle`: the deltas belong to one model, whose weights and hooks no copy has.

@@ -14,7 +14,7 @@ from slivertune import SFT, Ledger, SFTConfig
 from slivertune.core.layout import Layout
 from slivertune.deltas import apply
 from slivertune.parallel.initialize import initialize
-from slivertune.parallel.sft.unsupported import check_zero_config
+from slivertune.parallel.zero.unsupported import check_sft_config
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import asked_for, quick
@@ -398,4 +398,4 @@ def test_what_does_not_go_together_is_refused_before_anything_is_built(what: str
 def test_settings_that_sft_cannot_keep_are_refused_by_name(section: str, settings: dict[str, Any]) -> None:
     name = f"{section}.{list(settings)[-1]}"
     with pytest.raises(ValueError, match=rf"{name}=.* does not go together with SFT"):
-        check_zero_config({"zero_optimization": {"stage": 2}, section: settings})
+        check_sft_config({"zero_optimization": {"stage": 2}, section: settings})

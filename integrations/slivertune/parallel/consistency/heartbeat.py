@@ -47,13 +47,13 @@ def check_agreement(facts: Mapping[str, object]) -> None:
     """Compare what every rank must share. A collective: all ranks call it together.
 
     Args:
-        facts: Plain values by name, compared by `==`.
+        facts: Values by name, compared in the form of `comparable`.
 
     Raises:
         ValueError: On every rank, naming the first fact that differs and its value on each rank.
         RuntimeError: If a rank has died, or did not come within the process group's timeout.
     """
-    gathered = gather_objects(dict(facts), "comparing settings")
+    gathered = gather_objects({name: comparable(value) for name, value in facts.items()}, "comparing settings")
     names = list(dict.fromkeys(name for each in gathered for name in each))
     for name in names:
         values = [each.get(name) for each in gathered]
@@ -273,11 +273,16 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def comparable(value: Any) -> object:
-    """A setting in a form that ranks can send and compare: tensors by their content, other objects by their text."""
+    """A setting in a form that ranks can send and compare: tensors by their content, other objects by their text.
+
+    Of tensors by name there is a hash.
+    """
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [comparable(each) for each in value]
+        return type(value)(comparable(each) for each in value) if type(value) in (list, tuple) else repr(value)
+    if isinstance(value, dict) and all(isinstance(each, torch.Tensor) for each in value.values()):
+        return digest(value)
     return value if isinstance(value, (type(None), bool, int, float, str)) else repr(value)
 
 

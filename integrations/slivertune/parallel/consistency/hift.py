@@ -1,9 +1,8 @@
-"""Keeps ranks that train with HiFT together: the same settings at first, the same weights and turns every cycle."""
+"""Keeps ranks that train with HiFT together: the same settings in every step, the same weights in every cycle."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,35 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from slivertune.hift import HiFT
 from slivertune.hift.rotation import scheduled_lr
 from slivertune.parallel.consistency.headers import Header, Stage
-from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, comparable
-
-_MAY_DIFFER = frozenset({"state_dir"})
-
-
-def check_hift_agreement(hift: HiFT, also: Mapping[str, object] | None = None) -> None:
-    """Compare what HiFT was built with. A collective.
-
-    Args:
-        hift: Before its parameters are sharded.
-        also: What else has to be the same, by name.
-
-    Raises:
-        ValueError: On every rank, naming the first setting, group or weight that differs.
-    """
-    facts: dict[str, object] = {"updates": hift.updates, "base optimizer": hift.base.name}
-    for field in fields(hift.config):
-        if field.name not in _MAY_DIFFER:
-            facts[f"config.{field.name}"] = comparable(getattr(hift.config, field.name))
-    for index, param_group in enumerate(hift.param_groups):
-        for key, value in param_group.items():
-            if key != "params":
-                facts[f"{key} of param group {index}"] = comparable(value)
-    facts["order of the groups"] = hift.rotation.order
-    for group in hift.groups:
-        facts[f"group {group.index}"] = group.parameter_names
-        for weight in hift.weights_of(group.index):
-            facts[weight.name] = (tuple(weight.trained.shape), str(weight.trained.dtype), weight.param_group)
-    check_agreement({**facts, **(also or {})})
+from slivertune.parallel.consistency.heartbeat import Heartbeat, comparable
 
 
 class ConsistencyCheck:

@@ -19,9 +19,9 @@ from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
-from slivertune.parallel.consistency.hift import ConsistencyCheck, check_hift_agreement
+from slivertune.parallel.consistency.hift import ConsistencyCheck
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
-from slivertune.parallel.objects import refuse_step_in_backward, replace_each
+from slivertune.parallel.objects import replace_each
 
 
 def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -39,9 +39,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     Raises:
         ValueError: If the ranks were given other settings or other models.
     """
-    refuse_step_in_backward(hift.config, "DDP")
     prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
-    check_hift_agreement(hift)
     share_hift(model, hift, accelerator)
     optimizer = accelerator.prepare_optimizer(hift)
     optimizer._is_accelerate_prepared = prepared_model._is_accelerate_prepared = True

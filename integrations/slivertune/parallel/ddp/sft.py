@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
-from slivertune.parallel.consistency.sft import check_sft_agreement
 from slivertune.parallel.ddp.hift import broadcast_from_first
 from slivertune.parallel.objects import replace_each
 from slivertune.parallel.sft.communicator import RankCommunicator
@@ -29,7 +28,6 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     Raises:
         ValueError: If the ranks were given other settings.
     """
-    check_sft_agreement(sft)
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
     with sft.rebinding_parameters(communicator):
         prepared = accelerator.prepare_model(model, evaluation_mode=True)

@@ -26,11 +26,10 @@ from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain, explain_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, guard
-from slivertune.parallel.consistency.hift import ConsistencyCheck, check_hift_agreement, sum_of_bits
+from slivertune.parallel.consistency.hift import ConsistencyCheck, sum_of_bits
 from slivertune.parallel.consistency.timeouts import keeping_timeout
 from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight, shard_of
 from slivertune.parallel.fsdp2.units import check_units
-from slivertune.parallel.objects import refuse_step_in_backward
 
 _WARM_UP = "_slivertune_warm_up"
 
@@ -51,10 +50,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
         ValueError: If the base optimizer looks beyond single elements, the ranks were given other settings or weights,
             a unit holds the input embedding, or a trained parameter is not cut by rows.
     """
-    refuse_step_in_backward(hift.config, "FSDP2")
-    refuse_what_looks_beyond_a_shard(hift)
     check_units(accelerator, model)
-    check_hift_agreement(hift)
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else rank 0 alone holds weights, and sends them
         _check_same_weights(model)
     hift.use_sidecar("FSDP2")
@@ -151,26 +147,6 @@ def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
             )
         shards[name] = shard_of(name, source, param_group_of[id(source)])
     return shards
-
-
-def refuse_what_looks_beyond_a_shard(hift: HiFT) -> None:
-    """Refuse base optimizers that would compute something else on a part of a weight than on the whole.
-
-    Raises:
-        ValueError: Naming what to use.
-    """
-    name = hift.base.optimizer_class.__name__
-    if hift.base.optimizer_class.__module__.startswith("bitsandbytes."):
-        raise ValueError(
-            f"{name} keeps its state by blocks of a whole weight, which the ranks' shards would cut elsewhere; under "
-            "FSDP2 use torch.optim.AdamW: HiFT keeps its state off the device"
-        )
-    if hift.base.slicing.unit != "elements":
-        raise ValueError(
-            f"{name} looks at more than single elements, or is not known not to, and a rank holds only some rows; "
-            "under FSDP2 use torch.optim.AdamW or another element-wise optimizer, say elementwise=True of one that is, "
-            "or train under DDP"
-        )
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.parallel.consistency.sft import check_sft_agreement
 from slivertune.parallel.consistency.timeouts import keeping_timeout
 from slivertune.parallel.fsdp2.hift import name_who_is_missing, reshard
 from slivertune.parallel.fsdp2.sharded_weight import first_row_of
@@ -20,7 +19,6 @@ from slivertune.parallel.fsdp2.units import check_units
 from slivertune.parallel.objects import replace_each
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
-from slivertune.parallel.sft.unsupported import check_layers
 from slivertune.sft import SFT
 from slivertune.sft.targets import Target
 
@@ -41,8 +39,6 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         ValueError: If the ranks were given other settings, something is trained that is not the weight of a plain
             linear layer, or a unit holds the input embedding.
     """
-    check_sft_agreement(sft)
-    check_layers(sft, "FSDP2")
     check_units(accelerator, model)
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
 

@@ -1,8 +1,7 @@
-"""What HiFT and SFT have in common on a DeepSpeed engine: the config's limits, making it, and taking a place in it."""
+"""What HiFT and SFT have in common on a DeepSpeed engine: making it, and taking the place of its optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,61 +11,6 @@ from torch import nn
 
 from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.consistency.timeouts import keeping_timeout
-
-UnsupportedSetting = Sequence[tuple[str, str, str]]
-"""Section and key of a setting that is to be off, and what to do."""
-
-_BY_NEITHER: UnsupportedSetting = (
-    ("hybrid_engine", "enabled", "set it to false"),
-    ("compile", "deepcompile", "set it to false"),
-    ("tensor_parallel", "autotp_size", "set it to 1, and shard by ZeRO-3"),
-    ("checkpoint", "load_universal", "leave it out: any number of ranks resumes from a checkpoint as it is"),
-)
-
-
-def check_stage(config: Mapping[str, Any], method: str) -> int:
-    """Refuse a DeepSpeed config that shares nothing out. Pure.
-
-    Args:
-        config: The config; values may be "auto".
-        method: For the message.
-
-    Returns:
-        The stage of ZeRO.
-
-    Raises:
-        ValueError: If it is not 1, 2 or 3.
-    """
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (1, 2, 3):
-        raise ValueError(
-            f"zero_optimization.stage is {stage!r}; {method} on DeepSpeed needs stage 1, 2 or 3. Without sharding, use "
-            "DDP through accelerate"
-        )
-    return int(stage)
-
-
-def refuse_unsupported(config: Mapping[str, Any], method: str, own: UnsupportedSetting) -> None:
-    """Refuse settings that don't go together with a method. Pure.
-
-    Args:
-        config: The config; values may be "auto".
-        method: For the message.
-        own: What this method does not support, beside what neither does.
-
-    Raises:
-        ValueError: Naming the first that is on, and what to do.
-    """
-    for where, key, use in (*own, *_BY_NEITHER):
-        section: Any = config.get(where)
-        value = section.get(key) if isinstance(section, Mapping) else None
-        if value not in (None, False, 0, 1, "auto") or value is True:
-            raise ValueError(f"{where}.{key}={value!r} does not go together with {method}; {use}")
-    if str((config["zero_optimization"].get("offload_param") or {}).get("device", "none")) == "nvme":
-        raise ValueError(
-            f"zero_optimization.offload_param (device 'nvme') leaves no part of the weights in memory, where {method} "
-            "reads them; use device 'cpu'"
-        )
 
 
 def prepare_over(

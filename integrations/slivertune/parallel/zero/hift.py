@@ -17,17 +17,17 @@ from torch import nn
 from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.manifests import seal_engine
 from slivertune.parallel.consistency.explain import explain_engine, explain_saving
-from slivertune.parallel.consistency.hift import check_hift_agreement
+from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero.checkpoint import Checkpoints
 from slivertune.parallel.zero.engine import drive_by_config, initialize_over, prepare_over, replace_prepared
 from slivertune.parallel.zero.schedule import GroupSchedule, optimizer_of_group
 from slivertune.parallel.zero.unsupported import (
-    check_engine_config,
     check_engine_optimizer,
-    check_method,
+    check_hift_config,
     fill_buckets,
     fill_clipping,
+    warn_of_stream_bytes,
 )
 
 
@@ -98,7 +98,7 @@ def initialize(hift: HiFT, config: dict[str, Any], arguments: dict[str, Any]) ->
 
 
 def check_before(optimizer: HiFT, config: dict[str, Any]) -> None:
-    """Refuse what can't be rotated, on every rank alike. A collective.
+    """Refuse what can't be rotated, on every rank alike, and compare the ranks' configs. A collective.
 
     Args:
         optimizer: HiFT.
@@ -107,10 +107,9 @@ def check_before(optimizer: HiFT, config: dict[str, Any]) -> None:
     Raises:
         ValueError: Naming the setting and what to use.
     """
-    check_method(optimizer.config, optimizer.base.optimizer_class, optimizer.base.slicing.unit)
-    check_engine_config(config)
-    settings = {f"the DeepSpeed config's {key}": json.dumps(value, default=str) for key, value in config.items()}
-    check_hift_agreement(optimizer, settings)
+    warn_of_stream_bytes(optimizer.config)
+    check_hift_config(config)
+    check_agreement({f"the DeepSpeed config's {key}": json.dumps(value, default=str) for key, value in config.items()})
 
 
 def rotate(engine: Any, optimizer: HiFT) -> GroupSchedule:

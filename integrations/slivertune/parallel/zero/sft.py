@@ -22,14 +22,12 @@ from torch import nn
 from slivertune.parallel.checkpoint.manifests import seal_engine
 from slivertune.parallel.consistency.explain import compare_before_saving, explain_engine, explain_saving
 from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.parallel.consistency.sft import check_sft_agreement
 from slivertune.parallel.consistency.timeouts import follow_default_timeout
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
-from slivertune.parallel.sft.unsupported import check_layers, check_zero_config
 from slivertune.parallel.zero.engine import drive_by_config, initialize_over, prepare_over, replace_prepared
 from slivertune.parallel.zero.other_ranks import fill_frozen, first_states, ranks_of_states, reading_first
-from slivertune.parallel.zero.unsupported import fill_clipping
+from slivertune.parallel.zero.unsupported import check_sft_config, fill_clipping
 from slivertune.sft import SFT
 from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.targets import Target
@@ -52,9 +50,8 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     Raises:
         ValueError: If the ranks were given other settings, or SFT and the config don't go together.
     """
-    check_sft_agreement(sft)
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    stage = check_zero_config(config)
+    stage = check_sft_config(config)
     _adjust(config)
     with _built_over_placeholder(sft, stage) as (placeholder, built):
         prepared, engine = prepare_over(accelerator, model, objects, sft, placeholder)
@@ -78,8 +75,7 @@ def initialize(sft: SFT, config: dict[str, Any], arguments: dict[str, Any]) -> t
     Raises:
         ValueError: If the ranks were given other settings, or SFT and the config don't go together.
     """
-    check_sft_agreement(sft)
-    stage = check_zero_config(config)
+    stage = check_sft_config(config)
     _adjust(config)
     with _built_over_placeholder(sft, stage) as (placeholder, built):
         engine, loader = initialize_over(placeholder, config, arguments)
@@ -96,8 +92,6 @@ def _adjust(config: dict[str, Any]) -> None:
 @contextmanager
 def _built_over_placeholder(sft: SFT, stage: int) -> Iterator[tuple[torch.optim.Optimizer, list[Any]]]:
     """Inside, build the engine over the placeholder and append it to the list; afterwards it steps SFT."""
-    if stage == 3:
-        check_layers(sft, "ZeRO-3")
     built: list[Any] = []
 
     def is_last() -> bool:

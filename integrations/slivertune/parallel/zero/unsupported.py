@@ -1,66 +1,72 @@
-"""What HiFT does not do under DeepSpeed, said before anything is built."""
+"""What of a DeepSpeed config HiFT and SFT do not train under, said before anything is built."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from slivertune.hift import HiFTConfig
-from slivertune.parallel.objects import refuse_step_in_backward
-from slivertune.parallel.zero.engine import UnsupportedSetting, check_stage, refuse_unsupported
+
+UnsupportedSetting = Sequence[tuple[str, str, str]]
+"""Section and key of a setting that is to be off, and what to do."""
+
+_BY_NEITHER: UnsupportedSetting = (
+    ("hybrid_engine", "enabled", "set it to false"),
+    ("compile", "deepcompile", "set it to false"),
+    ("tensor_parallel", "autotp_size", "set it to 1, and shard by ZeRO-3"),
+    ("checkpoint", "load_universal", "leave it out: any number of ranks resumes from a checkpoint as it is"),
+)
 
 
-def check_method(config: HiFTConfig, base_class: type, unit: str) -> None:
-    """Refuse settings of HiFT that mean nothing where DeepSpeed keeps masters and state.
+def check_stage(config: Mapping[str, Any], method: str) -> int:
+    """Refuse a DeepSpeed config that shares nothing out. Pure.
 
     Args:
-        config: HiFT's settings.
-        base_class: Class of the base optimizer.
-        unit: How far a weight may be cut for it, `BaseOptimizer.slicing.unit`.
+        config: The config; values may be "auto".
+        method: For the message.
+
+    Returns:
+        The stage of ZeRO.
 
     Raises:
-        ValueError: Naming the setting and what to use.
+        ValueError: If it is not 1, 2 or 3.
     """
-    if config.state not in ("host", "device"):
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage not in (1, 2, 3):
         raise ValueError(
-            f'state="{config.state}" is not available under ZeRO, where each rank keeps its share of the state in host '
-            'memory; use state="host", or "device"'
+            f"zero_optimization.stage is {stage!r}; {method} on DeepSpeed needs stage 1, 2 or 3. Without sharding, use "
+            "DDP through accelerate"
         )
-    if config.master != "fp32":
+    return int(stage)
+
+
+def _refuse_unsupported(config: Mapping[str, Any], method: str, own: UnsupportedSetting) -> None:
+    """Refuse settings that don't go together with a method. Pure.
+
+    Args:
+        config: The config; values may be "auto".
+        method: For the message.
+        own: What this method does not support, beside what neither does.
+
+    Raises:
+        ValueError: Naming the first that is on, and what to do.
+    """
+    for where, key, use in (*own, *_BY_NEITHER):
+        section: Any = config.get(where)
+        value = section.get(key) if isinstance(section, Mapping) else None
+        if value not in (None, False, 0, 1, "auto") or value is True:
+            raise ValueError(f"{where}.{key}={value!r} does not go together with {method}; {use}")
+    if str((config["zero_optimization"].get("offload_param") or {}).get("device", "none")) == "nvme":
         raise ValueError(
-            f'master="{config.master}" is not available under ZeRO, whose optimizers always step fp32 masters (a share '
-            'on each rank); use master="fp32", or DDP or FSDP2'
-        )
-    if config.stream_bytes != HiFTConfig().stream_bytes:
-        warnings.warn(
-            f"stream_bytes={config.stream_bytes} has no effect under ZeRO, whose optimizers step a rank's whole share "
-            "of a group at once; the share shrinks with more ranks or fewer layers_per_group",
-            UserWarning,
-            stacklevel=2,
-        )
-    refuse_step_in_backward(config, "ZeRO")
-    name = base_class.__name__
-    if base_class.__module__.startswith("bitsandbytes."):
-        raise ValueError(
-            f"{name} quantises blocks of 256 elements, which would straddle tensors in ZeRO's flat shares and so "
-            "change the updates; use torch.optim.AdamW, or DDP"
-        )
-    if unit != "elements":
-        raise ValueError(
-            f"{name} looks at whole tensors, which ZeRO cuts into flat shares; use an element-wise optimizer such as "
-            "torch.optim.AdamW, DDP, or HiFTConfig(elementwise=True) if each element of it stands alone"
-        )
-    if name == "Adagrad":
-        raise ValueError(
-            "DeepSpeed builds a new Adagrad and loses its param groups; use torch.optim.AdamW or RMSprop, or "
-            "DDP or FSDP2"
+            f"zero_optimization.offload_param (device 'nvme') leaves no part of the weights in memory, where {method} "
+            "reads them; use device 'cpu'"
         )
 
 
-def check_engine_config(config: Mapping[str, Any]) -> int:
+def check_hift_config(config: Mapping[str, Any]) -> int:
     """Refuse a DeepSpeed config that HiFT can't be rotated under.
 
     Args:
@@ -73,10 +79,10 @@ def check_engine_config(config: Mapping[str, Any]) -> int:
         ValueError: Naming the setting and what to use.
     """
     stage = check_stage(config, "HiFT")
-    target = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none")
-    if target != "none":
+    offloaded = _offloaded_optimizer(config)
+    if offloaded != "none":
         raise ValueError(
-            f"zero_optimization.offload_optimizer (device {str(target)!r}) steps on the CPU with DeepSpeedCPUAdam in "
+            f"zero_optimization.offload_optimizer (device {offloaded!r}) steps on the CPU with DeepSpeedCPUAdam in "
             "place of your optimizer; remove it: HiFT keeps the state of waiting groups in host memory by itself. "
             "offload_param may stay"
         )
@@ -87,7 +93,7 @@ def check_engine_config(config: Mapping[str, Any]) -> int:
         )
     if stage == 1 and _enabled(config, "bf16") and _accumulates_in_fp32(config):
         raise ValueError(_NO_BF16_OPTIMIZER)
-    refuse_unsupported(config, "HiFT", _UNSUPPORTED)
+    _refuse_unsupported(config, "HiFT", _BY_HIFT)
     return stage
 
 
@@ -95,11 +101,64 @@ _NO_BF16_OPTIMIZER = (
     "ZeRO-1 with bf16 weights and data_types.grad_accum_dtype fp32 makes DeepSpeed use its BF16_Optimizer, which can't "
     "be rotated; use stage 2 (or 3), which accumulates in fp32 as well, or leave grad_accum_dtype"
 )
-_UNSUPPORTED: UnsupportedSetting = (
+_BY_HIFT: UnsupportedSetting = (
     ("zero_optimization", "zenflow", "remove it: HiFT moves the state by itself"),
     ("zero_optimization", "zero_quantized_nontrainable_weights", "waiting groups would be quantised; set it to false"),
     ("zero_optimization", "elastic_checkpoint", "set it to false"),
 )
+
+
+def check_sft_config(config: Mapping[str, Any]) -> int:
+    """Refuse a DeepSpeed config that SFT can't be trained under. Pure.
+
+    Args:
+        config: The config; values may be "auto".
+
+    Returns:
+        The stage of ZeRO.
+
+    Raises:
+        ValueError: Naming the setting and what to use.
+    """
+    stage = check_stage(config, "SFT")
+    if (config.get("fp16") or {}).get("enabled") is True:
+        raise ValueError(
+            "fp16.enabled holds the weights in float16, whose range is too small for weights that are trained; use bf16"
+        )
+    offloaded = _offloaded_optimizer(config)
+    if offloaded != "none":
+        raise ValueError(
+            f"zero_optimization.offload_optimizer (device {offloaded!r}) steps on the CPU with DeepSpeedCPUAdam, but "
+            "SFT steps its few deltas by itself; remove it. offload_param may stay"
+        )
+    _refuse_unsupported(config, "SFT", _BY_SFT)
+    return stage
+
+
+def _offloaded_optimizer(config: Mapping[str, Any]) -> str:
+    return str((config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none"))
+
+
+_BY_SFT: UnsupportedSetting = (
+    ("zero_optimization", "zenflow", "remove it: SFT steps by itself"),
+    ("zero_optimization", "zero_quantized_nontrainable_weights", "pretrained values would be lost; set it to false"),
+    ("zero_optimization", "zero_quantized_weights", "pretrained values would be lost; set it to false"),
+)
+
+
+def warn_of_stream_bytes(config: HiFTConfig) -> None:
+    """Say that pieces have no size under ZeRO, where one was asked for.
+
+    Args:
+        config: HiFT's settings.
+    """
+    if config.stream_bytes != HiFTConfig().stream_bytes:
+        warnings.warn(
+            f"stream_bytes={config.stream_bytes} has no effect under ZeRO, whose optimizers step a rank's whole share "
+            "of a group at once; the share shrinks with more ranks or fewer layers_per_group",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def check_engine_optimizer(name: str) -> None:

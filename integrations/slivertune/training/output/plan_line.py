@@ -11,8 +11,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import PreTrainedConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.planning.make import make_plan
+from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.plan import Plan
-from slivertune.planning.request import OptimizerName, PlanRequest, PrecisionName
+from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.training.methods.sft import SFTMethod
 from slivertune.training.options.checks import enum_value
 from slivertune.training.options.parse import TrainArguments
