@@ -12,7 +12,7 @@ from slivertune import SFT, HiFT
 from slivertune.core.layout import Layout
 from slivertune.core.sliver import Sliver
 from slivertune.parallel import adapters
-from slivertune.parallel.adapters import EngineAdapter, LayoutAdapter, adapter_of, engine_adapter_of, register_adapter
+from slivertune.parallel.adapters import EngineAdapter, LayoutAdapter, adapter_of, engine_adapter_of, register_adapters
 
 LAYOUTS: list[Layout] = [layout for layout in get_args(Layout) if layout != "single"]
 
@@ -30,7 +30,7 @@ def kinds_of_arguments(function: Any) -> list[Any]:
 def test_every_method_has_an_adapter_of_every_layout(kind: type[Sliver], layout: Layout) -> None:
     if layout.startswith("zero"):
         pytest.importorskip("deepspeed")
-        made = engine_adapter_of(of_method(kind)).initialize
+        made = engine_adapter_of(of_method(kind), layout).initialize
         assert kinds_of_arguments(made) == kinds_of_arguments(EngineAdapter.initialize)
     adapter = adapter_of(of_method(kind), layout)
     assert kinds_of_arguments(adapter.prepare) == kinds_of_arguments(LayoutAdapter.prepare)
@@ -47,7 +47,7 @@ def test_a_method_of_another_package_trains_under_the_layouts_that_it_names(monk
     monkeypatch.setitem(sys.modules, "another_ddp", module)
     with pytest.raises(ValueError, match=r"Another does not train under ddp; it does on one device$"):
         adapter_of(of_method(Another), "ddp")
-    register_adapter("another", "ddp", "another_ddp")
+    register_adapters("another", ddp="another_ddp")
     assert adapter_of(of_method(Another), "ddp") is module
     with pytest.raises(ValueError, match=r"Another does not train under zero2; it does on one device and under ddp$"):
         adapter_of(of_method(Another), "zero2")

@@ -11,7 +11,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 import slivertune
 from slivertune import SFT, HiFT, SFTConfig
-from slivertune.parallel.checkpoint.hift_sidecar import FOLDER
 from slivertune.parallel.layout import layout_of
 from tests.helpers.models import assert_same_bits, tiny_llama
 
@@ -92,7 +91,7 @@ def test_on_one_device_load_state_reads_the_folder_that_several_ranks_write_besi
     hift.use_sidecar("DDP")
     train(accelerator, model, optimizer, 4)
     accelerator.save_state(str(tmp_path / "saved"))
-    assert (tmp_path / "saved" / FOLDER).is_dir()
+    assert (tmp_path / "saved" / "hift").is_dir()
     resumed_accelerator, resumed, resumed_model, resumed_optimizer = runs[1]
     resumed_accelerator.load_state(str(tmp_path / "saved"))
     assert resumed.updates == 4

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slivertune.planning import stand_ins
+from slivertune.parallel.ddp import gradient_sync
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from tests.helpers.ranks import run_ranks
@@ -28,7 +28,7 @@ RARELY: dict[str, Any] = {"estimation_steps": 2, "reselection_interval": 100}
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_hift_and_sft_are_as_planned(layout: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stand_ins, "ALL_REDUCE_BUCKET_BYTES", BUCKET_BYTES)
+    monkeypatch.setattr(gradient_sync, "BUCKET_BYTES", BUCKET_BYTES)
     request = PlanRequest(
         precision="mixed_hi",
         gradient_checkpointing=checkpointing,

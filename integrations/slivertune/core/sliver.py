@@ -22,6 +22,8 @@ class Sliver(torch.optim.Optimizer, ABC):
 
     method: ClassVar[str]
     """Name of the method: of its modules in the layouts' folders, and of its folder in a checkpoint."""
+    without_state: ClassVar[str] = "its state would start from zero in the middle of a run"
+    """What a run would do that has lost this method's state, for messages."""
     may_differ: ClassVar[frozenset[str]] = frozenset()
     """Names of settings that may differ between ranks."""
 
@@ -75,6 +77,17 @@ class Sliver(torch.optim.Optimizer, ABC):
     @abstractmethod
     def detach(self) -> None:
         """Take everything off the model."""
+
+    def clip_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients down where their norm is larger, as `torch.nn.utils.clip_grad_norm_` does.
+
+        Args:
+            max_norm: The largest norm; infinity only measures.
+
+        Returns:
+            The norm before, without dimensions.
+        """
+        return nn.utils.clip_grad_norm_([each for group in self.param_groups for each in group["params"]], max_norm)
 
     def facts(self) -> dict[str, object]:
         """What every rank must have been given alike, by the names that messages use: settings and hyperparameters.

@@ -66,6 +66,7 @@ class HiFT(Sliver):
     """
 
     method = "hift"
+    without_state = "masters, moments and the turn would start from zero in the middle of a run"
     may_differ = frozenset({"state_dir"})
 
     def __init__(

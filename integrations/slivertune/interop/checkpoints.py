@@ -19,7 +19,7 @@ from slivertune.core.saved_state import load_dictionary
 from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.manifests import check_together, write_together
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
-from slivertune.parallel.checkpoint.sidecar import read_state, save_state, sidecar_of
+from slivertune.parallel.checkpoint.sidecar import read_state, save_state
 from slivertune.parallel.layout import layout_of
 from slivertune.sft import SFT
 from slivertune.tokentune import TokenTuneHandle
@@ -237,12 +237,11 @@ class KeepState(TrainerCallback):
         optimizer, checkpoint = self._optimizer(), self._listener.checkpoint
         if checkpoint is None:
             return
-        sidecar = sidecar_of(optimizer)
-        if (checkpoint / sidecar.folder_name).is_dir():
-            read_state(optimizer, checkpoint / sidecar.folder_name)
+        if (checkpoint / optimizer.method).is_dir():
+            read_state(optimizer, checkpoint / optimizer.method)
         elif not holds_state(checkpoint):
             raise RuntimeError(
-                f"{checkpoint} has no optimizer state, so {sidecar.without_state}; resume from one that was saved "
+                f"{checkpoint} has no optimizer state, so {optimizer.without_state}; resume from one that was saved "
                 "without save_only_model, or start a new run from its weights "
                 f"(from_pretrained({str(checkpoint)!r}))"
             )
@@ -251,4 +250,4 @@ class KeepState(TrainerCallback):
         """Complete the checkpoint that was just saved. A collective."""
         optimizer = self._optimizer()
         if optimizer.uses_sidecar and not args.save_only_model:
-            save_state(optimizer, checkpoint_folder(args, state) / sidecar_of(optimizer).folder_name)
+            save_state(optimizer, checkpoint_folder(args, state) / optimizer.method)

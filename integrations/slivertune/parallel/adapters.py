@@ -59,15 +59,20 @@ class EngineAdapter(LayoutAdapter, Protocol):
         """
 
 
-def register_adapter(method: str, folder: str, module: str) -> None:
-    """Let a method of another package train under a layout.
+def register_adapters(
+    method: str, *, ddp: str | None = None, fsdp2: str | None = None, zero: str | None = None
+) -> None:
+    """Let a method of another package train on several ranks.
 
     Args:
         method: `Sliver.method`.
-        folder: "ddp", "fsdp2" or "zero".
-        module: Dotted name of a module that is a `LayoutAdapter`; under "zero", an `EngineAdapter`.
+        ddp: Dotted name of a module that is a `LayoutAdapter`; None where the method does not train under DDP.
+        fsdp2: The same of FSDP2.
+        zero: The same of ZeRO-1, 2 and 3; for `slivertune.initialize` it has to be an `EngineAdapter`.
     """
-    _adapters[method, folder] = module
+    for folder, module in (("ddp", ddp), ("fsdp2", fsdp2), ("zero", zero)):
+        if module is not None:
+            _adapters[method, folder] = module
 
 
 def adapter_of(optimizer: Sliver, layout: Layout) -> LayoutAdapter:

@@ -86,6 +86,7 @@ class SFT(Sliver):
     """Puts the deltas on the model; planning takes another."""
 
     method = "sft"
+    without_state = "its deltas can't be told from pretrained weights"
 
     def __init__(
         self,

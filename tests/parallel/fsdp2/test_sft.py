@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from slivertune.core.layout import Layout
 from slivertune.core.manifest import write_manifest
 from slivertune.deltas import apply
-from slivertune.parallel.checkpoint.sft_sidecar import FOLDER
 from slivertune.parallel.checkpoint.sidecar import load_state
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
@@ -139,7 +138,7 @@ def test_another_number_of_ranks_continues(num_ranks: int, checkpoints: tuple[Pa
 def test_one_process_without_fsdp_continues(name: str, checkpoints: tuple[Path, list[dict[str, Any]]]) -> None:
     folder, two = checkpoints
     _, sft = RESUMED[name].build()
-    load_state(sft, folder / "FULL_STATE_DICT" / "fsdp2" / name / FOLDER)
+    load_state(sft, folder / "FULL_STATE_DICT" / "fsdp2" / name / "sft")
     expected = two[0]["FULL_STATE_DICT"]["fsdp2", name]["saved"]["state"]
     for key, state in sft.whole_state()["state"].items():
         assert_same_tree({each: state[each] for each in expected[key]}, expected[key])

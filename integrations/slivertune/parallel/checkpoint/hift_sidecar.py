@@ -24,9 +24,6 @@ from slivertune.parallel.checkpoint.folder import (
 from slivertune.parallel.consistency.heartbeat import world_size
 from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight
 
-FOLDER = "hift"
-"""Name of the folder inside a checkpoint."""
-
 _HEADER = "header.pt"
 _FIRST_ROWS = "first_rows"
 
@@ -37,9 +34,6 @@ class HiFTSidecar:
     Args:
         hift: On one process, under DDP, where rank 0 writes all, or under FSDP2, where every rank writes its rows.
     """
-
-    folder_name = FOLDER
-    without_state = "masters, moments and the turn would start from zero in the middle of a run"
 
     def __init__(self, hift: HiFT) -> None:
         self._hift = hift

@@ -11,26 +11,27 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from slivertune.core.atomic import recover
+from slivertune.core.atomic import is_partial, recover
+from slivertune.core.manifest import MANIFEST_NAME
+from slivertune.core.saved_state import load_dictionary
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.checkpoint.folder import carry_folder, unwrapped, write_folder_together
+from slivertune.parallel.checkpoint.folder import (
+    carry_folder,
+    check_by_name,
+    check_plain,
+    refuse_damage,
+    unwrapped,
+    write_folder_together,
+)
 from slivertune.parallel.checkpoint.hift_sidecar import HiFTSidecar
 from slivertune.parallel.checkpoint.manifests import check_together
-from slivertune.parallel.checkpoint.sft_sidecar import SFTSidecar
-from slivertune.parallel.consistency.heartbeat import check_agreement
+from slivertune.parallel.consistency.heartbeat import check_agreement, world_size
 
 
 class Sidecar(Protocol):
-    """How the state of one method lies in its folder."""
-
-    @property
-    def folder_name(self) -> str:
-        """Name of the folder inside a checkpoint."""
-
-    @property
-    def without_state(self) -> str:
-        """What a run that has lost the state would do."""
+    """How the state of one method lies in its folder, which has the method's name inside a checkpoint."""
 
     def check_target(self, folder: Path) -> None:
         """Check that nothing of others' would be lost if the folder were replaced."""
@@ -42,7 +43,53 @@ class Sidecar(Protocol):
         """Continue from what is there."""
 
 
-_sidecars: dict[str, Callable[[Any], Sidecar]] = {"hift": HiFTSidecar, "sft": SFTSidecar}
+class WholeStateSidecar:
+    """What `Sliver.whole_state` returns, the same on every rank, in a file that rank 0 writes.
+
+    Args:
+        optimizer: Of a method whose state is not shared out.
+    """
+
+    def __init__(self, optimizer: Sliver) -> None:
+        self._optimizer = optimizer
+
+    def check_target(self, folder: Path) -> None:
+        """Check that nothing of others' would be lost.
+
+        Raises:
+            FileExistsError: If the folder holds other things.
+        """
+        paths = list(folder.iterdir()) if folder.is_dir() else []
+        others = [path.name for path in paths if path.name not in (_FILE, MANIFEST_NAME) and not is_partial(path)]
+        if others:
+            name = type(self._optimizer).__name__
+            raise FileExistsError(
+                f"{folder} holds {', '.join(sorted(others)[:3])}; name a folder for {name}'s state alone"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Write the state, on rank 0."""
+        if world_size() == 1 or dist.get_rank() == 0:
+            torch.save(self._optimizer.whole_state(), folder / _FILE)
+
+    def read(self, folder: Path) -> None:
+        """Continue from what is there.
+
+        Raises:
+            ValueError: If the state is of another model, pretrained value or setting, or is damaged.
+        """
+        path = folder / _FILE
+        if not path.is_file():
+            raise ValueError(f"{path} is not there; the checkpoint must be whole, and seen by every rank")
+        saved = load_dictionary(path)
+        with refuse_damage(path):
+            check_plain({key: value for key, value in saved.items() if key not in ("state", "param_groups")})
+            check_by_name(saved["state"])
+            self._optimizer.load_whole_state(saved)
+
+
+_FILE = "state.pt"
+_sidecars: dict[str, Callable[[Any], Sidecar]] = {"hift": HiFTSidecar}
 
 
 def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
@@ -55,11 +102,11 @@ def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
         TypeError: If it is another optimizer.
     """
     inner = unwrapped(optimizer)
-    return _sidecars[inner.method](inner)
+    return _sidecars.get(inner.method, WholeStateSidecar)(inner)
 
 
 def register_sidecar(method: str, sidecar: Callable[[Any], Sidecar]) -> None:
-    """Let a method of another package have its state carried.
+    """Let a method of another package write its state in another way than `WholeStateSidecar`.
 
     Args:
         method: `Sliver.method`.
@@ -78,7 +125,7 @@ def keep_sidecar(accelerator: Any, optimizer: Sliver) -> None:
     """
     carry_folder(
         accelerator,
-        sidecar_of(optimizer).folder_name,
+        optimizer.method,
         save=lambda folder: save_state(optimizer, folder),
         load=lambda folder: read_state(optimizer, folder),
         is_kept=lambda: optimizer.uses_sidecar,

@@ -52,7 +52,7 @@ class Header(NamedTuple):
     group: int = NO_GROUP
     """The group that trains."""
     skipped: int = 0
-    """GroupSchedule that passed without an update."""
+    """Steps that passed without an update."""
     gradients: int = UNKNOWN
     """Whether the group has a gradient, 0 or 1."""
     settings: int = 0

@@ -40,6 +40,7 @@ class BucketedAllReduce:
         is_due: Whether the backward pass that begins now ends with a synchronization; the same on every rank.
         meet: Called when one begins; raises where the ranks are not at the same place, before anything is averaged.
         bucket_bytes: Bytes of one bucket; larger gradients are cut. None takes `BUCKET_BYTES`.
+        start_mean: Begins to replace a flat tensor by its mean over the ranks, and returns what `wait` is called of.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class BucketedAllReduce:
         is_due: Callable[[], bool] = lambda: True,
         meet: Callable[[], None] = lambda: None,
         bucket_bytes: int | None = None,
+        start_mean: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
+        self._start_mean = start_mean or _start_mean
         self._parameters = tuple(parameters)
         self._heartbeat = heartbeat
         self._is_due = is_due
@@ -119,7 +122,7 @@ class BucketedAllReduce:
         with self._heartbeat.guard("averaging gradients"):
             while len(self._under_way) >= _MOST_UNDER_WAY:
                 self._under_way.popleft().settle()
-            bucket.work = dist.all_reduce(bucket.fill(), async_op=True)
+            bucket.work = self._start_mean(bucket.fill())
         self._under_way.append(bucket)
 
     def _finish(self) -> None:
@@ -143,6 +146,11 @@ class BucketedAllReduce:
         self._is_running = False
 
 
+def _start_mean(flat: torch.Tensor) -> Any:
+    # Divided before the sum, which then has the range of one gradient.
+    return dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
+
+
 class _Bucket:
     """Parts of gradients that travel together.
 
@@ -155,7 +163,7 @@ class _Bucket:
         self._missing = set(self.parameters)
         self._flat: torch.Tensor | None = None
         self.work: Any = None
-        """The sum under way."""
+        """The mean under way."""
         self._was_started = False
         self.is_stale = False
         """Whether a gradient changed after it was copied: a parameter that is used inside and outside of a reentrant
@@ -177,7 +185,7 @@ class _Bucket:
         self.is_stale = self._was_started
 
     def fill(self) -> torch.Tensor:
-        """Copy the gradients, to be summed; those that never arrived travel as they are, or as zeros."""
+        """Copy the gradients, to be averaged; those that never arrived travel as they are, or as zeros."""
         first = self._parts[0][0]
         num_elements = sum(stop - start for _, start, stop in self._parts)
         with claimed_at_birth("gradients"):
@@ -190,8 +198,6 @@ class _Bucket:
                 self._flat[num_elements + index] = 0
             else:
                 piece.copy_(gradient)
-        # Divided before the sum, which then has the range of one gradient.
-        self._flat.div_(dist.get_world_size())
         self._was_started, self.is_stale = True, False
         return self._flat
 

@@ -7,21 +7,17 @@ does and two buckets. Buffers (running means of a batch norm, say) are sent from
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.checkpoint.sidecar import keep_sidecar
-from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
+from slivertune.parallel.consistency.explain import compare_when_saving
 from slivertune.parallel.consistency.headers import Stage
-from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
+from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import ConsistencyCheck
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
-from slivertune.parallel.objects import replace_each
+from slivertune.parallel.ddp.whole_model import broadcast_from_first, prepare_rest
 
 
 def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -39,13 +35,9 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     Raises:
         ValueError: If the ranks were given other settings or other models.
     """
-    prepared_model = accelerator.prepare_model(model, evaluation_mode=True)
+    placed = accelerator.prepare_model(model, evaluation_mode=True)
     share_hift(model, hift, accelerator)
-    optimizer = accelerator.prepare_optimizer(hift)
-    optimizer._is_accelerate_prepared = prepared_model._is_accelerate_prepared = True
-    explain_saving(accelerator)
-    keep_sidecar(accelerator, hift)
-    return replace_each(accelerator, objects, {id(model): prepared_model, id(hift): optimizer})
+    return prepare_rest(accelerator, model, placed, hift, objects)
 
 
 def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
@@ -70,20 +62,3 @@ def share_hift(model: nn.Module, hift: HiFT, accelerator: Any = None) -> None:
     hift.listen_to_backward(communicator.begin_backward)
     if accelerator is not None:
         compare_when_saving(accelerator, consistency.compare)
-
-
-@torch.no_grad()
-def broadcast_from_first(model: nn.Module) -> None:
-    """Make every parameter and buffer that of rank 0. A collective.
-
-    Args:
-        model: The same on every rank, but for its values.
-    """
-    if world_size() == 1:
-        return
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        contiguous = tensor.detach().contiguous()
-        with guard("sending the weights of rank 0"):
-            dist.broadcast(contiguous, src=0)
-        if contiguous.data_ptr() != tensor.data_ptr():
-            tensor.copy_(contiguous)

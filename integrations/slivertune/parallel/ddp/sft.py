@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from slivertune.parallel.consistency.explain import compare_when_saving, explain_saving
-from slivertune.parallel.ddp.hift import broadcast_from_first
-from slivertune.parallel.objects import replace_each
+from slivertune.parallel.consistency.explain import compare_when_saving
+from slivertune.parallel.ddp.whole_model import broadcast_from_first, prepare_rest
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.sft import SFT
 
@@ -30,11 +29,9 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     """
     communicator = RankCommunicator(lambda: bool(accelerator.sync_gradients))
     with sft.rebinding_parameters(communicator):
-        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+        placed = accelerator.prepare_model(model, evaluation_mode=True)
         broadcast_from_first(model)
     communicator.keep_together(sft)
-    explain_saving(accelerator)
+    prepared = prepare_rest(accelerator, model, placed, sft, objects)
     compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
-    optimizer = accelerator.prepare_optimizer(sft)
-    optimizer._is_accelerate_prepared = prepared._is_accelerate_prepared = True
-    return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})
+    return prepared

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from slivertune.interop import attach
 from slivertune.interop.checkpoints import holds_state
-from slivertune.parallel.checkpoint.sft_sidecar import FOLDER as SFT_FOLDER
 from slivertune.parallel.layout import layout_of
 from slivertune.sft import SFT
 from slivertune.sft.targets import is_4bit
@@ -176,7 +175,7 @@ class SFTMethod(TrainingMethod):
 
 def _check_checkpoint(folder: str | None) -> None:
     """The weights of a checkpoint hold sums, whose pretrained part its optimizer state alone knows."""
-    if folder is not None and not holds_state(Path(folder)) and not (Path(folder) / SFT_FOLDER).exists():
+    if folder is not None and not holds_state(Path(folder)) and not (Path(folder) / SFT.method).exists():
         raise ValueError(
             f"{folder} has no {_OPTIMIZER_FILE}, so its deltas can't be told from pretrained weights; resume from a "
             "checkpoint that was saved without --save_only_model, or start again"

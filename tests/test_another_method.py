@@ -1,0 +1,147 @@
+"""A method that another package brings: a folder of its own and one registration each for ranks, plans and training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import slivertune as st
+from slivertune.chunked_loss import attach_chunked_cross_entropy
+from slivertune.cli import main
+from slivertune.core.layout import Layout
+from slivertune.core.ledger import Ledger
+from slivertune.parallel import adapters
+from slivertune.parallel.adapters import register_adapters
+from slivertune.parallel.consistency.heartbeat import Heartbeat
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
+from slivertune.planning import methods as planned
+from slivertune.planning.methods import register_planned
+from tests.helpers.accelerator import one_device
+from tests.helpers.models import Batch, assert_same_bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tolerance import assert_step_close, with_exact
+from tests.parallel.sft.runs import Case, accelerator_of
+from tests.planning.real import LLAMA
+from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
+from tests.random_layers.plan import PlannedRandomLayers
+
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
+UPDATES = 7
+CAP = 1e-4
+"""Seven updates of another block apart, results differ by more than 1e-2."""
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_adapters", dict(adapters._adapters))
+    monkeypatch.setattr(planned, "_methods", dict(planned._methods))
+    register_everywhere()
+
+
+def register_everywhere() -> None:
+    register_adapters("random_layers", ddp="tests.random_layers.ddp", zero="tests.random_layers.zero")
+    register_planned("random_layers", PlannedRandomLayers())
+
+
+def batch(update: int, rank: int) -> Batch:
+    return token_batches(1, seed=10 * update + rank)[0]
+
+
+def naive(model: nn.Module, num_ranks: int) -> dict[str, torch.Tensor]:
+    """AdamW over everything, with the gradients of all but the drawn blocks thrown away."""
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    drawn = RandomLayers(twin(model), config=RandomLayersConfig(), **OPTIONS)
+    for update in range(UPDATES):
+        drawn._updates = update
+        for rank in range(num_ranks):
+            (model(**batch(update, rank)).loss / num_ranks).backward()
+        for name, parameter in model.named_parameters():
+            if name not in drawn.active:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_it_trains_on_one_device_as_its_naive_form_and_resumes(tmp_path: Path) -> None:
+    def train(model: Any, optimizer: Any, accelerator: Any, updates: range) -> None:
+        for update in updates:
+            accelerator.backward(model(**batch(update, 0)).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with one_device() as accelerator:
+        model, optimizer = st.prepare(accelerator, *built())
+        train(model, optimizer, accelerator, range(4))
+        accelerator.save_state(tmp_path / "state")
+    with one_device() as accelerator:
+        model, optimizer = st.prepare(accelerator, *built())
+        accelerator.load_state(tmp_path / "state")
+        train(model, optimizer, accelerator, range(4, UPDATES))
+    expected = tiny_llama()
+    naive(expected, 1)
+    assert_same_bits(model, expected)
+
+
+def built() -> tuple[nn.Module, RandomLayers]:
+    model = tiny_llama()
+    return model, RandomLayers(model, **OPTIONS)
+
+
+def train_on_rank(rank: int, num_ranks: int, layouts: list[Layout]) -> dict[str, dict[str, torch.Tensor]]:
+    register_everywhere()
+    found = {}
+    for layout in layouts:
+        with accelerator_of(layout, Case()) as accelerator:
+            model, optimizer = st.prepare(accelerator, *built())
+            for update in range(UPDATES):
+                accelerator.backward(model(**batch(update, rank)).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found[layout] = weights(accelerator.unwrap_model(model))
+    return found
+
+
+def test_it_trains_on_several_ranks_as_on_one() -> None:
+    pytest.importorskip("deepspeed")
+    layouts: list[Layout] = ["ddp", "zero2"]
+    ranks = run_ranks(train_on_rank, 2, layouts, env={"DS_ACCELERATOR": "cpu"})
+    expected, exact = with_exact(lambda: naive(tiny_llama(), 2))
+    for layout in layouts:
+        for found in ranks:
+            assert_step_close(found[layout], expected, exact, cap=CAP)
+
+
+def test_a_layout_that_it_does_not_know_is_refused_in_its_own_words_or_ours() -> None:
+    _, optimizer = built()
+    with pytest.raises(ValueError, match="needs whole weights; take DDP in place of zero3"):
+        adapters.check_before(optimizer, optimizer._model, "zero3")
+    with pytest.raises(ValueError, match=r"does not train under fsdp2; it does on one device and under ddp, zero$"):
+        adapters.adapter_of(optimizer, "fsdp2")
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp", "zero2"])
+def test_its_plan_is_what_a_real_run_takes(layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    LLAMA.save_pretrained(tmp_path)
+    options = ["--batch_size", "2", "--seq_length", "64", "--json", "--layout", layout]
+    gpus = [] if layout == "single" else ["--num_gpus", "2"]
+    assert main(["plan", "--model", str(tmp_path), "--method", "random_layers", *options, *gpus]) == 0
+    planned_bytes = json.loads(capsys.readouterr().out)["peak_bytes"]
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LLAMA)
+    optimizer = RandomLayers(model, lr=1e-3, fused=True)
+    ids = torch.randint(2, LLAMA.vocab_size, (2, 64))
+    if layout != "single":
+        BucketedAllReduce(model, model.parameters(), Heartbeat("alone"), start_mean=lambda flat: Mock())
+    with attach_chunked_cross_entropy(model), Ledger(model) as ledger:
+        for _ in range(12):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+    assert planned_bytes == pytest.approx(ledger.peak.device, rel=0.03)
