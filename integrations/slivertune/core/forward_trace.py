@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from slivertune.core.torch_internals import READS_A_VALUE, TorchDispatchMode, tree_leaves
 
 
 class _BlocksEntered(BaseException):
@@ -47,7 +47,7 @@ class _Recorder(TorchDispatchMode):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, nn.Parameter):
                 self.note(value)
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READS_A_VALUE:
             return 1  # meta tensors have no values, and models ask whether a mask is true all over
         return func(*args, **(kwargs or {}))
 

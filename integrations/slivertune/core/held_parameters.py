@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from slivertune.core.torch_internals import children_of
+
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Each module's own parameters, those of a module before those of its children.
@@ -24,7 +26,7 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]
         for parameter in dict.values(module._parameters):
             if parameter is not None:
                 yield module, parameter
-        for child in reversed(module._modules.values()):
+        for child in reversed(children_of(module).values()):
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 stack.append(child)

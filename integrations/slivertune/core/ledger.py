@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from slivertune.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
 
 Kind = Literal["parameters", "gradients", "state", "residual"]
 MemoryTier = Literal["device", "host", "disk"]
@@ -72,7 +73,7 @@ class _Death(weakref.ref[torch.UntypedStorage]):
 
 def _await_death(storage: torch.UntypedStorage, dead: deque[weakref.ref[torch.UntypedStorage]]) -> _Death:
     death = _Death(storage, dead.append)
-    death.key = storage._cdata
+    death.key = storage_key(storage)
     return death
 
 
@@ -94,7 +95,7 @@ def claim(tensor: torch.Tensor, kind: Kind, tier: MemoryTier = "device") -> None
     label = kind if tier == "device" else tier
     for storage in _storages(tensor):
         known = _claim_of(storage)
-        _claims[storage._cdata] = (label, _await_death(storage, _dead_claims) if known is None else known[1])
+        _claims[storage_key(storage)] = (label, _await_death(storage, _dead_claims) if known is None else known[1])
         for ledger in _watching:
             ledger._relabel(storage, label)
 
@@ -113,7 +114,7 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 def _claim_of(storage: torch.UntypedStorage) -> tuple[str, _Death] | None:
     while _dead_claims:
         _claims.pop(_dead_claims.popleft().key, None)
-    return _claims.get(storage._cdata)
+    return _claims.get(storage_key(storage))
 
 
 @contextmanager
@@ -239,7 +240,7 @@ class Ledger:
             self._see_storage(storage, tensor.device.type)
 
     def _see_storage(self, storage: torch.UntypedStorage, device_type: str) -> None:
-        known = self._alive.get(storage._cdata)
+        known = self._alive.get(storage_key(storage))
         num_bytes = storage.nbytes()
         if known is not None and known[0] == num_bytes:
             return
@@ -255,16 +256,16 @@ class Ledger:
 
     def _relabel(self, storage: torch.UntypedStorage, label: str) -> None:
         self._bury()
-        known = self._alive.get(storage._cdata)
+        known = self._alive.get(storage_key(storage))
         if known is None or known[1] != label:
             self._count(storage, storage.nbytes(), label)
 
     def _count(self, storage: torch.UntypedStorage, num_bytes: int, label: str) -> None:
-        known = self._alive.get(storage._cdata)
+        known = self._alive.get(storage_key(storage))
         if known is not None:
             self._add(-known[0], known[1])
         death = _await_death(storage, self._dead) if known is None else known[2]
-        self._alive[storage._cdata] = (num_bytes, label, death)
+        self._alive[storage_key(storage)] = (num_bytes, label, death)
         self._add(num_bytes, label)
         if self._device_total > self._peak_total:
             self._record_peak()

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.core.backward import NO_BACKWARD, at_end_of_backward, running_backward
 from slivertune.core.ledger import claim
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
+from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
 from slivertune.hift.piece import Weight
 
 _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"

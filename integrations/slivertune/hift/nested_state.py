@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from slivertune.core.torch_internals import FakeTensor, is_traceable_wrapper_subclass
 
 _SEPARATOR = "/"
 _SEQUENCES = (list, tuple, deque)

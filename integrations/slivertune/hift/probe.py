@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from slivertune.core.ledger import Ledger, claim
+from slivertune.core.torch_internals import FakeTensor
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
 from slivertune.hift.nested_state import Structure, UnsupportedStateError, flatten_state
 from slivertune.hift.piece import Weight

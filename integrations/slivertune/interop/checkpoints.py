@@ -16,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from slivertune.core import atomic
 from slivertune.core.manifest import MANIFEST_NAME
 from slivertune.core.saved_state import load_dictionary
+from slivertune.core.transformers_internals import reading_by, wrap_epoch
 from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.manifests import check_together, write_together
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
@@ -80,17 +81,18 @@ def stop_at_the_end(trainer: Trainer) -> None:
     Args:
         trainer: The method that runs an epoch is overridden, on this instance.
     """
-    own: Any = trainer
-    run_epoch = own._run_epoch
 
-    @wraps(run_epoch)
-    def run_what_is_left(*args: Any, **kwargs: Any) -> Any:
-        if 0 < trainer.state.max_steps <= trainer.state.global_step:
-            trainer.control.should_training_stop = True
-            return None
-        return run_epoch(*args, **kwargs)
+    def wrap(run_epoch: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(run_epoch)
+        def run_what_is_left(*args: Any, **kwargs: Any) -> Any:
+            if 0 < trainer.state.max_steps <= trainer.state.global_step:
+                trainer.control.should_training_stop = True
+                return None
+            return run_epoch(*args, **kwargs)
 
-    own._run_epoch = run_what_is_left
+        return run_what_is_left
+
+    wrap_epoch(trainer, wrap)
 
 
 @contextmanager
@@ -100,8 +102,8 @@ def _plain_reading(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
     if checkpoint is None or not is_plain or not holds_sharded_weights(checkpoint):
         yield
         return
+
     own: Any = trainer
-    weights, states = own._load_from_checkpoint, own._load_optimizer_and_scheduler
 
     def load_weights(folder: str, model: Any = None) -> None:
         load_sharded_weights(trainer.model if model is None else model, folder)  # type: ignore[arg-type]
@@ -111,11 +113,8 @@ def _plain_reading(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
         if folder is not None:
             own.lr_scheduler.load_state_dict(load_dictionary(Path(folder) / _SCHEDULE_NAME))
 
-    own._load_from_checkpoint, own._load_optimizer_and_scheduler = load_weights, load_schedule
-    try:
+    with reading_by(trainer, weights=load_weights, optimizer_and_schedule=load_schedule):
         yield
-    finally:
-        own._load_from_checkpoint, own._load_optimizer_and_scheduler = weights, states
 
 
 class KeepManifest(TrainerCallback):

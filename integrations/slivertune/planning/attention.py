@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
+from slivertune.core.torch_internals import plain_attention
+
 KernelName = Literal["flash", "efficient", "math"]
 
 _LARGEST_FLASH_HEAD = 256
@@ -68,7 +70,7 @@ def attend(
     """
     kernel = pick_kernel(query, key, value, attn_mask)
     if kernel == "math":
-        return torch.ops.aten._scaled_dot_product_attention_math(  # type: ignore[no-any-return]
+        return plain_attention(  # type: ignore[no-any-return]
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:

@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+
+from slivertune.core.torch_internals import (
+    FINDS_DISTINCT_VALUES,
+    READS_A_VALUE,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    TorchDispatchMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from slivertune.planning.kernels import GpuKernels
 from slivertune.planning.masks import one_sequence_a_row
 
@@ -54,11 +56,11 @@ class FakeOverrides(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is READS_A_VALUE:
             return 1.0 if args[0].is_floating_point() else 1
         if func is torch.ops.aten.nonzero.default:
             return args[0].new_empty((0, args[0].dim()), dtype=torch.int64)
-        if func is torch.ops.aten._unique2.default:
+        if func is FINDS_DISTINCT_VALUES:
             none = args[0].new_empty(0, dtype=torch.int64)
             return args[0].new_empty(args[0].numel()), none, none
         return func(*args, **(kwargs or {}))

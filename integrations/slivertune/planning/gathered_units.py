@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from slivertune.core.backward import at_end_of_backward
 from slivertune.core.ledger import Kind, claim, claimed_at_birth
+from slivertune.core.torch_internals import at_end_of_backward
 
 
 @dataclass(kw_only=True, eq=False)

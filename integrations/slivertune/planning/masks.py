@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from slivertune.core.torch_internals import is_without_data
+from slivertune.core.transformers_internals import has_own
 
 _IMPLEMENTATION = "sdpa"
 
@@ -24,10 +26,10 @@ def one_sequence_a_row() -> Iterator[None]:
     For the time being an entry stands in transformers' registry, which passes on whatever is not asked for a plan.
     """
     registry: Any = ALL_MASK_ATTENTION_FUNCTIONS
-    function, had_own = registry[_IMPLEMENTATION], _IMPLEMENTATION in registry._local_mapping
+    function, had_own = registry[_IMPLEMENTATION], has_own(registry, _IMPLEMENTATION)
 
     def make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        is_plan = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+        is_plan = is_without_data()
         if is_plan and kwargs.get("attention_mask") is None and "allow_is_causal_skip" in kwargs:
             kwargs["allow_is_causal_skip"] = True
         mask: torch.Tensor | None = function(*args, **kwargs)

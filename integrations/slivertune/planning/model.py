@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
+from slivertune.core.torch_internals import set_buffer
 from slivertune.planning.four_bit import hold_in_4bit
 from slivertune.planning.kernels import GpuKernels
 from slivertune.planning.methods import planned
@@ -69,7 +70,7 @@ def give_sizes(model: nn.Module) -> None:
                 replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             module._parameters[name] = replaced[id(parameter)]
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+            set_buffer(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 @contextmanager

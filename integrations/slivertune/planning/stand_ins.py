@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.backward import at_end_of_backward
 from slivertune.core.ledger import claimed_at_birth
+from slivertune.core.torch_internals import at_end_of_backward
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.planning.gathered_units import GatheredUnits

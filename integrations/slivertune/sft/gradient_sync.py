@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.core.backward import at_end_of_backward
 from slivertune.core.ledger import claim
 from slivertune.core.outputs import tensors_of
+from slivertune.core.torch_internals import at_end_of_backward
 from slivertune.sft.communicator import ALONE, NOWHERE, ChunkKey, Communicator
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.growth import GrowthEstimator

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from slivertune.core.held_parameters import held_parameters
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
+from slivertune.core.torch_internals import version_of
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.weight import SparseWeight
@@ -71,7 +72,7 @@ class ModelGuard:
         known += [(each, True) for each in (*deltas, self._delta_parameters.witness)]
         self._known = {id(each): (each, required) for each, required in known}
         # What SFT itself writes into the deltas leaves their versions alone.
-        self._versions = [delta._version for delta in deltas]
+        self._versions = [version_of(delta) for delta in deltas]
         # The model may outlive this, or go with it; optimizers' hooks are global, and would keep it alive for ever.
         alive = weakref.ref(self)
 
@@ -131,7 +132,7 @@ class ModelGuard:
             RuntimeError: Naming the parameter that was replaced, cast or added, or the deltas that were written.
         """
         for weight, version in zip(self._weights, self._versions, strict=True):
-            if weight.phi._version != version:
+            if version_of(weight.phi) != version:
                 self._gradient_sync.communicator.check()
                 raise RuntimeError(
                     f"the deltas of {weight.name} were written by something else than SFT, which trains them; they are "

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from slivertune.core.transformers_internals import has_own, shared_entry
 from slivertune.tokentune.rows import Rows, uncompiled
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
@@ -103,7 +104,7 @@ class _Dispatcher:
 
     def __init__(self, registry: Any, implementation: str) -> None:
         self.registry, self.implementation = registry, implementation
-        self.had_own = implementation in registry._local_mapping
+        self.had_own = has_own(registry, implementation)
         self.function: AttentionFunction | None = registry.get(implementation)
         self.num_users = 0
 
@@ -129,7 +130,7 @@ class _Dispatcher:
         if self.registry.get(self.implementation) is not self:
             return False
         # transformers registers for all registries at once, below what one has of its own.
-        return self.had_own or self.registry._global_mapping.get(self.implementation) is self.function
+        return self.had_own or shared_entry(self.registry, self.implementation) is self.function
 
     def release(self) -> None:
         """Count one user less; after the last one, the registry is as it was, but for what others put there since."""

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from slivertune.core.transformers_internals import forget_own_loss
 from slivertune.tokentune.rows import Rows
 from slivertune.tokentune.selection import shift_labels
 
@@ -173,7 +174,7 @@ def replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[
         if model.loss_function is not scaled:
             return
         # Without an attribute of its own, the model has the loss of its class.
-        del model._loss_function
+        forget_own_loss(model)
         if model.loss_function is not scaled.function:
             model.loss_function = scaled.function
 

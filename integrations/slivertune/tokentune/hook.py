@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from slivertune.core.model_handle import ModelHandle
 from slivertune.core.module_hook import ModuleHook
+from slivertune.core.transformers_internals import attention_of
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
 from slivertune.tokentune.call import Call, by_name, check_call, find_real, tokens_shape
 from slivertune.tokentune.config import Pattern, TokenTune
@@ -147,7 +148,7 @@ class TokenTuneHandle(ModelHandle):
         for parent, name in norms_outside(model, self._layers):
             self._wrapped.append(TokenWise(parent, name, self._selection, None, checkpointed=False))
         intercepted = {module: layer_rows for module, layer_rows in attentions.items() if has_registry(module)}
-        undo, has_attention = intercept(intercepted, model.config._attn_implementation)
+        undo, has_attention = intercept(intercepted, attention_of(model.config))
         self._undo.append(undo)
         configs = {id(each.config): each.config for each in intercepted if hasattr(each, "config")}
         _hooked_models[model] = None

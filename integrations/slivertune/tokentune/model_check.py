@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from slivertune.core.torch_internals import children_of
+from slivertune.core.transformers_internals import attention_of
 from slivertune.tokentune.wrapping import TokenWise
 
 
@@ -30,7 +32,7 @@ class ModelCheck:
         has_attention: Callable[[], bool],
     ) -> None:
         self._layers, self._parent, self._wrapped = layers, parent, wrapped
-        self._implementations = [(each, each._attn_implementation) for each in configs]
+        self._implementations = [(each, attention_of(each)) for each in configs]
         self._has_attention = has_attention
         self._containers = _containers(layers, wrapped)
 
@@ -45,15 +47,15 @@ class ModelCheck:
                 raise RuntimeError(
                     _REPLACED.format(f"{wrapped.name} of {type(wrapped.parent).__name__}, or its forward,")
                 )
-        if self._layers not in self._parent._modules.values():
+        if self._layers not in children_of(self._parent).values():
             raise RuntimeError(_REPLACED.format(f"the list of layers of {type(self._parent).__name__}"))
         for container, children in self._containers:
-            if [_uncompiled(each) for each in container._modules.values()] != children:
+            if [_uncompiled(each) for each in children_of(container).values()] != children:
                 raise RuntimeError(_REPLACED.format(f"a module in {type(container).__name__}"))
         for config, implementation in self._implementations:
-            if config._attn_implementation != implementation:
+            if attention_of(config) != implementation:
                 raise RuntimeError(
-                    f"the attention was changed from {implementation!r} to {config._attn_implementation!r} after "
+                    f"the attention was changed from {implementation!r} to {attention_of(config)!r} after "
                     "TokenTune was attached; remove() the handle, and attach again"
                 )
         if not self._has_attention():
@@ -77,11 +79,11 @@ def _containers(layers: nn.ModuleList, wrapped: Sequence[TokenWise]) -> list[tup
     waiting: list[nn.Module] = [layers]
     while waiting:
         module = waiting.pop()
-        found.append((module, [_uncompiled(each) for each in module._modules.values()]))
+        found.append((module, [_uncompiled(each) for each in children_of(module).values()]))
         waiting += [each for each in module.children() if each not in inside and any(True for _ in each.children())]
     return found
 
 
 def _uncompiled(module: nn.Module | None) -> nn.Module | None:
     """The module that `torch.compile` has put another around, which runs it as it is."""
-    return None if module is None else module._modules.get("_orig_mod", module)
+    return None if module is None else children_of(module).get("_orig_mod", module)

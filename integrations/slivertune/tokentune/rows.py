@@ -9,6 +9,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
+from slivertune.core.torch_internals import version_of
+
 TokenLayout = Literal["tokens", "flat", "heads"]
 """Where a tensor has its tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
 
@@ -88,7 +90,7 @@ class Rows:
         if (
             known is not None
             and known[0]() is base
-            and known[1] == tensor._version
+            and known[1] == version_of(tensor)
             # What a checkpoint computed without a graph has become its output, which has one.
             and known[2].requires_grad == tensor.requires_grad
             and tensor.numel() == base.numel()
@@ -163,7 +165,7 @@ class Rows:
 
     def _remember(self, tensor: torch.Tensor, selected: torch.Tensor, others: torch.Tensor) -> None:
         key, parts = id(tensor), self._parts
-        parts[key] = (weakref.ref(tensor, lambda _: parts.pop(key, None)), tensor._version, selected, others)
+        parts[key] = (weakref.ref(tensor, lambda _: parts.pop(key, None)), version_of(tensor), selected, others)
 
 
 def apply_function(function: Any, *args: Any) -> torch.Tensor:

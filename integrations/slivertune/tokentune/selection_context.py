@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from slivertune.core.backward import NO_BACKWARD, at_end_of_backward, running_backward
+from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
 from slivertune.tokentune.rows import Rows, apply_function
 
 

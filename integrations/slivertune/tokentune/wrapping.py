@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from slivertune.core.torch_internals import Convolution
 from slivertune.tokentune.rows import Rows, TokenLayout
 from slivertune.tokentune.selection_context import SelectionContext
 
@@ -256,7 +257,7 @@ def token_wise_children(module: nn.Module, *, in_attention: bool = False) -> Ite
             continue
         if "Indexer" in type(child).__name__:
             continue  # it looks at all tokens and names those to attend to; no gradient passes what it returns
-        mixing = [type(each).__name__ for each in child.modules() if isinstance(each, nn.modules.conv._ConvNd)]
+        mixing = [type(each).__name__ for each in child.modules() if isinstance(each, Convolution)]
         if mixing:
             raise ValueError(
                 f"{mixing[0]} in {name} mixes tokens inside a layer, and TokenTune can't split what mixes them"

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
+from slivertune.core.transformers_internals import use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.training.callbacks import CheckpointMarker, EvaluateFirst, NonFiniteGuard
 from slivertune.training.data.splits import load_from_arguments
@@ -179,7 +180,7 @@ def _settle(arguments: TrainArguments, display: Display) -> None:
     if training.n_gpu > 1:
         # The Trainer would spread each batch over all of them by DataParallel, which HiFT can't rotate under.
         display.say(f"{training.n_gpu} GPUs are visible; this run uses the first")
-        training._n_gpu = 1
+        use_one_device(training)
 
 
 def _add_ledger(

@@ -20,6 +20,7 @@ from slivertune.core.manifest import (
     write_manifest,
 )
 from slivertune.core.sliver import Sliver
+from slivertune.parallel.accelerate_internals import load_first, prepared_optimizers, set_prepared_optimizers
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 from slivertune.parallel.layout import layout_of
@@ -156,7 +157,8 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
         yield
         return
 
-    for each in accelerator._optimizers:
+    optimizers = prepared_optimizers(accelerator)
+    for each in optimizers:
         _check_sidecar(getattr(each, "optimizer", each), folder)
 
     def read_weights(models: list[Any], input_dir: str) -> None:
@@ -164,13 +166,13 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
         models.clear()
 
     hook = accelerator.register_load_state_pre_hook(read_weights)
-    accelerator._load_model_state_pre_hook.move_to_end(hook.id, last=False)  # weights first, and then what trains them
+    load_first(accelerator, hook)  # weights first, and then what trains them
     # What FSDP2 keeps of the optimizer is a placeholder, in a form of its own.
-    optimizers, accelerator._optimizers = accelerator._optimizers, []
+    set_prepared_optimizers(accelerator, [])
     try:
         yield
     finally:
-        accelerator._optimizers = optimizers
+        set_prepared_optimizers(accelerator, optimizers)
         hook.remove()
 
 

@@ -13,10 +13,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
+from slivertune.core.torch_internals import default_group, default_store, timeout_of
 from slivertune.parallel.consistency.exits import let_threads_finish_at_exit
 from slivertune.parallel.consistency.headers import UNKNOWN, Header, Stage, find_difference, short_hash
 from slivertune.parallel.consistency.liveness import describe_end, own_identity
-from slivertune.parallel.consistency.timeouts import timeout_of
 
 _SAME_STEPS = (
     "Every rank has to make the same number of backward passes and to call step() alike: look for a `continue`, an "
@@ -115,8 +115,7 @@ class Heartbeat:
         self._own = "at the start"
         self._first = ""
         if world_size() > 1:
-            # There is no public way to the store that every process group has; torchrun's own agent uses this one.
-            self._store = dist.distributed_c10d._get_default_store()
+            self._store = default_store()
             self._store.set(f"{self._prefix}/process/{dist.get_rank()}", own_identity())
             Heartbeat._latest = (self._store, self)
             let_threads_finish_at_exit()
@@ -127,7 +126,7 @@ class Heartbeat:
         if cls._latest is None or world_size() == 1:
             return None
         store, latest = cls._latest
-        return latest if store is dist.distributed_c10d._get_default_store() else None
+        return latest if store is default_store() else None
 
     def enter(self, update: int, what: str) -> None:
         """Note that this rank works on an update.
@@ -218,7 +217,7 @@ class Heartbeat:
 
         Of its own, so that no rank takes what another sends here for a part of an engine's collective.
         """
-        timeout = timeout_of(dist.distributed_c10d._get_default_group())
+        timeout = timeout_of(default_group())
         with self.guard("making a process group"):
             return dist.new_group(backend="gloo", timeout=timeout)
 

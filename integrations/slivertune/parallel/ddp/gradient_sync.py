@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.core.backward import at_end_of_backward
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.outputs import tensors_of
+from slivertune.core.torch_internals import at_end_of_backward
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 
 BUCKET_BYTES = 25 * 2**20

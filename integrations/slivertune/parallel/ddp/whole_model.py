@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slivertune.core.sliver import Sliver
+from slivertune.parallel.accelerate_internals import mark_prepared
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import explain_saving
 from slivertune.parallel.consistency.heartbeat import guard, world_size
@@ -32,7 +33,7 @@ def prepare_rest(
         The prepared objects in the same order; the optimizer is accelerate's wrapper of it.
     """
     wrapped = accelerator.prepare_optimizer(optimizer)
-    wrapped._is_accelerate_prepared = placed._is_accelerate_prepared = True
+    mark_prepared(wrapped, placed)
     explain_saving(accelerator)
     keep_sidecar(accelerator, optimizer)
     return replace_each(accelerator, objects, {id(model): placed, id(optimizer): wrapped})

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from slivertune.parallel.accelerate_internals import mark_prepared, prepared_optimizers
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving
 from slivertune.parallel.consistency.headers import Stage
@@ -52,7 +53,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
     sft.use_sidecar()
     optimizer = accelerator.prepare_optimizer(sft)
-    optimizer._is_accelerate_prepared = True
+    mark_prepared(optimizer)
     keep_sidecar(accelerator, sft)
     return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})
 
@@ -61,7 +62,7 @@ def _sharded(accelerator: Any, model: nn.Module) -> Any:
     """Let accelerate shard a model without an optimizer, which it refuses to; so it gets one that is thrown away."""
     with guard("sharing the weights out", computes=True), keeping_timeout():
         prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    accelerator._optimizers.remove(placeholder)
+    prepared_optimizers(accelerator).remove(placeholder)
     return prepared
 
 

@@ -19,6 +19,7 @@ from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparam
 from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import check_identity
 from slivertune.parallel.consistency.heartbeat import check_agreement
+from slivertune.parallel.zero.deepspeed_internals import follow_master, load_as_saved
 from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
 from slivertune.parallel.zero.schedule import GroupSchedule
@@ -131,7 +132,7 @@ class Checkpoints:
         if schedule.stage == 3:
             zero.checkpoint_event_prologue()
         with reading_first(schedule.engine, folder):
-            loaded = schedule.engine._load_checkpoint(str(load_dir), tag, load_optimizer_states=True, **rest)
+            loaded = load_as_saved(schedule.engine, load_dir, tag, **rest)
         schedule.follow_counters()
         for name, value in shares.first["scaler"].items():
             setattr(schedule.children[schedule.active].loss_scaler, name, value)
@@ -166,7 +167,7 @@ class Checkpoints:
                 optimizer.load_state_dict({"state": state, "param_groups": inner})
         if schedule.stage == 3:
             for index in range(len(mover.masters)):
-                child._reassign_or_swap_out_partitioned_parameters(index)
+                follow_master(child, index)
 
     def _pieces(self, group: int) -> list[list[ShareFragment]]:
         names = {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
@@ -233,7 +234,7 @@ class Checkpoints:
             master.data.copy_(value)
             if schedule.stage == 3:
                 # DeepSpeed restores these weights as frozen ones, unless those were left out of the checkpoint.
-                child._reassign_or_swap_out_partitioned_parameters(index)
+                follow_master(child, index)
 
     def _read(self, folder: Path) -> dict[str, Any]:
         """This rank's file; all ranks fail together if one can't read its own."""

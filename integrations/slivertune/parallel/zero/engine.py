@@ -9,8 +9,10 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DeepSpeedSchedulerWrapper
 from torch import nn
 
+from slivertune.parallel.accelerate_internals import prepared_optimizers
 from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.consistency.timeouts import keeping_timeout
+from slivertune.parallel.zero.deepspeed_internals import schedule_of_config
 
 
 def prepare_over(
@@ -64,7 +66,8 @@ def replace_prepared(accelerator: Any, prepared: list[Any], old: Any, new: Any, 
         engine: DeepSpeed's.
     """
     prepared[next(index for index, each in enumerate(prepared) if each is old)] = new
-    accelerator._optimizers[accelerator._optimizers.index(old)] = new
+    kept = prepared_optimizers(accelerator)
+    kept[kept.index(old)] = new
     for each in prepared:
         if isinstance(each, DeepSpeedSchedulerWrapper):
             each.scheduler = engine.lr_scheduler
@@ -80,4 +83,4 @@ def drive_by_config(engine: Any, optimizer: torch.optim.Optimizer) -> None:
         optimizer: Whose param groups it is to drive.
     """
     if engine.lr_scheduler is not None and engine.client_lr_scheduler is None:
-        engine.lr_scheduler = engine._scheduler_from_config(optimizer)
+        engine.lr_scheduler = schedule_of_config(engine, optimizer)

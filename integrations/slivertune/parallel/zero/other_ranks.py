@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slivertune.core.manifest import read_entries
+from slivertune.parallel.zero.deepspeed_internals import reading_files
 
 _WHOLE_MODEL_FILE = "mp_rank_00_model_states.pt"
 _SHARED_MODEL_FILE = "zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
@@ -38,13 +39,12 @@ def reading_first(engine: Any, folder: Path) -> Iterator[None]:
         kept = {key: value for key, value in checkpoint.items() if key != _FROZEN}
         return own_load(kept, *args, **options)
 
-    engine._get_all_ckpt_names = lambda *_: [str(path)]
     if is_shared:
         engine.load_module_state_dict = load_unshared
     try:
-        yield
+        with reading_files(engine, [str(path)]):
+            yield
     finally:
-        del engine._get_all_ckpt_names
         if is_shared:
             del engine.load_module_state_dict
 

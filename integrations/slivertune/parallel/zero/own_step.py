@@ -20,6 +20,7 @@ from slivertune.core.sliver import Sliver
 from slivertune.parallel.checkpoint.manifests import seal_engine
 from slivertune.parallel.consistency.explain import explain_engine
 from slivertune.parallel.consistency.timeouts import follow_default_timeout
+from slivertune.parallel.zero.deepspeed_internals import load_as_saved
 from slivertune.parallel.zero.engine import drive_by_config
 from slivertune.parallel.zero.other_ranks import fill_frozen, first_states, ranks_of_states, reading_first
 from slivertune.parallel.zero.unsupported import fill_clipping
@@ -98,7 +99,7 @@ def _read_by_any_ranks(engine: Any) -> None:
         assert num_saved is not None
         folder = Path(load_dir) / tag
         with reading_first(engine, folder):
-            loaded = engine._load_checkpoint(load_dir, tag, load_optimizer_states=True, **options)
+            loaded = load_as_saved(engine, load_dir, tag, **options)
         if engine.zero_optimization_stage() == 3:
             engine.empty_partition_cache()
             fill_frozen(engine, folder, num_saved, ())

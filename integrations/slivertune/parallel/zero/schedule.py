@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.backward import at_end_of_backward, running_backward
 from slivertune.core.hyperparameters import PushedHyperparameters, own_hyperparameters
+from slivertune.core.torch_internals import at_end_of_backward, mark_stepped, running_backward
 from slivertune.hift import HiFT
 from slivertune.hift.backward_watch import BackwardWatch
 from slivertune.hift.freezing import Freezer
@@ -27,6 +27,12 @@ from slivertune.hift.skipping import SkipNotices
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import applied_settings
+from slivertune.parallel.zero.deepspeed_internals import (
+    masters_listed,
+    new_zero_optimizer,
+    note_step_without_update,
+    set_owner,
+)
 from slivertune.parallel.zero.flat_memory import check_flat_memory
 from slivertune.parallel.zero.state_mover import StateMover
 
@@ -99,9 +105,7 @@ class GroupSchedule:
         for group, child in self.children.items():
             child.optimizer.register_step_pre_hook(functools.partial(self._push_hyperparameters, group))
             if self.stage == 3:
-                # Each optimizer has claimed all parameters of the module for itself.
-                for parameter in self._weights[group]:
-                    parameter._z3_optimizer = child  # type: ignore[attr-defined]
+                set_owner(self._weights[group], child)
         self._activate(self.active)
         self._check = ModelCheck(model, self.optimizer.trained_weights)
         self._engine_step = engine.step
@@ -175,14 +179,8 @@ class GroupSchedule:
         Args:
             group: Its index.
         """
-        child = self.children[group]
-        if self.stage == 3:
-            child._set_fp32_optimizer_param_groups()
-        try:
-            yield child.optimizer
-        finally:
-            if self.stage == 3:
-                child._clear_fp32_optimizer_param_groups()
+        with masters_listed(self.children[group], self.stage) as optimizer:
+            yield optimizer
 
     @contextmanager
     def all_trainable(self, wanted: bool) -> Iterator[None]:
@@ -212,8 +210,7 @@ class GroupSchedule:
 
     def _build(self, group: int, first: Any) -> None:
         self._freezer.only(self._weights[group], lambda _: None)
-        child = self.engine._configure_zero_optimizer(optimizer_of_group(self.optimizer, group))
-        child.register_grad_acc_post_hook(self.engine._backward_post_hook)
+        child = new_zero_optimizer(self.engine, optimizer_of_group(self.optimizer, group))
         if self.stage == 3:
             # Each brings its own hooks on every module, which would gather the weights once for each group.
             child.parameter_offload.destroy()
@@ -347,12 +344,12 @@ class GroupSchedule:
         child.zero_grad()
         # The zeros of its backward, which the next one would add to.
         child.averaged_gradients = dict.fromkeys(child.averaged_gradients)
-        engine._step_applied = False
+        note_step_without_update(engine)
         engine.skipped_steps += 1
         engine.global_steps += 1
         engine.micro_steps += 1
         engine.global_samples += engine.train_batch_size()
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self.optimizer)
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.step()
         self._end_step()
@@ -365,4 +362,4 @@ class GroupSchedule:
             index = inner[PARAM_GROUP]
             self._pushed[group, index].push(inner, outer_groups[index], self._applied[index])
         # A torch schedule built over HiFT asks whether its optimizer has stepped.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(self.optimizer)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.offload_buffer import OffloadBuffer, aligned, host_buffer
+from slivertune.parallel.zero.deepspeed_internals import link_fragments, unlink_fragments
 
 _Key = tuple[int, str]
 """Index of a master, and the name of a state of it; "" is the master itself."""
@@ -158,14 +159,9 @@ class StateMover:
         return self._optimizer.grad_partitions_flat_buffer if self._stage == 3 else None
 
     def _unlink_fragments(self) -> None:
-        # DeepSpeed's views into the masters (for `safe_get_full_fp32_param`) would keep their memory.
         if self._stage != 3:
-            for parameters in self._optimizer.bit16_groups:
-                for parameter in parameters:
-                    parameter._hp_mapping = None
+            unlink_fragments(self._optimizer)
 
     def _link_fragments(self) -> None:
         if self._stage != 3:
-            self._optimizer._link_all_hp_params()
-            # State is linked by DeepSpeed after the next step.
-            self._optimizer._hp_optimizer_states_linked = False
+            link_fragments(self._optimizer)

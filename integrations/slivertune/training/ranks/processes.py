@@ -10,6 +10,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
+from slivertune.parallel.accelerate_internals import forget_state
 from slivertune.parallel.zero.shm_comm import check_build
 from slivertune.planning.four_bit_rules import clash_with_zero3
 
@@ -118,9 +119,9 @@ def _configured(values: dict[str, Any]) -> dict[str, Any]:
     """With --deepspeed, `TrainingArguments` takes the backend for GPUs, whatever `ddp_backend` says."""
     if not values.get("deepspeed"):
         return {}
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import PartialState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_state()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     return {"accelerator_config": {"use_configured_state": True}}

@@ -1,0 +1,165 @@
+"""What the library relies on of torch that torch does not document, the same from torch 2.11 to 2.13.
+
+Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
+test can tell with a clear word which has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "is_traceable_wrapper_subclass",
+    "tree_leaves",
+]
+
+RELIED_ON: Mapping[str, str] = {
+    "torch._C._current_graph_task_id": "tells one backward pass from another",
+    "torch.autograd.Variable._execution_engine.queue_callback": "calls at the end of a backward pass",
+    "torch._C._get_dispatch_mode": "tells whether tensors have no data",
+    "torch._C._TorchDispatchModeKey.FAKE": "tells whether tensors have no data",
+    "torch._subclasses.fake_tensor.FakeTensor": "tells tensors without data",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "runs a step on tensors without data",
+    "torch._subclasses.fake_tensor.DataDependentOutputException": "says that a step needs values",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException": "says that a step needs values",
+    "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "takes tensor subclasses apart",
+    "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
+    "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
+    "torch.ops.aten._unique2.default": "the operator whose result's size depends on values",
+    "torch.ops.aten._scaled_dot_product_attention_math.default": "attention as plain products",
+    "torch.Tensor._version": "counts the writes into a tensor",
+    "torch.UntypedStorage._cdata": "names a storage",
+    "torch.nn.Module()._modules": "the children of a module, None and repetitions included",
+    "torch.nn.Module()._buffers": "replaces a buffer",
+    "torch.nn.modules.conv._ConvNd": "all convolutions",
+    "torch.distributed.distributed_c10d._get_default_group": "the process group of a run",
+    "torch.distributed.distributed_c10d._get_default_store": "the store that the ranks share",
+    "torch.distributed.distributed_c10d._get_default_timeout": "tells a timeout that nobody has set",
+    "torch.distributed.distributed_c10d._set_pg_timeout": "lets all process groups keep the user's timeout",
+    "torch.distributed.distributed_c10d._world.pg_map": "all process groups",
+    "torch.distributed.ProcessGroup._device_types": "the timeout of a process group",
+    "torch.distributed.ProcessGroup._get_backend": "the timeout of a process group",
+}
+"""By dotted name: what for. `Class()` is an instance."""
+
+NO_BACKWARD = -1
+"""In place of a backward's number."""
+READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
+"""The operator of `tensor.item()`."""
+FINDS_DISTINCT_VALUES = torch.ops.aten._unique2.default
+"""The operator of `tensor.unique()`."""
+Convolution = nn.modules.conv._ConvNd
+"""Base class of all convolutions."""
+
+
+def running_backward() -> int:
+    """The number of the backward pass that this thread runs a part of; `NO_BACKWARD` outside of any."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that runs now is over; never if it fails. Only inside of one.
+
+    Functions are called in the order in which they were given, after the last gradient is accumulated.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)
+
+
+def is_without_data() -> bool:
+    """Whether tensors that are made now have sizes and no data."""
+    return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+
+
+def plain_attention(*tensors: Any, **options: Any) -> Any:
+    """Attention as matrix products and a softmax; arguments and results are the operator's."""
+    return torch.ops.aten._scaled_dot_product_attention_math(*tensors, **options)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor, or another view of its memory, was written to."""
+    return tensor._version
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that a living storage shares with no other."""
+    key: int = storage._cdata
+    return key
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's children by name, None and repetitions included; the living dictionary."""
+    return module._modules
+
+
+def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Put another tensor in a buffer's place."""
+    module._buffers[name] = value
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedules know that an optimizer has stepped, where an engine steps in its place."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def default_group() -> Any:
+    """The process group of the run; there has to be one."""
+    return dist.distributed_c10d._get_default_group()
+
+
+def default_store() -> Any:
+    """The store of the run's process group; torchrun's own agent uses this one."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[Any]:
+    """All process groups that this rank is in; none outside of a run on several ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """How long collectives of a process group wait; None if its backend does not tell.
+
+    Args:
+        group: The process group.
+    """
+    for device in group._device_types:
+        options = getattr(group._get_backend(torch.device(device)), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timedelta(seconds=timeout.total_seconds())
+    return None
+
+
+def default_timeout_of(group: Any) -> timedelta:
+    """What torch itself takes for a process group of this backend."""
+    return dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """Let collectives of a process group wait so long; torchtitan shortens timeouts in this way."""
+    dist.distributed_c10d._set_pg_timeout(timeout, group)

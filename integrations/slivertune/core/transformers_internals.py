@@ -1,0 +1,78 @@
+"""What the library relies on of transformers that it does not document, in transformers 5.23.
+
+Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
+test can tell with a clear word which has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+RELIED_ON: Mapping[str, str] = {
+    "transformers.PreTrainedConfig()._attn_implementation": "the attention that a model was made with",
+    "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping": "what a registry has of its own",
+    "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping": "what was registered for all registries",
+    "transformers.PreTrainedModel.loss_function": "kept as `_loss_function` where it was set",
+    "transformers.TrainingArguments.n_gpu": "kept as `_n_gpu` where it was set",
+    "transformers.Trainer._run_epoch": "a run that is resumed at its end makes no update",
+    "transformers.Trainer._load_from_checkpoint": "sharded weights are read by one process",
+    "transformers.Trainer._load_optimizer_and_scheduler": "sharded weights are read by one process",
+}
+"""By dotted name: what for. `Class()` is an instance."""
+
+
+def attention_of(config: Any) -> str:
+    """Name of the attention that a configuration's models use."""
+    name: str = config._attn_implementation
+    return name
+
+
+def has_own(registry: Any, name: str) -> bool:
+    """Whether a registry of functions has an entry of its own, above those of all registries."""
+    return name in registry._local_mapping
+
+
+def shared_entry(registry: Any, name: str) -> Any:
+    """What was registered for all registries of this kind; None if nothing was."""
+    return registry._global_mapping.get(name)
+
+
+def forget_own_loss(model: Any) -> None:
+    """Let a model have the loss function of its class again, where one was set."""
+    del model._loss_function
+
+
+def use_one_device(arguments: Any) -> None:
+    """Let a Trainer with these arguments train on one device of this process, however many are visible."""
+    arguments._n_gpu = 1
+
+
+def wrap_epoch(trainer: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Override the method of a Trainer that runs an epoch, on this instance.
+
+    Args:
+        trainer: The Trainer.
+        wrap: From the method to what takes its place.
+    """
+    trainer._run_epoch = wrap(trainer._run_epoch)
+
+
+@contextmanager
+def reading_by(
+    trainer: Any, *, weights: Callable[..., None], optimizer_and_schedule: Callable[..., None]
+) -> Iterator[None]:
+    """Inside, a Trainer that resumes reads a checkpoint by these, on this instance.
+
+    Args:
+        trainer: The Trainer.
+        weights: Takes the folder, and maybe the model.
+        optimizer_and_schedule: Takes the folder, or None.
+    """
+    own = trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler
+    trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler = weights, optimizer_and_schedule
+    try:
+        yield
+    finally:
+        trainer._load_from_checkpoint, trainer._load_optimizer_and_scheduler = own

@@ -1,0 +1,51 @@
+"""What the library relies on of accelerate that it does not document, in accelerate 1.15.
+
+Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
+test can tell with a clear word which has moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.state import AcceleratorState
+
+RELIED_ON: Mapping[str, str] = {
+    "accelerate.Accelerator()._optimizers": "which optimizers a checkpoint has",
+    "accelerate.Accelerator()._load_model_state_pre_hook": "weights are read before what trains them",
+    "accelerate.state.AcceleratorState._reset_state": "a second run in one process",
+}
+"""By dotted name: what for. `Class()` is an instance."""
+
+
+def prepared_optimizers(accelerator: Any) -> list[Any]:
+    """The optimizers that an Accelerator has prepared; the living list."""
+    optimizers: list[Any] = accelerator._optimizers
+    return optimizers
+
+
+def set_prepared_optimizers(accelerator: Any, optimizers: list[Any]) -> None:
+    """Let an Accelerator save and load these."""
+    accelerator._optimizers = optimizers
+
+
+def mark_prepared(*objects: Any) -> None:
+    """Let accelerate leave these as they are when it is given them again."""
+    for each in objects:
+        each._is_accelerate_prepared = True
+
+
+def load_first(accelerator: Any, hook: Any) -> None:
+    """Call a hook before all others when a checkpoint is loaded.
+
+    Args:
+        accelerator: The Accelerator.
+        hook: What `register_load_state_pre_hook` returned.
+    """
+    accelerator._load_model_state_pre_hook.move_to_end(hook.id, last=False)
+
+
+def forget_state() -> None:
+    """Forget what accelerate keeps of an earlier run in this process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
