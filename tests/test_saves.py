@@ -25,7 +25,7 @@ from slivertune.planning.answer import Answer
 from slivertune.planning.plot import draw
 from slivertune.tokentune.quality import GradientQuality, QualityRow
 from slivertune.training.embedded.base_model import BaseRecipe, save_base_model
-from slivertune.training.methods.method import DenseMethod
+from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from tests.deltas.files import UP, write_deltas
 from tests.helpers.faults import Fault, Operations, counted, denied, error_of, full_disk, hidden, interrupted

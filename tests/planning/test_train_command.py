@@ -54,14 +54,14 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
     assert arguments.data.dataset == DATASET
     assert arguments.data.task == request.task
     assert arguments.data.max_length == request.seq_length
-    assert arguments.method.method == request.method
+    assert arguments.method.name == request.method
     assert arguments.model.load_in_4bit == request.load_in_4bit
     assert arguments.tokens.token_ratio == request.token_ratio
     assert training.per_device_train_batch_size == request.batch_size
     assert training.gradient_accumulation_steps == request.gradient_accumulation_steps
     assert training.activation_checkpointing == request.gradient_checkpointing
     if request.method == "hift":
-        config = arguments.hift.config(seed=0)
+        config = arguments.method.options.config(seed=0)
         assert config.layers_per_group == request.layers_per_group
         assert config.stream_bytes == request.stream_bytes
         assert config.state == request.state
@@ -70,9 +70,9 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
         assert request.precision in ("fp32", "mixed") or config.master == request.master_kind
     if request.method == "sft":
         for name in ("density", "selection", "reselection_interval", "estimation_steps", "replacement_rate"):
-            assert getattr(arguments.sft, name) == getattr(request, name), name
+            assert getattr(arguments.method.options, name) == getattr(request, name), name
     if request.method == "lora":
-        assert arguments.lora.lora_rank == request.lora_rank
+        assert arguments.method.options.lora_rank == request.lora_rank
 
 
 @pytest.mark.parametrize("precision", get_args(PrecisionName))
@@ -130,4 +130,4 @@ def test_disk_state_gets_a_folder_and_the_allocator_a_word() -> None:
 
 def test_the_start_of_every_search_has_a_command(tmp_path: Path) -> None:
     for method in planned_methods():
-        assert parsed(start_of_search({"method": method}), tmp_path / method).method.method == method
+        assert parsed(start_of_search({"method": method}), tmp_path / method).method.name == method

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from slivertune.training.models import load_model, open_model
-from slivertune.training.options.model import ModelArguments
+from slivertune.training.options.arguments import ModelArguments
 from slivertune.training.precision import Precision
 from slivertune.training.tasks.task import Task
 from tests.training.tiny import byte_tokenizer, llama_config

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from slivertune.training.options.method import Method
-from slivertune.training.options.model import WeightsDtype
+from slivertune.training.methods.registry import TRAIN_METHODS
+from slivertune.training.options.arguments import WeightsDtype
 from slivertune.training.precision import choose_precision
 
 TABLE = {
@@ -38,18 +38,18 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("method", "weights_dtype", "bf16"), list(TABLE))
-def test_the_table_of_precisions(method: Method, weights_dtype: WeightsDtype, bf16: bool) -> None:
-    precision = choose_precision(method, weights_dtype, bf16=bf16, fp16=False)
+def test_the_table_of_precisions(method: str, weights_dtype: WeightsDtype, bf16: bool) -> None:
+    precision = choose_precision(TRAIN_METHODS[method].bf16_use, weights_dtype, bf16=bf16, fp16=False)
     assert (precision.loading, precision.autocast) == TABLE[method, weights_dtype, bf16]
 
 
 @pytest.mark.parametrize(("method", "weights_dtype"), list(product(("dense", "hift", "sft", "lora"), ("auto", "fp32"))))
-def test_fp16_is_autocast_over_fp32_weights(method: Method, weights_dtype: WeightsDtype) -> None:
-    precision = choose_precision(method, weights_dtype, bf16=False, fp16=True)
+def test_fp16_is_autocast_over_fp32_weights(method: str, weights_dtype: WeightsDtype) -> None:
+    precision = choose_precision(TRAIN_METHODS[method].bf16_use, weights_dtype, bf16=False, fp16=True)
     assert (precision.loading, precision.autocast) == ("fp32", "fp16")
 
 
 @pytest.mark.parametrize(("weights_dtype", "bf16"), list(product(("auto", "fp32", "bf16"), (False, True))))
 def test_beside_4_bit_weights_sft_computes_as_lora_does(weights_dtype: WeightsDtype, bf16: bool) -> None:
-    precision = choose_precision("sft", weights_dtype, bf16=bf16, fp16=False, four_bit=True)
+    precision = choose_precision("weights", weights_dtype, bf16=bf16, fp16=False, four_bit=True)
     assert (precision.loading, precision.autocast) == TABLE["lora", weights_dtype, bf16]

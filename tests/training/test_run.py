@@ -221,7 +221,8 @@ def test_the_default_prompt_fits_rows_of_any_length_and_one_that_was_typed_must(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The embedded data's own prompt, over a file of the same texts.
-    monkeypatch.setattr("slivertune.training.options.parse.method_defaults", lambda **_: {"sample_prompt": "x" * 33})
+    defaults = {"sample_prompt": "x" * 33, "report_to": "none"}
+    monkeypatch.setattr("slivertune.training.options.parse.default_values", lambda *_: defaults)
     data = write_texts(tmp_path)
     short = ("--max_length", "32", "--max_steps", "1")
     train(tiny_base, data, tmp_path / "out", *short)

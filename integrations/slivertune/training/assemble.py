@@ -13,9 +13,9 @@ from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.training.callbacks import CheckpointMarker, EvaluateFirst, NonFiniteGuard
 from slivertune.training.data.splits import load_from_arguments
 from slivertune.training.embedded.default import prepare_base_model, reference_splits
+from slivertune.training.four_bit import num_weights
 from slivertune.training.loss import attach_loss
-from slivertune.training.methods import TrainingMethod, choose_method
-from slivertune.training.methods.four_bit import num_weights
+from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import attach_tokens
 from slivertune.training.models import ModelSource, load_model, open_model
 from slivertune.training.options.defaults import BASE_RECIPE
@@ -55,8 +55,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     """
     coordinator = coordinator or LaunchCoordinator()
     training = arguments.training
-    method = choose_method(arguments)
-    facts = _facts(arguments, method)
+    method = arguments.method
+    facts = _facts(arguments)
     set_seed(training.seed)
     bar = not training.disable_tqdm and coordinator.is_first
     embedded = None
@@ -71,14 +71,13 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         attn_implementation=arguments.model.attn_implementation,
         four_bit_device=training.device if arguments.model.load_in_4bit else None,
     )
-    model = method.adapt(loaded.model, task, loaded.new_modules)
+    model = method.adapt(loaded, task)
     num_parameters, num_trainable = _count_weights(model)
     display = Display(console, bar=bar)
     _settle(arguments, display)
     marker = CheckpointMarker(facts, training.save_total_limit)
     training.save_total_limit = None
-    steps_in_backward = method.name == "hift" and arguments.hift.step_in_backward
-    guard = NonFiniteGuard(arguments.method.non_finite_limit, display.say, stops=steps_in_backward)
+    guard = NonFiniteGuard(arguments.run.non_finite_limit, display.say, stops=method.steps_in_backward)
     evaluate_first = EvaluateFirst()
     with method.admit(model):
         trainer = Trainer(
@@ -101,7 +100,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
     method.attach(trainer)
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
-    loss = attach_loss(trainer, task, display.say, wanted=arguments.method.chunked_cross_entropy)
+    loss = attach_loss(trainer, task, display.say, wanted=arguments.run.chunked_cross_entropy)
     # Last of all that write into checkpoints.
     keep_manifest_last(trainer, marker)
     stop_at_the_end(trainer)
@@ -125,8 +124,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
             trainer,
             task,
             source.tokenizer,
-            asked=arguments.method.sample_prompt,
-            num_tokens=arguments.method.sample_tokens,
+            asked=arguments.run.sample_prompt,
+            num_tokens=arguments.run.sample_tokens,
             cut="sample_prompt" not in arguments.given,
         ),
         facts=facts,
@@ -141,12 +140,12 @@ def _count_weights(model: torch.nn.Module) -> tuple[int, int]:
     return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)
 
 
-def _facts(arguments: TrainArguments, method: TrainingMethod) -> dict[str, Any]:
+def _facts(arguments: TrainArguments) -> dict[str, Any]:
     """What checkpoints should carry; for a resumed run, what its checkpoint carries, if the method is the same."""
     # What is off is None, as it is where an older checkpoint does not know of it.
     facts: dict[str, Any] = {
-        "method": method.name,
-        **method.facts(),
+        "method": arguments.method.name,
+        **arguments.method.facts(),
         "load_in_4bit": arguments.model.load_in_4bit or None,
         "token_ratio": arguments.tokens.token_ratio,
         "token_pattern": arguments.tokens.token_pattern,
@@ -193,15 +192,15 @@ def _add_ledger(
     training = arguments.training
     if "logging_steps" not in arguments.given:
         training.logging_steps = method.logging_steps()
-    if arguments.method.memory_ledger == "off" or not coordinator.is_first:
+    if arguments.run.memory_ledger == "off" or not coordinator.is_first:
         return None
     if coordinator.world_size > 1:
         display.say(f"the memory ledger is rank 0's, one of {coordinator.world_size}")
     if training.torch_compile:
         display.say("the memory ledger is off: it can't see into what torch.compile makes")
         return None
-    num_cycles = _COUNTED_CYCLES if arguments.method.memory_ledger == "first_cycles" else None
+    num_cycles = _COUNTED_CYCLES if arguments.run.memory_ledger == "first_cycles" else None
     model: Any = trainer.model
-    ledger = LedgerLines(model, method.cycle(), display.say, num_cycles, method.claim_state)
+    ledger = LedgerLines(model, method.cycle, display.say, num_cycles, method.claim_state)
     trainer.add_callback(ledger)
     return ledger

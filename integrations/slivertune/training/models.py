@@ -17,8 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from slivertune.training.methods.four_bit import four_bit_options, prepare_four_bit
-from slivertune.training.options.model import ModelArguments
+from slivertune.training.four_bit import four_bit_options, prepare_four_bit
+from slivertune.training.options.arguments import ModelArguments
 from slivertune.training.precision import Precision
 from slivertune.training.tasks.task import Task
 
@@ -74,7 +74,9 @@ class LoadedModel:
     model: PreTrainedModel
     """Where it was loaded: on the CPU, or, if it is quantised, on the device where it trains."""
     new_modules: tuple[str, ...]
-    """Paths of the modules with new weights, from torch's seed, such as a classifier's head."""
+    """Paths of the modules with new weights, from torch's seed, such as a classifier's head, sorted."""
+    revision: str | None = None
+    """That of the model on the hub, which an adapter remembers."""
 
 
 def load_model(
@@ -117,7 +119,7 @@ def load_model(
     if four_bit_device is not None:
         prepare_four_bit(model)
     new_modules = sorted({name.rpartition(".")[0] for name in report["missing_keys"] if "." in name})
-    return LoadedModel(model=model, new_modules=tuple(new_modules))
+    return LoadedModel(model=model, new_modules=tuple(new_modules), revision=source.options.get("revision"))
 
 
 def _dtype(config: Any, precision: Precision) -> torch.dtype:

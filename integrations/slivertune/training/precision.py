@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slivertune.training.options.method import Method
-from slivertune.training.options.model import WeightsDtype
+from slivertune.training.options.arguments import WeightsDtype
 
 Loading = Literal["fp32", "bf16", "stored"]
 Autocast = Literal["no", "bf16", "fp16"]
 
-_BEYOND_BF16: tuple[Method, ...] = ("hift", "sft")
-"""Methods that keep in fp32 what bf16 weights have no room for."""
+Bf16Use = Literal["autocast", "weights", "both"]
+"""What a method takes `--bf16` for: `autocast` over fp32 weights; bf16 `weights`, where it keeps in fp32 what these
+have no room for; `both`, where they are frozen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,7 +26,7 @@ class Precision:
 
 
 def choose_precision(
-    method: Method,
+    bf16_use: Bf16Use,
     weights_dtype: WeightsDtype,
     *,
     bf16: bool,
@@ -48,7 +48,7 @@ def choose_precision(
     are fp32, as LoRA does.
 
     Args:
-        method: How the model is trained.
+        bf16_use: What `--bf16` means to the method.
         weights_dtype: `--weights_dtype`.
         bf16: `--bf16`, or a launcher's mixed precision.
         fp16: `--fp16`, or a launcher's; not together with `bf16`.
@@ -67,12 +67,12 @@ def choose_precision(
         if weights_dtype == "bf16":
             raise ValueError("--fp16 autocast needs fp32 weights; leave out --weights_dtype bf16, or take --bf16")
         return Precision(loading="fp32", autocast="fp16")
-    if method == "lora" or four_bit:
+    if bf16_use == "both" or four_bit:
         is_bf16 = bf16 or weights_dtype == "bf16"
         loading: Loading = "bf16" if is_bf16 and weights_dtype != "fp32" else "fp32"
         return Precision(loading=loading, autocast="bf16" if is_bf16 else "no")
-    if weights_dtype == "bf16" or (weights_dtype == "auto" and bf16 and method in _BEYOND_BF16):
+    if weights_dtype == "bf16" or (weights_dtype == "auto" and bf16 and bf16_use == "weights"):
         return Precision(loading="bf16", autocast="no")
-    if weights_dtype == "auto" and method in _BEYOND_BF16:
+    if weights_dtype == "auto" and bf16_use == "weights":
         return Precision(loading="stored", autocast="no")
     return Precision(loading="fp32", autocast="bf16" if bf16 else "no")

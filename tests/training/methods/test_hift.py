@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.training.methods.hift import HiFTMethod
-from slivertune.training.options.hift import HiFTArguments
+from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import make_trainer
 
 
 def attached(folder: Path, **settings: int) -> HiFTMethod:
-    method = HiFTMethod(HiFTArguments(**settings), seed=0)
+    method = HiFTMethod(HiFTArguments(**settings))
     method.attach(make_trainer(folder))
     return method
 
@@ -35,4 +34,4 @@ def test_a_line_takes_as_many_whole_rounds_as_make_eight_updates(
 
 def test_it_says_so_when_it_is_asked_before_it_is_attached() -> None:
     with pytest.raises(RuntimeError, match="attached to no Trainer; call attach first"):
-        HiFTMethod(HiFTArguments(), seed=0).lines()
+        HiFTMethod(HiFTArguments()).lines()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from slivertune.training.methods import DenseMethod
+from slivertune.training.methods.dense import DenseMethod
 from tests.helpers.models import tiny_llama
 
 

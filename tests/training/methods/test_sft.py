@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from slivertune.core.ledger import Ledger
-from slivertune.training.methods.sft import SFTMethod
-from slivertune.training.options.sft import SFTArguments
+from slivertune.training.methods.sft import SFTArguments, SFTMethod
+from slivertune.training.models import LoadedModel
 from tests.helpers.models import tiny_llama
 from tests.training.test_callbacks import make_trainer
 from tests.training.test_models import make_task
 
 
 def attached(folder: Path, **settings: Any) -> SFTMethod:
-    method = SFTMethod(SFTArguments(**{"density": 0.1, **settings}), seed=0)
+    method = SFTMethod(SFTArguments(**{"density": 0.1, **settings}))
     method.attach(make_trainer(folder))
     return method
 
@@ -23,7 +23,7 @@ def attached(folder: Path, **settings: Any) -> SFTMethod:
 @pytest.mark.parametrize(("interval", "updates"), [(20, 20), (8, 8), (6, 12), (3, 9), (0, 8)])
 def test_a_line_takes_as_many_intervals_as_make_eight_updates(interval: int, updates: int) -> None:
     arguments = SFTArguments(density=0.1, reselection_interval=interval, estimation_steps=2)
-    assert SFTMethod(arguments, seed=0).logging_steps() == updates
+    assert SFTMethod(arguments).logging_steps() == updates
 
 
 def test_a_rate_that_nobody_chose_for_sft_is_pointed_at(tmp_path: Path) -> None:
@@ -47,21 +47,21 @@ def test_it_says_how_weights_are_chosen(settings: dict[str, Any], line: str, tmp
 
 def test_it_says_so_when_it_is_asked_before_it_is_attached() -> None:
     with pytest.raises(RuntimeError, match="attached to no Trainer; call attach first"):
-        SFTMethod(SFTArguments(), seed=0).lines()
+        SFTMethod(SFTArguments()).lines()
 
 
 def test_the_runs_seed_decides_the_first_choice(tmp_path: Path) -> None:
     chosen = []
     for seed in (0, 0, 1):
-        method = SFTMethod(SFTArguments(density=0.1), seed)
-        method.attach(make_trainer(tmp_path))
+        method = SFTMethod(SFTArguments(density=0.1))
+        method.attach(make_trainer(tmp_path, seed=seed))
         chosen.append(torch.cat([delta.indices for delta in method.optimizer.deltas().values()]))
     assert torch.equal(chosen[0], chosen[1])
     assert not torch.equal(chosen[0], chosen[2])
 
 
 def test_a_ledger_that_is_entered_later_counts_all_state_once_it_is_claimed(tmp_path: Path) -> None:
-    method = SFTMethod(SFTArguments(density=0.1, reselection_interval=0), seed=0)
+    method = SFTMethod(SFTArguments(density=0.1, reselection_interval=0))
     trainer = make_trainer(tmp_path)
     method.attach(trainer)
     model: Any = trainer.model
@@ -72,14 +72,14 @@ def test_a_ledger_that_is_entered_later_counts_all_state_once_it_is_claimed(tmp_
 
 
 def test_new_weights_are_refused_and_pretrained_ones_taken_as_they_are() -> None:
-    method, model = SFTMethod(SFTArguments(), seed=0), tiny_llama()
-    assert method.adapt(model, make_task(), ()) is model  # type: ignore[arg-type]
+    method, model = SFTMethod(SFTArguments()), tiny_llama()
+    assert method.adapt(LoadedModel(model=model, new_modules=()), make_task()) is model  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^model.norm, score of LlamaForCausalLM is new, and --method sft trains"):
-        method.adapt(model, make_task(), ("score", "model.norm"))  # type: ignore[arg-type]
+        method.adapt(LoadedModel(model=model, new_modules=("model.norm", "score")), make_task())  # type: ignore[arg-type]
 
 
 def test_closing_takes_sft_off_and_keeps_what_was_learned(tmp_path: Path) -> None:
-    method = SFTMethod(SFTArguments(density=0.1), seed=0)
+    method = SFTMethod(SFTArguments(density=0.1))
     method.close()
     trainer = make_trainer(tmp_path)
     model: Any = trainer.model

@@ -12,7 +12,7 @@ from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.tokentune.config import TokenTune
 from slivertune.training.callbacks import CheckpointMarker
 from slivertune.training.methods.tokens import attach_tokens
-from slivertune.training.options.tokens import TokenArguments
+from slivertune.training.options.arguments import TokenArguments
 from tests.helpers.models import tiny_bert, tiny_llama
 from tests.training.test_callbacks import make_trainer
 

@@ -11,15 +11,12 @@ import torch
 from transformers import TrainingArguments
 
 from slivertune.hift.config import HiFTConfig
+from slivertune.training.methods.hift import HiFTArguments
+from slivertune.training.methods.lora import LoraArguments
+from slivertune.training.methods.sft import SFTArguments
+from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments
 from slivertune.training.options.data import DataArguments
-from slivertune.training.options.defaults import EMBEDDED_LEARNING_RATES
-from slivertune.training.options.hift import HiFTArguments
-from slivertune.training.options.lora import LoraArguments
-from slivertune.training.options.method import MethodArguments
-from slivertune.training.options.model import ModelArguments
 from slivertune.training.options.parse import make_parser, parse_train_arguments
-from slivertune.training.options.sft import SFTArguments
-from slivertune.training.options.tokens import TokenArguments
 
 PROMPTS = [
     *("--dataset", "d.csv"),
@@ -39,11 +36,12 @@ def test_help_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
         parse_train_arguments(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    kinds = (MethodArguments, HiFTArguments, SFTArguments, LoraArguments, TokenArguments, ModelArguments, DataArguments)
+    kinds = (RunArguments, HiFTArguments, SFTArguments, LoraArguments, TokenArguments, ModelArguments, DataArguments)
     for kind in (*kinds, TrainingArguments):
         for item in dataclasses.fields(kind):
             assert f"--{item.name}" in text or not item.init
-    titles = ("method", "method hift", "method sft", "method lora", "tokens", "model", "data")
+    assert "\n  --method {dense,hift,sft,lora}\n" in text
+    titles = ("run", "method hift", "method sft", "method lora", "tokens", "model", "data")
     for title in (*titles, "transformers.TrainingArguments"):
         assert f"\n{title}:\n" in text
 
@@ -56,11 +54,11 @@ def test_no_two_arguments_share_a_name() -> None:
 def test_nothing_given_is_hift_on_the_embedded_default() -> None:
     arguments = parse_train_arguments([])
     assert arguments.given == frozenset()
-    assert arguments.method.method == "hift"
+    assert arguments.method.name == "hift"
     assert arguments.model.model_name_or_path is None
     assert arguments.data.dataset is None
     assert arguments.data.packing is True
-    assert arguments.training.learning_rate == EMBEDDED_LEARNING_RATES["hift"]
+    assert arguments.training.learning_rate == 2e-3
     assert arguments.training.warmup_steps == 0 < parse_train_arguments(["--method", "dense"]).training.warmup_steps
     assert arguments.training.max_steps > 0
     assert arguments.training.report_to == []
@@ -86,7 +84,7 @@ def test_the_librarys_own_defaults_hold_for_other_models_and_data() -> None:
 
 
 def test_both_spellings_of_an_argument_are_taken() -> None:
-    assert parse_train_arguments(["--layers-per-group", "3"]).hift.layers_per_group == 3
+    assert parse_train_arguments(["--layers-per-group", "3"]).method.options.layers_per_group == 3
 
 
 def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None:
@@ -99,7 +97,7 @@ def test_hifts_settings_reach_its_config() -> None:
     arguments = parse_train_arguments(
         ["--order", "random", "--state", "disk", "--state_dir", "d", "--stream_bytes", "0", "--seed", "7"]
     )
-    config = arguments.hift.config(arguments.training.seed)
+    config = arguments.method.options.config(arguments.training.seed)
     assert config == HiFTConfig(order="random", state="disk", state_dir="d", stream_bytes=0, seed=7)
 
 
@@ -214,21 +212,23 @@ def test_a_launchers_mixed_precision_means_what_the_argument_means(monkeypatch: 
 
 def test_loras_settings_have_pefts_defaults_and_alpha_follows_the_rank() -> None:
     arguments = parse_train_arguments(["--method", "lora"])
-    assert arguments.lora == LoraArguments(lora_rank=16, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None)
-    assert (arguments.lora.alpha, arguments.lora.target_modules) == (32, "all-linear")
+    lora = arguments.method.options
+    assert lora == LoraArguments(lora_rank=16, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None)
+    assert (lora.alpha, lora.target_modules) == (32, "all-linear")
     assert arguments.training.output_dir == "runs/lora"
-    assert arguments.training.learning_rate == EMBEDDED_LEARNING_RATES["lora"]
+    assert arguments.training.learning_rate == 4e-3
     given = parse_train_arguments(
         ["--method", "lora", "--lora_rank", "4", "--lora_alpha", "6", "--lora_target_modules", "q_proj", "v_proj"]
     )
-    assert (given.lora.lora_rank, given.lora.alpha, given.lora.target_modules) == (4, 6, ["q_proj", "v_proj"])
+    lora = given.method.options
+    assert (lora.lora_rank, lora.alpha, lora.target_modules) == (4, 6, ["q_proj", "v_proj"])
 
 
 def test_a_single_target_is_a_name_and_no_pattern_unless_it_is_pefts_shorthand() -> None:
     # PEFT reads a string as a regular expression of whole paths, and a list as names.
     for given, expected in (("q_proj", ["q_proj"]), ("all-linear", "all-linear")):
         arguments = parse_train_arguments(["--method", "lora", "--lora_target_modules", given])
-        assert arguments.lora.target_modules == expected
+        assert arguments.method.options.target_modules == expected
 
 
 @pytest.mark.parametrize("method", ["dense", "hift", "sft", "lora"])

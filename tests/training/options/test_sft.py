@@ -7,13 +7,8 @@ from pathlib import Path
 import pytest
 
 from slivertune.sft.config import SFTConfig
-from slivertune.training.options.defaults import (
-    EMBEDDED_DENSITY,
-    EMBEDDED_LEARNING_RATES,
-    EMBEDDED_SM3_LEARNING_RATE,
-)
+from slivertune.training.methods.sft import EMBEDDED_DENSITY, SFTArguments
 from slivertune.training.options.parse import parse_train_arguments
-from slivertune.training.options.sft import SFTArguments
 
 RENAMED = {"targets": "sft_target_modules", "embeddings": "train_embeddings"}
 MOMENTUM = ("--selection", "momentum")
@@ -45,7 +40,7 @@ def test_sfts_settings_reach_its_config() -> None:
     given = ["--density", "0.2", "--reselection_interval", "9", "--estimation_steps", "4", "--replacement_rate", "0.5"]
     names = ["--sft_target_modules", "q_proj", "v_proj", "--train_embeddings", "--redistribute", "--packed"]
     arguments = parse_train_arguments(["--method", "sft", *given, *names, "--seed", "7"])
-    assert arguments.sft.config(arguments.training.seed) == SFTConfig(
+    assert arguments.method.options.config(arguments.training.seed) == SFTConfig(
         density=0.2,
         reselection_interval=9,
         estimation_steps=4,
@@ -57,22 +52,22 @@ def test_sfts_settings_reach_its_config() -> None:
         seed=7,
     )
     momentum = parse_train_arguments(["--method", "sft", *MOMENTUM, "--sft_momentum", "0.9", "--num_weights", "50"])
-    assert momentum.sft.config(seed=0) == SFTConfig(selection="momentum", num_weights=50)
-    assert momentum.sft.sft_momentum == 0.9
+    assert momentum.method.options.config(seed=0) == SFTConfig(selection="momentum", num_weights=50)
+    assert momentum.method.options.sft_momentum == 0.9
     fixed = parse_train_arguments(["--method", "sft", "--reselection_interval", "0", "--equivalent_lora_rank", "3"])
-    assert fixed.sft.config(seed=0) == SFTConfig(reselection_interval=None, equivalent_lora_rank=3)
+    assert fixed.method.options.config(seed=0) == SFTConfig(reselection_interval=None, equivalent_lora_rank=3)
 
 
 def test_the_embedded_model_has_a_share_and_a_rate_for_each_update_rule_of_its_own() -> None:
     arguments = parse_train_arguments(["--method", "sft"])
     assert arguments.training.output_dir == "runs/sft"
-    assert arguments.sft.density == EMBEDDED_DENSITY
-    assert arguments.training.learning_rate == EMBEDDED_LEARNING_RATES["sft"]
+    assert arguments.method.options.density == EMBEDDED_DENSITY
+    assert arguments.training.learning_rate == 8e-3
     momentum = parse_train_arguments(["--method", "sft", *MOMENTUM, "--equivalent_lora_rank", "2"])
-    assert momentum.sft.density is None
-    assert momentum.training.learning_rate == EMBEDDED_SM3_LEARNING_RATE != EMBEDDED_LEARNING_RATES["sft"]
+    assert momentum.method.options.density is None
+    assert momentum.training.learning_rate == 1e-1
     other = parse_train_arguments(["--method", "sft", "--model_name_or_path", "gpt2", "--dataset", "d.csv"])
-    assert other.sft == SFTArguments()
+    assert other.method.options == SFTArguments()
 
 
 @pytest.mark.parametrize(

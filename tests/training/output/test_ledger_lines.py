@@ -4,25 +4,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerCallback
 
 from slivertune.core.ledger import claim
-from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import Rotation
-from slivertune.interop import attach
-from slivertune.training.output.ledger_lines import DenseCycle, HiFTCycle, LedgerLines
+from slivertune.training.methods import hift as hift_method
+from slivertune.training.methods.dense import DenseMethod
+from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
+from slivertune.training.output.ledger_lines import LedgerLines
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import ROWS, make_trainer
 
 
 def test_cycles_are_counted_by_steps_or_by_log_lines() -> None:
     rotation = Rotation(order=(0, 1, 2, 3, 4), steps_per_group=1, updates=23, skipped={4: 2})
-    optimizer: Any = SimpleNamespace(rotation=rotation, cycle_length=5)
+    method = HiFTMethod(HiFTArguments())
+    method._attached = SimpleNamespace(rotation=rotation, cycle_length=5)
     state: Any = SimpleNamespace(global_step=25, logging_steps=10)
-    assert (HiFTCycle(optimizer, 2).num_done(state), HiFTCycle(optimizer, 2).name(2)) == (2, "cycle    4")
-    cycle = DenseCycle()
-    assert (cycle.num_done(state), cycle.name(2)) == (2, "step   20")
+    assert method.cycle(state) == (2, "cycle    4")
+    assert DenseMethod().cycle(state) == (2, "step   20")
 
 
 def test_a_leak_shows_as_bytes_that_no_one_claimed(tmp_path: Path) -> None:
@@ -36,7 +38,7 @@ def test_a_leak_shows_as_bytes_that_no_one_claimed(tmp_path: Path) -> None:
     for callbacks in ([], [Leak()]):
         model = tiny_llama()
         trainer = make_trainer(tmp_path, *callbacks, model=model, max_steps=4)
-        ledger = LedgerLines(model, DenseCycle(), lambda line: None)
+        ledger = LedgerLines(model, DenseMethod().cycle, lambda line: None)
         trainer.add_callback(ledger)
         trainer.train()
         assert ledger.highest is not None
@@ -53,7 +55,7 @@ def test_a_line_is_about_its_own_cycle_alone_and_the_peak_about_all(tmp_path: Pa
     said: list[str] = []
     model = tiny_llama()
     trainer = make_trainer(tmp_path, Borrow(), model=model, max_steps=2, optim="sgd")
-    ledger = LedgerLines(model, DenseCycle(), said.append)
+    ledger = LedgerLines(model, DenseMethod().cycle, said.append)
     trainer.add_callback(ledger)
     trainer.train()
     assert ["state on the device 50.0 MB" in line for line in said] == [True, False]
@@ -69,7 +71,7 @@ def test_evaluation_is_not_counted(tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path, model=model, max_steps=4, eval_strategy="steps", eval_steps=1)
         trainer.args.per_device_eval_batch_size = num_rows
         trainer.eval_dataset = ROWS
-        ledger = LedgerLines(model, DenseCycle(), lambda line: None)
+        ledger = LedgerLines(model, DenseMethod().cycle, lambda line: None)
         trainer.add_callback(ledger)
         trainer.train()
         assert ledger.highest is not None
@@ -77,7 +79,11 @@ def test_evaluation_is_not_counted(tmp_path: Path) -> None:
     assert residual[0] == residual[1]
 
 
-def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(tmp_path: Path) -> None:
+def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hift_method, "FEWEST_UPDATES_A_LINE", 1)
+
     class Skip(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:
@@ -86,11 +92,9 @@ def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(tmp_path: Pa
     said: list[tuple[int, str]] = []
     model = tiny_llama()
     trainer = make_trainer(tmp_path, Skip(), model=model, max_steps=2 * LAYERS + 1)
-    hift = attach(trainer, HiFTConfig()).optimizer
-    assert isinstance(hift, HiFT)
-    trainer.add_callback(
-        LedgerLines(model, HiFTCycle(hift, 1), lambda line: said.append((trainer.state.global_step, line)))
-    )
+    method = HiFTMethod(HiFTArguments())
+    method.attach(trainer)
+    trainer.add_callback(LedgerLines(model, method.cycle, lambda line: said.append((trainer.state.global_step, line))))
     trainer.train()
     assert [(step, line.partition("  weights")[0]) for step, line in said] == [
         (LAYERS + 1, "cycle    1"),
@@ -104,7 +108,7 @@ def test_it_stops_after_the_cycles_asked_for_and_leaves_the_dispatcher_clean(tmp
     said: list[str] = []
     model = tiny_llama()
     trainer = make_trainer(tmp_path, model=model, max_steps=6)
-    trainer.add_callback(LedgerLines(model, DenseCycle(), said.append, num_cycles=2))
+    trainer.add_callback(LedgerLines(model, DenseMethod().cycle, said.append, num_cycles=2))
     trainer.train()
     assert len(said) == 2
     assert _get_current_dispatch_mode() is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slivertune.training.methods.choice import choose_method
-from slivertune.training.methods.method import DenseMethod, TrainingMethod
+from slivertune.training.methods.method import SliverMethod, TrainingMethod
+from slivertune.training.methods.registry import register_train_method
 
-__all__ = ["DenseMethod", "TrainingMethod", "choose_method"]
+__all__ = ["SliverMethod", "TrainingMethod", "register_train_method"]

@@ -3,69 +3,128 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import TrainerState, TrainingArguments
 
-from slivertune.hift import HiFT
-from slivertune.interop import attach
-from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, TrainingMethod
-from slivertune.training.options.hift import HiFTArguments
-from slivertune.training.options.method import Method
-from slivertune.training.output.ledger_lines import Cycle, HiFTCycle
+from slivertune.hift.config import HiFTConfig, MasterKind, Order, StatePlace
+from slivertune.interop.refusals import check_base_optimizer
+from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
 
 RATE_HINT = (
     "HiFT updates a parameter once in {cycle} updates here, and usually wants 2 to 4 times the learning rate of dense "
     "fine-tuning; --learning_rate was not given, so {rate:g} is used"
 )
 
+_DEFAULTS = HiFTConfig()
 
-class HiFTMethod(TrainingMethod):
-    """The Trainer's optimizer, wrapped by HiFT.
 
-    Args:
-        arguments: HiFT's settings.
-        seed: The run's seed.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HiFTArguments:
+    """HiFT's settings, each named as in `HiFTConfig`; made for `transformers.HfArgumentParser`.
+
+    Raises:
+        ValueError: If the settings are out of range or contradict each other.
     """
 
-    name: Method = "hift"
+    layers_per_group: int = field(
+        default=_DEFAULTS.layers_per_group, metadata={"help": "hift: layers that an update trains (m in the paper)."}
+    )
+    steps_per_group: int = field(
+        default=_DEFAULTS.steps_per_group, metadata={"help": "hift: updates before the next group's turn."}
+    )
+    order: Order = field(
+        default=_DEFAULTS.order, metadata={"help": "hift: order of the groups; random is shuffled once, by --seed."}
+    )
+    state: StatePlace = field(
+        default=_DEFAULTS.state,
+        metadata={"help": "hift: where optimizer state and fp32 masters wait; discard throws them away after a turn."},
+    )
+    state_dir: str | None = field(default=None, metadata={"help": "hift: folder of the files of --state disk."})
+    master: MasterKind = field(
+        default=_DEFAULTS.master,
+        metadata={"help": "hift: what 16-bit weights are trained on: an fp32 copy, its missing half, or nothing else."},
+    )
+    stream_bytes: int = field(
+        default=_DEFAULTS.stream_bytes,
+        metadata={"help": "hift: bytes of one piece of a group on the device while it is stepped; 0: the whole group."},
+    )
 
-    def __init__(self, arguments: HiFTArguments, seed: int) -> None:
-        self._arguments = arguments
-        self._seed = seed
-        self._attached: HiFT | None = None
+    step_in_backward: bool = field(
+        default=_DEFAULTS.step_in_backward,
+        metadata={
+            "help": "hift: step each tensor inside the backward, as soon as its gradient is there, so that about one "
+            "gradient is alive at a time; with --max_grad_norm 0, without --gradient_accumulation_steps and --fp16."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        # Contradictions should show before a model is loaded.
+        self.config(seed=0)
+
+    def config(self, seed: int) -> HiFTConfig:
+        """The same settings as HiFT takes them.
+
+        Args:
+            seed: The run's seed.
+        """
+        return HiFTConfig(**{item.name: getattr(self, item.name) for item in fields(self)}, seed=seed)
+
+
+class HiFTMethod(SliverMethod):
+    """The Trainer's optimizer, wrapped by HiFT."""
+
+    name = "hift"
+    help = "one group of layers an update, the rest frozen"
+    options_class = HiFTArguments
+    bf16_use = "weights"
+    is_planned_on_ranks = True
+    options: HiFTArguments
+
+    @classmethod
+    def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The best rate of 1e-3, 2e-3 and 3e-3, without a warm-up, whose first rate a whole cycle would hold."""
+        return {"learning_rate": 2e-3, "warmup_steps": 0.0}
+
+    def check(self, given: frozenset[str], training: TrainingArguments) -> None:
+        """Refuse optimizers that can't be rotated, and what comes between the gradients and a step in the backward."""
+        check_base_optimizer(training)
+        if self.options.step_in_backward:
+            _check_step_in_backward(training)
 
     @property
-    def optimizer(self) -> HiFT:
-        """The optimizer.
-
-        Raises:
-            RuntimeError: If it is not attached.
-        """
-        if self._attached is None:
-            raise RuntimeError("HiFT is attached to no Trainer; call attach first")
-        return self._attached
+    def steps_in_backward(self) -> bool:
+        """As it was asked for."""
+        return self.options.step_in_backward
 
     def facts(self) -> dict[str, Any]:
         """What decides whose turn it is."""
         names = ("layers_per_group", "steps_per_group", "order")
-        return {"hift": {name: getattr(self._arguments, name) for name in names}}
+        return {"hift": {name: getattr(self.options, name) for name in names}}
 
-    def attach(self, trainer: Trainer) -> None:
-        """Make HiFT the Trainer's optimizer."""
-        optimizer = attach(trainer, self._arguments.config(self._seed)).optimizer
-        assert isinstance(optimizer, HiFT)
-        self._attached = optimizer
+    def plan_settings(self, precision: str) -> dict[str, Any]:
+        """What decides the bytes of a group and of what waits."""
+        names = ("layers_per_group", "state", "stream_bytes", "step_in_backward")
+        master = self.options.master if precision == "mixed_hi" else None
+        return {"master": master, **{name: getattr(self.options, name) for name in names}}
 
-    def cycle(self) -> Cycle:
-        """As many rounds of all groups as fill a line."""
-        return HiFTCycle(self.optimizer, self._rounds_a_line())
+    @property
+    def keeps_masters(self) -> bool:
+        """Unless `--master none` was given."""
+        return self.options.master != "none"
+
+    def cycle(self, state: TrainerState) -> tuple[int, str]:
+        """As many rounds of all groups as fill a line; called by the number of the last round."""
+        hift, num_rounds = self.optimizer, self._rounds_a_line()
+        num_done = hift.rotation.steps // (hift.cycle_length * num_rounds)
+        return num_done, f"cycle {num_done * num_rounds:>4}"
 
     def logging_steps(self) -> int:
         """A line for every cycle."""
-        return self._rounds_a_line() * self.optimizer.cycle_length
+        return int(self._rounds_a_line() * self.optimizer.cycle_length)
 
     def lines(self) -> list[str]:
         """The groups and their order."""
@@ -82,12 +141,29 @@ class HiFTMethod(TrainingMethod):
 
     def settings(self) -> dict[str, Any]:
         """All of HiFT's settings, and the number of groups that they made."""
-        return {**asdict(self._arguments), "num_groups": self.optimizer.num_groups}
-
-    def close(self) -> None:
-        """Freezer the model."""
-        if self._attached is not None:
-            self._attached.detach()
+        return {**asdict(self.options), "num_groups": self.optimizer.num_groups}
 
     def _rounds_a_line(self) -> int:
-        return math.ceil(FEWEST_UPDATES_A_LINE / self.optimizer.cycle_length)
+        return math.ceil(FEWEST_UPDATES_A_LINE / int(self.optimizer.cycle_length))
+
+
+def _check_step_in_backward(training: TrainingArguments) -> None:
+    for is_asked, name, reason, way_out in (
+        (
+            training.max_grad_norm > 0,
+            f"--max_grad_norm {training.max_grad_norm:g}",
+            "the norm of all gradients is known only when they are gone",
+            "give --max_grad_norm 0",
+        ),
+        (
+            training.gradient_accumulation_steps > 1,
+            f"--gradient_accumulation_steps {training.gradient_accumulation_steps}",
+            "the first gradient of a tensor is stepped on",
+            "leave it out",
+        ),
+        (training.fp16, "--fp16", "gradients are unscaled after the backward", "take --bf16"),
+    ):
+        if is_asked:
+            raise ValueError(
+                f"--step_in_backward does not go with {name}: {reason}; {way_out}, or leave out the former"
+            )

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
-from dataclasses import asdict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from slivertune.training.methods.method import TrainingMethod
-from slivertune.training.options.lora import LoraArguments
-from slivertune.training.options.method import Method
+from slivertune.training.models import LoadedModel
 from slivertune.training.tasks.task import ModelKind, Task
 
 # PEFT has no kind of its own for masked language models, which its general one serves.
@@ -20,59 +18,117 @@ _TASK_OF_KIND: dict[ModelKind, str] = {"causal_lm": "CAUSAL_LM", "sequence_class
 _HEADS = frozenset(("classifier", "score"))
 """Names under which PEFT itself looks for a classifier's head and trains it."""
 
+_ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraArguments:
+    """LoRA's settings, for PEFT; made for `transformers.HfArgumentParser`.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+
+    lora_rank: int = field(default=16, metadata={"help": "lora: rank r of an adapter's two matrices."})
+    lora_alpha: int | None = field(
+        default=None,
+        metadata={"help": "lora: adapters are scaled by alpha / rank; twice the rank by default."},
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "lora: dropout on an adapter's input, in [0, 1)."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "lora: names of the modules that get an adapter, e.g. q_proj v_proj; by default PEFT's all-linear, "
+            "every linear layer but the head."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.lora_rank < 1:
+            raise ValueError(f"lora_rank={self.lora_rank} must be at least 1")
+        if self.lora_alpha is not None and self.lora_alpha < 1:
+            raise ValueError(f"lora_alpha={self.lora_alpha} must be at least 1; leave it out for twice the rank")
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f"lora_dropout={self.lora_dropout} must lie in [0, 1); 0 drops nothing")
+
+    @property
+    def alpha(self) -> int:
+        """`lora_alpha`, or twice the rank."""
+        return 2 * self.lora_rank if self.lora_alpha is None else self.lora_alpha
+
+    @property
+    def target_modules(self) -> list[str] | str:
+        """As PEFT takes them: names in a list, or its shorthand, which it knows as a string alone."""
+        names = self.lora_target_modules
+        return _ALL_LINEAR if names is None or names == [_ALL_LINEAR] else names
+
 
 class LoraMethod(TrainingMethod):
     """PEFT's LoRA; a checkpoint and the final model are its adapter.
 
     Adapters, and new modules such as a classifier's head, are held in fp32 whatever the frozen weights are held in.
-
-    Args:
-        arguments: LoRA's settings.
-        revision: That of the model on the hub, which the adapter remembers.
     """
 
-    name: Method = "lora"
+    name = "lora"
+    help = "small adapters beside frozen weights (PEFT), and --output_dir/model holds the adapter alone"
+    options_class = LoraArguments
+    requires = "peft"
+    bf16_use = "both"
+    takes_4bit = True
+    not_planned = ("lora_target_modules",)
+    options: LoraArguments
+    _num_adapted = 0
 
-    def __init__(self, arguments: LoraArguments, revision: str | None = None) -> None:
-        self._arguments = arguments
-        self._revision = revision
-        self._num_adapted = 0
+    @classmethod
+    def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The best rate of 1e-3, 2e-3 and 4e-3."""
+        return {"learning_rate": 4e-3}
 
     def facts(self) -> dict[str, Any]:
         """What decides the adapters."""
-        arguments = self._arguments
+        options = self.options
         return {
             "lora": {
-                "rank": arguments.lora_rank,
-                "alpha": arguments.alpha,
-                "dropout": arguments.lora_dropout,
-                "target_modules": arguments.target_modules,
+                "rank": options.lora_rank,
+                "alpha": options.alpha,
+                "dropout": options.lora_dropout,
+                "target_modules": options.target_modules,
             }
         }
 
-    def adapt(self, model: PreTrainedModel, task: Task, new_modules: Collection[str]) -> Any:
+    def plan_settings(self, precision: str) -> dict[str, Any]:
+        """The adapters' rank.
+
+        Raises:
+            ValueError: If the adapters drop some of their inputs.
+        """
+        if self.options.lora_dropout:
+            raise ValueError("a plan has no word for --lora_dropout")
+        return {"lora_rank": self.options.lora_rank}
+
+    def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Freeze the model and put the adapters in."""
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import LoraLayer
 
-        arguments = self._arguments
+        options = self.options
         config = LoraConfig(
-            revision=self._revision,
+            revision=loaded.revision,
             task_type=_TASK_OF_KIND.get(task.model_kind),
-            r=arguments.lora_rank,
-            lora_alpha=arguments.alpha,
-            lora_dropout=arguments.lora_dropout,
-            target_modules=arguments.target_modules,
-            modules_to_save=_modules_to_save(task, new_modules),
+            r=options.lora_rank,
+            lora_alpha=options.alpha,
+            lora_dropout=options.lora_dropout,
+            target_modules=options.target_modules,
+            modules_to_save=_modules_to_save(task, loaded.new_modules),
         )
         try:
             with warnings.catch_warnings():
                 # PEFT 0.21 asks by the name that transformers 5.23 retires.
                 warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-                adapted: Any = get_peft_model(model, config)
+                adapted: Any = get_peft_model(loaded.model, config)
         except ValueError as error:
             raise ValueError(
-                f"lora_target_modules={arguments.target_modules!r} does not fit {type(model).__name__}: {error}"
+                f"lora_target_modules={options.target_modules!r} does not fit {type(loaded.model).__name__}: {error}"
             ) from error
         for parameter in adapted.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
@@ -82,12 +138,12 @@ class LoraMethod(TrainingMethod):
 
     def lines(self) -> list[str]:
         """Rank, scale and how many modules have an adapter."""
-        arguments = self._arguments
-        return [f"  lora    rank {arguments.lora_rank}, alpha {arguments.alpha}, on {self._num_adapted} modules"]
+        rank, alpha = self.options.lora_rank, self.options.alpha
+        return [f"  lora    rank {rank}, alpha {alpha}, on {self._num_adapted} modules"]
 
     def settings(self) -> dict[str, Any]:
         """All of LoRA's settings, and the number of modules with an adapter."""
-        return {**asdict(self._arguments), "lora_alpha": self._arguments.alpha, "num_adapted": self._num_adapted}
+        return {**asdict(self.options), "lora_alpha": self.options.alpha, "num_adapted": self._num_adapted}
 
 
 def _modules_to_save(task: Task, new_modules: Collection[str]) -> list[str] | None:

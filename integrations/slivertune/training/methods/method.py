@@ -1,21 +1,21 @@
-"""What a method of `slivertune train` has to say and do; dense fine-tuning, which does nothing of its own."""
+"""What a method of `slivertune train` has to say and do."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
 
 from slivertune.core import atomic
-from slivertune.parallel.layout import layout_of
+from slivertune.interop import attach
+from slivertune.training.models import LoadedModel
 from slivertune.training.options.checks import enum_value
-from slivertune.training.options.method import Method
-from slivertune.training.output.ledger_lines import Cycle, DenseCycle
+from slivertune.training.precision import Bf16Use
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.layouts import save_whole_model
 from slivertune.training.tasks.task import Task
@@ -40,34 +40,87 @@ class Saved:
     """Makes a model of the deltas, where there is none."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoOptions:
+    """The options of a method that has none of its own."""
+
+
 class TrainingMethod:
     """How a run trains; a subclass overrides what its method does otherwise than the stock Trainer.
 
-    The calls come in this order: `adapt` with the model, `admit` around the making of the Trainer, `attach` with it,
-    then the rest.
+    What stands on the class is asked before there is a method: the command line and its help are made of it. Then the
+    method is made of its options, and the calls come in this order: `check`, `adapt` with the model, `admit` around the
+    making of the Trainer, `attach` with it, then the rest.
+
+    Args:
+        options: What was given for it; an instance of `options_class`.
     """
 
-    name: Method
+    name: ClassVar[str]
+    """As typed after `--method`; also the folder of its runs."""
+    help: ClassVar[str]
+    """What it does, in a clause, for `--help`."""
+    options_class: ClassVar[type] = NoOptions
+    """A dataclass made for `transformers.HfArgumentParser`: options that this method alone reads."""
+    requires: ClassVar[str | None] = None
+    """A module that it needs and that an extra of this package installs."""
+    bf16_use: ClassVar[Bf16Use] = "autocast"
+    """What `--bf16` means."""
+    takes_4bit: ClassVar[bool] = False
+    """Whether it trains beside weights in 4 bits, which can't be changed themselves."""
+    is_optimizer: ClassVar[bool] = False
+    """Whether it takes the place of the optimizer that `--optim` names."""
+    is_planned_on_ranks: ClassVar[bool] = False
+    """Whether a run on several GPUs has a planned peak."""
+    not_planned: ClassVar[tuple[str, ...]] = ()
+    """Its options that decide memory, and that a plan has no word for."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
+
+    @classmethod
+    def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults that are its own on the embedded model: of its options, and of `TrainingArguments`.
+
+        Args:
+            given: What the user typed, by name.
+        """
+        return {}
+
+    def check(self, given: frozenset[str], training: TrainingArguments) -> None:
+        """Refuse what does not go with it, before anything is loaded.
+
+        Args:
+            given: Names of the arguments that the user set.
+            training: The Trainer's arguments.
+
+        Raises:
+            ValueError: Naming the argument and what to do.
+        """
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether updates are made inside the backward, so that none can be skipped."""
+        return False
 
     def facts(self) -> dict[str, Any]:
         """What a resumed run must share with the first, beside the method's name; plain JSON."""
         return {}
 
-    def adapt(self, model: PreTrainedModel, task: Task, new_modules: Collection[str]) -> Any:
+    def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Change what the Trainer gets.
 
         Args:
-            model: As it was loaded, every weight trainable unless it is quantised.
+            loaded: The model as it was loaded, every weight trainable unless it is quantised.
             task: What is learned.
-            new_modules: Paths of the modules with weights that the checkpoint lacked.
 
         Returns:
             The model to train.
 
         Raises:
-            ValueError: If the settings don't fit the model.
+            ValueError: If the options don't fit the model.
         """
-        return model
+        return loaded.model
 
     def admit(self, model: Any) -> AbstractContextManager[None]:
         """What the Trainer must be made in, to take this model.
@@ -84,7 +137,7 @@ class TrainingMethod:
             trainer: Without an optimizer.
 
         Raises:
-            ValueError: If the settings don't fit the model.
+            ValueError: If the options don't fit the model.
         """
 
     def num_trained(self, num_trainable: int) -> int:
@@ -103,12 +156,34 @@ class TrainingMethod:
         """
         return enum_value(training.optim)
 
+    def plan_settings(self, precision: str) -> dict[str, Any]:
+        """What a plan must know of it: fields of `planning.request.PlanRequest`.
+
+        Args:
+            precision: As the plan calls it.
+        """
+        return {}
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether bf16 weights are trained on fp32 masters."""
+        return False
+
     def claim_state(self) -> None:
         """Tell a memory ledger that was just entered what is state, where the optimizer does not show it."""
 
-    def cycle(self) -> Cycle:
-        """What makes a line of the memory ledger."""
-        return DenseCycle()
+    def cycle(self, state: TrainerState) -> tuple[int, str]:
+        """What makes a line of the memory ledger: as many updates as there are between two log lines.
+
+        Args:
+            state: The Trainer's.
+
+        Returns:
+            The lines that are due so far, and what to call the last of them.
+        """
+        num_steps = max(1, int(state.logging_steps))
+        num_done = state.global_step // num_steps
+        return num_done, f"step {num_done * num_steps:>4}"
 
     def logging_steps(self) -> int:
         """Updates between two lines, where the user says nothing."""
@@ -152,20 +227,33 @@ class TrainingMethod:
         """Take everything off the model, also after a failure."""
 
 
-class DenseMethod(TrainingMethod):
-    """All weights every update, as the Trainer does it."""
+class SliverMethod(TrainingMethod):
+    """A method whose optimizer `slivertune.attach` makes the Trainer's.
 
-    name: Method = "dense"
+    Its options have `config(seed)`, which makes settings that `attach` takes; those of another package's optimizer are
+    known once `slivertune.interop.methods.register_method` was told.
+    """
 
-    def __init__(self) -> None:
-        self._engine_keeps_masters = False
+    momentum: float = 0.0
+    """SM3's."""
+    _attached: Any = None
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer.
+
+        Raises:
+            RuntimeError: If it is not attached.
+        """
+        if self._attached is None:
+            raise RuntimeError(f"{self.name} is attached to no Trainer; call attach first")
+        return self._attached
 
     def attach(self, trainer: Trainer) -> None:
-        """See whether DeepSpeed trains, which keeps fp32 masters itself."""
-        self._engine_keeps_masters = layout_of(trainer.accelerator).startswith("zero")
+        """Make it the Trainer's optimizer."""
+        self._attached = attach(trainer, self.options.config(trainer.args.seed), momentum=self.momentum).optimizer
 
-    def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
-        """Warn of weights without masters."""
-        if self._engine_keeps_masters or all(each.dtype != torch.bfloat16 for each in model.parameters()):
-            return []
-        return ["dense fine-tuning of bf16 weights keeps no fp32 masters; updates below a weight's last bit are lost"]
+    def close(self) -> None:
+        """Take it off the model."""
+        if self._attached is not None:
+            self._attached.detach()

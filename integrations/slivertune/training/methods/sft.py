@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
-from slivertune.interop import attach
 from slivertune.interop.checkpoints import holds_state
+from slivertune.interop.refusals import check_best_model
 from slivertune.parallel.layout import layout_of
-from slivertune.sft import SFT
+from slivertune.sft.config import DEFAULT_LORA_RANK, SelectionCriterion, SFTConfig
 from slivertune.sft.targets import is_4bit
-from slivertune.training.methods.four_bit import SilenceAboutCodes, admitted_by_trainer
-from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, TrainingMethod
-from slivertune.training.options.method import Method
-from slivertune.training.options.sft import SFTArguments
+from slivertune.training.four_bit import SilenceAboutCodes, admitted_by_trainer
+from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, SliverMethod
+from slivertune.training.models import LoadedModel
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import Task
 
+EMBEDDED_DENSITY = 0.05
+"""Share of the embedded model's blocks: so narrow that a LoRA of rank 64 has as many weights as two thirds of them."""
 DELTA_FOLDER = "delta"
 """Where the deltas lie in a run's folder."""
 RATE_HINT = (
@@ -32,24 +33,143 @@ RATE_HINT = (
 )
 _OPTIMIZER_FILE = "optimizer.pt"
 
+_DEFAULTS = SFTConfig()
+_ONLY_ESTIMATED = ("estimation_steps", "adam_beta1", "adam_beta2", "adam_epsilon")
+"""Read with `--selection accumulated_gradient` alone."""
+_ONLY_RESELECTED = ("estimation_steps", "replacement_rate", "redistribute")
+"""Read where weights are reselected."""
+_OTHER_OPTIMIZERS = ("optim", "optim_args", "optim_target_modules")
+"""Arguments of the Trainer about optimizers that SFT takes the place of."""
 
-class SFTMethod(TrainingMethod):
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SFTArguments:
+    """SFT's settings, named as in `SFTConfig` where the name stands for itself; for `transformers.HfArgumentParser`.
+
+    Raises:
+        ValueError: If a number is out of its range or settings contradict each other.
+    """
+
+    density: float | None = field(
+        default=_DEFAULTS.density,
+        metadata={"help": "sft: share of each target tensor that is trained, in (0, 1]; at least one weight a tensor."},
+    )
+    num_weights: int | None = field(
+        default=_DEFAULTS.num_weights,
+        metadata={"help": "sft: weights trained in all targets together (d_phi in the paper), in place of --density."},
+    )
+    equivalent_lora_rank: int | None = field(
+        default=_DEFAULTS.equivalent_lora_rank,
+        metadata={
+            "help": "sft: as many weights as LoRA of this rank would train on the same matrices, in place of "
+            f"--density; {DEFAULT_LORA_RANK} if none of the three is given (the embedded model: "
+            f"--density {EMBEDDED_DENSITY})."
+        },
+    )
+    selection: SelectionCriterion = field(
+        default=_DEFAULTS.selection,
+        metadata={
+            "help": "sft: how weights are grown: by the gradient accumulated over --estimation_steps updates, trained "
+            "by AdamW; or by the row and column accumulators of SM3, which then trains them, in less memory."
+        },
+    )
+    reselection_interval: int = field(
+        default=20,
+        metadata={"help": "sft: updates between two reselections (S); 0 keeps the first, random choice."},
+    )
+    estimation_steps: int = field(
+        default=_DEFAULTS.estimation_steps,
+        metadata={
+            "help": "sft: updates of the estimation phase before each reselection (gamma); accumulated_gradient only."
+        },
+    )
+    replacement_rate: float = field(
+        default=_DEFAULTS.replacement_rate,
+        metadata={
+            "help": "sft: peak share of the weights that a reselection replaces (alpha), in [0, 1]; falls to 0 at the "
+            "end of training."
+        },
+    )
+    sft_target_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "sft: what is trained: ends of module paths, e.g. q_proj v_proj, or of parameter names; by default "
+            "all linear layers of the blocks."
+        },
+    )
+    train_embeddings: bool = field(
+        default=_DEFAULTS.embeddings, metadata={"help": "sft: train the weights of all embeddings sparsely, too."}
+    )
+    redistribute: bool = field(
+        default=_DEFAULTS.redistribute,
+        metadata={
+            "help": "sft: let a reselection move weights between tensors, to between a quarter and four times a "
+            "tensor's share; not in the paper."
+        },
+    )
+    packed: bool = field(
+        default=_DEFAULTS.packed,
+        metadata={"help": "sft: about halve the bytes of state; deltas and moments in bf16, rounded at random."},
+    )
+    sft_momentum: float = field(
+        default=0.0, metadata={"help": "sft: SM3's momentum, in [0, 1); with --selection momentum alone."}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sft_momentum < 1:
+            raise ValueError(f"sft_momentum={self.sft_momentum} must lie in [0, 1); 0 has none")
+        if self.reselection_interval < 0:
+            raise ValueError(
+                f"reselection_interval={self.reselection_interval} must be at least 1, or 0 to keep the first choice"
+            )
+        # Contradictions should show before a model is loaded.
+        self.config(seed=0)
+
+    def config(self, seed: int) -> SFTConfig:
+        """The same settings as SFT takes them.
+
+        Args:
+            seed: The run's seed.
+
+        Raises:
+            ValueError: If the settings are out of range or contradict each other.
+        """
+        return SFTConfig(
+            density=self.density,
+            num_weights=self.num_weights,
+            equivalent_lora_rank=self.equivalent_lora_rank,
+            selection=self.selection,
+            reselection_interval=self.reselection_interval or None,
+            estimation_steps=self.estimation_steps,
+            replacement_rate=self.replacement_rate,
+            targets=self.sft_target_modules,
+            embeddings=self.train_embeddings,
+            redistribute=self.redistribute,
+            packed=self.packed,
+            seed=seed,
+        )
+
+
+class SFTMethod(SliverMethod):
     """SFT as the Trainer's optimizer; dense weights hold the sums, 4-bit and sharded ones get the deltas beside them.
 
     A checkpoint's weights are the sums, or what they were; its optimizer state has the deltas, the pretrained values
     and an open estimation phase.
-
-    Args:
-        arguments: SFT's settings.
-        seed: The run's seed.
     """
 
-    name: Method = "sft"
+    name = "sft"
+    help = "a sparse choice of weights, renewed now and then, and --output_dir/delta holds their deltas"
+    options_class = SFTArguments
+    bf16_use = "weights"
+    takes_4bit = True
+    is_optimizer = True
+    is_planned_on_ranks = True
+    not_planned = ("sft_target_modules", "train_embeddings", "redistribute", "packed")
+    options: SFTArguments
 
-    def __init__(self, arguments: SFTArguments, seed: int) -> None:
-        self._arguments = arguments
-        self._seed = seed
-        self._attached: SFT | None = None
+    def __init__(self, options: SFTArguments) -> None:
+        super().__init__(options)
+        self.momentum = options.sft_momentum
         self._has_4bit = False
         self._is_sharded = False
         self._silence = SilenceAboutCodes()
@@ -59,31 +179,60 @@ class SFTMethod(TrainingMethod):
         """Whether the weights hold the sums; codes don't, nor do weights of which a rank holds a share."""
         return not self._has_4bit and not self._is_sharded
 
-    @property
-    def optimizer(self) -> SFT:
-        """The optimizer.
+    @classmethod
+    def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A density, and the best rate: by AdamW, at that density, of 1e-3, 4e-3 and 8e-3; by SM3 of 1e-2 to 1e-1."""
+        defaults = {"learning_rate": 1e-1 if given.get("selection") == "momentum" else 8e-3}
+        if given.keys().isdisjoint(("density", "num_weights", "equivalent_lora_rank")):
+            defaults["density"] = EMBEDDED_DENSITY
+        return defaults
 
-        Raises:
-            RuntimeError: If it is not attached.
-        """
-        if self._attached is None:
-            raise RuntimeError("SFT is attached to no Trainer; call attach first")
-        return self._attached
+    def check(self, given: frozenset[str], training: TrainingArguments) -> None:
+        """Refuse to bring back the best weights, which are nothing without their deltas, and what would be ignored."""
+        check_best_model(training)
+        _refuse(
+            given.intersection(_OTHER_OPTIMIZERS),
+            "--method sft is an optimizer itself, AdamW or SM3 on the trained weights by --selection; leave it out",
+        )
+        if self.options.selection == "momentum":
+            _refuse(
+                given.intersection(_ONLY_ESTIMATED),
+                "--selection momentum trains by SM3, which has no estimation phase and no moments of Adam; leave it "
+                "out",
+            )
+        else:
+            _refuse(
+                given.intersection(("sft_momentum",)),
+                "it is SM3's, and read with --selection momentum alone; leave it out",
+            )
+        if self.options.reselection_interval == 0:
+            _refuse(
+                given.intersection(_ONLY_RESELECTED),
+                "--reselection_interval 0 keeps the first choice, so nothing is ever replaced; leave out one of the "
+                "two",
+            )
 
     def facts(self) -> dict[str, Any]:
         """What decides which weights are trained, and how: all settings."""
-        return {"sft": asdict(self._arguments)}
+        return {"sft": asdict(self.options)}
 
-    def adapt(self, model: PreTrainedModel, task: Task, new_modules: Collection[str]) -> Any:
+    def plan_settings(self, precision: str) -> dict[str, Any]:
+        """The share of the weights that it really trains, and how it chooses them."""
+        names = ("selection", "reselection_interval", "estimation_steps", "replacement_rate")
+        density = self.optimizer.num_weights / sum(self.optimizer.num_elements.values())
+        return {"density": density, **{name: getattr(self.options, name) for name in names}}
+
+    def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Refuse a model with weights that were never trained; deltas of a share of them would not make them useful."""
-        if new_modules:
+        if loaded.new_modules:
             raise ValueError(
-                f"{', '.join(sorted(new_modules))} of {type(model).__name__} is new, and --method sft trains a few of "
-                "each tensor's weights, which can't make up for pretrained ones; take --task prompt_classification, "
-                "which needs no new head, or --method lora or hift, or a checkpoint that has the head"
+                f"{', '.join(loaded.new_modules)} of {type(loaded.model).__name__} is new, and --method sft trains a "
+                "few of each tensor's weights, which can't make up for pretrained ones; take --task "
+                "prompt_classification, which needs no new head, or --method lora or hift, or a checkpoint that has "
+                "the head"
             )
-        self._has_4bit = any(map(is_4bit, model.parameters()))
-        return model
+        self._has_4bit = any(map(is_4bit, loaded.model.parameters()))
+        return loaded.model
 
     def admit(self, model: Any) -> AbstractContextManager[None]:
         """Let the Trainer take 4-bit weights."""
@@ -96,27 +245,24 @@ class SFTMethod(TrainingMethod):
             ValueError: If the settings don't fit the model, or the run is to continue from weights without deltas.
         """
         _check_checkpoint(trainer.args.resume_from_checkpoint)
-        config = self._arguments.config(self._seed)
         self._is_sharded = layout_of(trainer.accelerator) in ("fsdp2", "zero3")
+        names = self.options.sft_target_modules
         try:
-            optimizer = attach(trainer, config, momentum=self._arguments.sft_momentum).optimizer
+            super().attach(trainer)
         except ValueError as error:
-            if config.targets is None or "targets has" not in str(error):
+            if names is None or "targets has" not in str(error):
                 raise
-            names = " ".join(self._arguments.sft_target_modules or ())
-            raise ValueError(f"--sft_target_modules {names}: {error}") from error
-        assert isinstance(optimizer, SFT)
-        self._attached = optimizer
+            raise ValueError(f"--sft_target_modules {' '.join(names)}: {error}") from error
         if self._has_4bit:
             self._silence.begin()
 
     def num_trained(self, num_trainable: int) -> int:
         """The weights that are active at any time."""
-        return self.optimizer.num_weights
+        return int(self.optimizer.num_weights)
 
     def optimizer_name(self, training: TrainingArguments) -> str:
         """That of the update rule."""
-        return "sft_sm3" if self._arguments.selection == "momentum" else "sft_adamw"
+        return "sft_sm3" if self.options.selection == "momentum" else "sft_adamw"
 
     def claim_state(self) -> None:
         """Claim positions, deltas, pretrained values and moments; the deltas are among the model's parameters."""
@@ -124,7 +270,7 @@ class SFTMethod(TrainingMethod):
 
     def logging_steps(self) -> int:
         """A line for every reselection, or for several where one comes too soon."""
-        interval = self._arguments.reselection_interval or FEWEST_UPDATES_A_LINE
+        interval = self.options.reselection_interval or FEWEST_UPDATES_A_LINE
         return interval * math.ceil(FEWEST_UPDATES_A_LINE / interval)
 
     def lines(self) -> list[str]:
@@ -143,7 +289,7 @@ class SFTMethod(TrainingMethod):
 
     def settings(self) -> dict[str, Any]:
         """All of SFT's settings, and the number of tensors with trained weights."""
-        return {**asdict(self._arguments), "num_tensors": len(self.optimizer.num_elements)}
+        return {**asdict(self.options), "num_tensors": len(self.optimizer.num_elements)}
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
         """Write the deltas, and beside them the model with the deltas merged, if its weights hold them."""
@@ -163,20 +309,24 @@ class SFTMethod(TrainingMethod):
             self._attached.detach(merge=self._is_merged)
 
     def _schedule(self) -> str:
-        arguments = self._arguments
-        interval = arguments.reselection_interval
+        interval = self.options.reselection_interval
         if interval == 0:
             return "at random, once for the whole run"
-        if arguments.selection == "momentum":
+        if self.options.selection == "momentum":
             return f"by SM3's accumulators, anew every {interval} updates"
-        steps = arguments.estimation_steps
+        steps = self.options.estimation_steps
         return f"by gradients accumulated over {steps} updates, at update {steps} and then every {interval} updates"
 
 
 def _check_checkpoint(folder: str | None) -> None:
     """The weights of a checkpoint hold sums, whose pretrained part its optimizer state alone knows."""
-    if folder is not None and not holds_state(Path(folder)) and not (Path(folder) / SFT.method).exists():
+    if folder is not None and not holds_state(Path(folder)) and not (Path(folder) / "sft").exists():
         raise ValueError(
             f"{folder} has no {_OPTIMIZER_FILE}, so its deltas can't be told from pretrained weights; resume from a "
             "checkpoint that was saved without --save_only_model, or start again"
         )
+
+
+def _refuse(names: frozenset[str], reason: str) -> None:
+    if names:
+        raise ValueError(f"{', '.join(f'--{name}' for name in sorted(names))}: {reason}")

@@ -12,7 +12,7 @@ from slivertune.interop import attach
 from slivertune.interop.checkpoints import TOKENS_NAME, load_tokens
 from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.hook import TokenTuneHandle
-from slivertune.training.options.tokens import TokenArguments
+from slivertune.training.options.arguments import TokenArguments
 
 _NAMES: dict[Pattern, str] = {"random": "drawn one by one", "chunks": "chunks of {chunk_size}", "block": "one block"}
 

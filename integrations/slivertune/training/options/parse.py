@@ -9,25 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from transformers import HfArgumentParser, TrainingArguments
 
-from slivertune.training.options.checks import (
-    check_given,
-    check_method,
-    check_model,
-    check_step_in_backward,
-    check_tokens,
-    check_training,
-)
+from slivertune.training.methods import TrainingMethod
+from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_4bit, check_method
+from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments
+from slivertune.training.options.checks import check_given, check_task, check_tokens
 from slivertune.training.options.data import DataArguments
-from slivertune.training.options.defaults import data_defaults, method_defaults, sft_defaults, training_defaults
-from slivertune.training.options.hift import HiFTArguments
-from slivertune.training.options.lora import LoraArguments
-from slivertune.training.options.method import MethodArguments
-from slivertune.training.options.model import ModelArguments
-from slivertune.training.options.sft import SFTArguments, check_sft
-from slivertune.training.options.tokens import TokenArguments
+from slivertune.training.options.defaults import default_values
 from slivertune.training.output.folders import RunFolder, choose_run_folder
 from slivertune.training.precision import Precision, choose_precision
 from slivertune.training.ranks.coordinator import LaunchCoordinator
@@ -46,26 +35,14 @@ _RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
-_ARGUMENT_KINDS: dict[str, Any] = {
-    "method": MethodArguments,
-    "method hift": HiFTArguments,
-    "method sft": SFTArguments,
-    "method lora": LoraArguments,
-    "tokens": TokenArguments,
-    "model": ModelArguments,
-    "data": DataArguments,
-    "transformers.TrainingArguments": TrainingArguments,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainArguments:
     """Everything `slivertune train` was asked for, checked."""
 
-    method: MethodArguments
-    hift: HiFTArguments
-    sft: SFTArguments
-    lora: LoraArguments
+    method: TrainingMethod
+    run: RunArguments
     tokens: TokenArguments
     model: ModelArguments
     data: DataArguments
@@ -110,26 +87,20 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         SilentError: If the first process found no folder.
     """
     coordinator = coordinator or LaunchCoordinator()
-    values = _given_values(argv)
-    given = frozenset(values)
-    embedded_data = "dataset" not in given
-    method = _build(MethodArguments, {**method_defaults(embedded_data=embedded_data), **values})
-    hift, lora = _build(HiFTArguments, values), _build(LoraArguments, values)
-    tokens = _build(TokenArguments, values)
+    typed = _given_values(argv)
+    given = frozenset(typed)
+    method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
+    check_method(method_class, given)
+    check_given(typed)
+    values = {**default_values(method_class, typed), **typed}
+    method = method_class(_build(method_class.options_class, values))
     model = _build(ModelArguments, values)
-    embedded_model = model.model_name_or_path is None
-    sft = _build(SFTArguments, {**sft_defaults(embedded_model=embedded_model, given=given), **values})
-    check_method(method.method, given)
-    check_model(method.method, model)
-    # Contradictions among HiFT's settings should show before a model is loaded.
-    hift.config(seed=0)
-    if method.method == "sft":
-        check_sft(sft, given)
-    check_given(values)
-    data = _build(DataArguments, {**data_defaults(embedded_data=embedded_data), **values})
+    if model.load_in_4bit:
+        check_4bit(method_class)
+    run, tokens, data = _build(RunArguments, values), _build(TokenArguments, values), _build(DataArguments, values)
     mixed = _mixed_precision(values)
     precision = choose_precision(
-        method.method,
+        method.bf16_use,
         model.weights_dtype,
         bf16=mixed == "bf16",
         fp16=mixed == "fp16",
@@ -138,34 +109,24 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     )
     check_engine_precision(values, precision.autocast)
     asked = values.get("output_dir"), values.get("resume_from_checkpoint")
-    folder = coordinator.decide("the run's folder", lambda: choose_run_folder(method.method, *asked))
-    training_values = {
-        **training_defaults(
-            method.method,
-            selection=sft.selection,
-            embedded_model=embedded_model,
-            embedded_data=embedded_data,
-            has_cuda=torch.cuda.is_available() and not values.get("use_cpu", False),
-        ),
-        **values,
+    folder = coordinator.decide("the run's folder", lambda: choose_run_folder(method.name, *asked))
+    values |= {
         "bf16": precision.autocast == "bf16",
         "fp16": precision.autocast == "fp16",
         "output_dir": str(folder.path),
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
-    training = _build(TrainingArguments, training_values | device_values(values, coordinator.world_size))
+    training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
     check_processes(training, coordinator.world_size)
     if model.load_in_4bit:
         check_four_bit(training)
     training.mixed_precision = precision.autocast
-    check_training(method.method, data, training)
-    check_step_in_backward(hift, training)
+    method.check(given, training)
+    check_task(data, training)
     check_tokens(tokens, data, training)
     return TrainArguments(
         method=method,
-        hift=hift,
-        sft=sft,
-        lora=lora,
+        run=run,
         tokens=tokens,
         model=model,
         data=data,
@@ -179,8 +140,16 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
 
 def make_parser() -> HfArgumentParser:
     """The parser of `slivertune train`, with every argument in a group of its own kind."""
-    return _Parser(
-        [_in_help_group(kind, title) for title, kind in _ARGUMENT_KINDS.items()],
+    kinds = {
+        "run": RunArguments,
+        **{f"method {name}": method.options_class for name, method in TRAIN_METHODS.items()},
+        "tokens": TokenArguments,
+        "model": ModelArguments,
+        "data": DataArguments,
+        "transformers.TrainingArguments": TrainingArguments,
+    }
+    parser = _Parser(
+        [_in_help_group(kind, title) for title, kind in kinds.items()],
         prog="slivertune train",
         usage="slivertune train [options]",
         description=(
@@ -199,15 +168,22 @@ def make_parser() -> HfArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "--method",
+        default=DEFAULT_METHOD.name,
+        choices=TRAIN_METHODS,
+        help="; ".join(f"{name}: {method.help}" for name, method in TRAIN_METHODS.items()),
+    )
+    return parser
 
 
 def _given_values(argv: Sequence[str]) -> dict[str, Any]:
     """What the user typed, by field name, without any default."""
     parser = make_parser()
-    names = [item.name for kind in _ARGUMENT_KINDS.values() for item in dataclasses.fields(kind) if item.init]
     # argparse fills in a default only where the namespace has nothing yet.
     absent = object()
-    namespace = parser.parse_args(list(argv), argparse.Namespace(**dict.fromkeys(names, absent)))
+    nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), absent))
+    namespace = parser.parse_args(list(argv), nothing)
     values = {name: value for name, value in vars(namespace).items() if value is not absent}
     for old, new in _RENAMED.items():
         if old in values:

@@ -3,65 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.core.ledger import Census, Ledger, claim
-from slivertune.hift import HiFT
 
 Say = Callable[[str], None]
-
-
-class Cycle(Protocol):
-    """Counts the cycles of a method."""
-
-    def num_done(self, state: TrainerState) -> int:
-        """Cycles that are over.
-
-        Args:
-            state: The Trainer's.
-        """
-
-    def name(self, number: int) -> str:
-        """What to call the cycle that ends as the `number`-th, from 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class HiFTCycle:
-    """Every group had its turn; or several such rounds, where one is too short for a line.
-
-    Args:
-        optimizer: Counts the updates.
-        num_rounds: Rounds to a line.
-    """
-
-    optimizer: HiFT
-    num_rounds: int
-
-    def num_done(self, state: TrainerState) -> int:
-        """Cycles that are over."""
-        return self.optimizer.rotation.steps // (self.optimizer.cycle_length * self.num_rounds)
-
-    def name(self, number: int) -> str:
-        """By the number of the last round."""
-        return f"cycle {number * self.num_rounds:>4}"
-
-
-class DenseCycle:
-    """As many updates as there are between two log lines."""
-
-    def num_done(self, state: TrainerState) -> int:
-        """Cycles that are over."""
-        self._num_steps = max(1, int(state.logging_steps))
-        return state.global_step // self._num_steps
-
-    def name(self, number: int) -> str:
-        """By the number of the last update."""
-        return f"step {number * self._num_steps:>4}"
+Cycle = Callable[[TrainerState], tuple[int, str]]
+"""The cycles that are over, and what to call the last of them."""
 
 
 class LedgerLines(TrainerCallback):
@@ -88,11 +41,11 @@ class LedgerLines(TrainerCallback):
         claim_state: Callable[[], None] | None = None,
     ) -> None:
         self._ledger = Ledger(model)
-        self._cycles = cycle
+        self._cycle_of = cycle
         self._say = say
         self._remaining = num_cycles
         self._claim_state = claim_state
-        self._cycle = 0
+        self._num_done = 0
         self._is_counting = False
         self._num_claimed = 0
         self.peak: Census | None = None
@@ -104,7 +57,7 @@ class LedgerLines(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Learn in which cycle the run starts; a resumed one is in the midst of some."""
-        self._cycle = self._cycles.num_done(state)
+        self._num_done, _ = self._cycle_of(state)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -137,11 +90,11 @@ class LedgerLines(TrainerCallback):
         if self.peak is None or peak.device > self.peak.device:
             self.peak = peak
         self.highest = highest if self.highest is None else _larger(self.highest, highest)
-        cycle = self._cycles.num_done(state)
-        if cycle == self._cycle:
+        num_done, name = self._cycle_of(state)
+        if num_done == self._num_done:
             return
-        self._cycle = cycle
-        self._say(f"{self._cycles.name(cycle)}  {highest.line()}")
+        self._num_done = num_done
+        self._say(f"{name}  {highest.line()}")
         self._ledger.reset_peak()
         if self._remaining is not None:
             self._remaining -= 1

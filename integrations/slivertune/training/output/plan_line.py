@@ -14,7 +14,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest, PrecisionName
-from slivertune.training.methods.sft import SFTMethod
+from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.checks import enum_value
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.plan_process import plan_in_process
@@ -30,8 +30,6 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw_8bit": "adamw8bit",
 }
 """Names of `TrainingArguments.optim` that a plan knows."""
-_WITHOUT_PLAN = ("sft_target_modules", "train_embeddings", "redistribute", "packed", "lora_target_modules")
-"""Arguments that decide memory, and that a plan has no word for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +75,7 @@ class PlanLine:
     def __init__(self, run: Run) -> None:
         self._run = run
         # The figures are the first rank's, and so is what is said.
-        self._is_on = run.arguments.method.memory_ledger != "off" and run.coordinator.is_first
+        self._is_on = run.arguments.run.memory_ledger != "off" and run.coordinator.is_first
         self._device_peak = DevicePeak()
         self.plan = self._make() if self._is_on else None
         """What was planned; None where nothing is, or can be."""
@@ -150,25 +148,9 @@ def request_of(run: Run) -> PlanRequest:
     }
     if run.task.num_labels is not None:
         settings["num_labels"] = run.task.num_labels
-    return PlanRequest(**settings, **_method_settings(run, settings["precision"]))
-
-
-def _method_settings(run: Run, precision: PrecisionName) -> dict[str, Any]:
-    arguments = run.arguments
-    match run.method.name:
-        case "hift":
-            hift = arguments.hift
-            names = ("layers_per_group", "state", "stream_bytes", "step_in_backward")
-            values = {name: getattr(hift, name) for name in names}
-            master = hift.master if precision == "mixed_hi" else None
-            return {"optimizer": _optimizer(arguments), "master": master, **values}
-        case "sft":
-            names = ("selection", "reselection_interval", "estimation_steps", "replacement_rate")
-            return {"density": _density(run), **{name: getattr(arguments.sft, name) for name in names}}
-        case "lora":
-            return {"optimizer": _optimizer(arguments), "lora_rank": arguments.lora.lora_rank}
-        case "dense":
-            return {"optimizer": _optimizer(arguments)}
+    if not run.method.is_optimizer:
+        settings["optimizer"] = _optimizer(arguments)
+    return PlanRequest(**settings, **run.method.plan_settings(settings["precision"]))
 
 
 def _check(arguments: TrainArguments) -> None:
@@ -176,16 +158,16 @@ def _check(arguments: TrainArguments) -> None:
         raise ValueError("a plan knows causal_lm and classification, not prompt_classification")
     if arguments.training.torch_compile:
         raise ValueError("a plan can't see into what torch.compile makes")
-    others = [f"--{name}" for name in _WITHOUT_PLAN if name in arguments.given]
-    others += ["--lora_dropout"] if arguments.lora.lora_dropout else []
+    others = [f"--{name}" for name in arguments.method.not_planned if name in arguments.given]
     if others:
         raise ValueError(f"a plan has no word for {', '.join(others)}")
 
 
 def _check_layout(run: Run) -> None:
-    if run.layout != "single" and run.method.name not in ("hift", "sft"):
+    if run.layout != "single" and not run.method.is_planned_on_ranks:
+        planned = " and ".join(name for name, method in TRAIN_METHODS.items() if method.is_planned_on_ranks)
         raise ValueError(
-            f"on several GPUs this line knows hift and sft; for {run.method.name} see slivertune plan --layout"
+            f"on several GPUs this line knows {planned}; for {run.method.name} see slivertune plan --layout"
         )
 
 
@@ -203,14 +185,7 @@ def _precision(run: Run) -> PrecisionName:
     model: Any = run.trainer.model
     if all(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
         return "fp32" if run.arguments.precision.autocast == "no" else "mixed"
-    return "mixed_hi" if run.method.name == "hift" and run.arguments.hift.master != "none" else "bf16"
-
-
-def _density(run: Run) -> float:
-    if not isinstance(run.method, SFTMethod):
-        raise ValueError(f"{run.method.name} has no density")
-    optimizer = run.method.optimizer
-    return optimizer.num_weights / sum(optimizer.num_elements.values())
+    return "mixed_hi" if run.method.keeps_masters else "bf16"
 
 
 def _longest_row(run: Run) -> int:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, PreTrainedModel
 
-from slivertune.training.methods.four_bit import admitted_by_trainer, num_weights
+from slivertune.training.four_bit import admitted_by_trainer, num_weights
 from slivertune.training.models import LoadedModel, load_model, open_model
-from slivertune.training.options.model import ModelArguments
+from slivertune.training.options.arguments import ModelArguments
 from slivertune.training.precision import Precision
 from tests.training.test_callbacks import make_trainer
 from tests.training.test_models import make_task

@@ -1,0 +1,94 @@
+"""The methods that `slivertune train --method` takes, those of other packages among them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from slivertune.planning.four_bit_rules import clash_with_method
+from slivertune.training.extras import require
+from slivertune.training.methods.dense import DenseMethod
+from slivertune.training.methods.hift import HiFTMethod
+from slivertune.training.methods.lora import LoraMethod
+from slivertune.training.methods.method import TrainingMethod
+from slivertune.training.methods.sft import SFTMethod
+
+DEFAULT_METHOD = HiFTMethod
+TRAIN_METHODS: dict[str, type[TrainingMethod]] = {
+    each.name: each for each in (DenseMethod, HiFTMethod, SFTMethod, LoraMethod)
+}
+"""By the name that is typed."""
+
+
+def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
+    """Let `slivertune train` train by a method of another package; call it before `slivertune.cli.main`.
+
+    From then on `--method` takes its name, the command line and its help have its options, and everything that a run
+    asks of a method it asks of this class.
+
+    Args:
+        method: What `train` asks of it.
+
+    Returns:
+        The same, so that it decorates a class.
+
+    Raises:
+        ValueError: If another method has its name, or reads an option of one of its options' names.
+
+    Example:
+        >>> @register_train_method
+        ... class RandomLayerMethod(TrainingMethod):
+        ...     name = "random_layer"
+        ...     help = "a random layer an update"
+    """
+    if TRAIN_METHODS.get(method.name, method) is not method:
+        raise ValueError(f"another method is registered as {method.name!r}; choose another name for {method!r}")
+    taken = {option: other.name for other in TRAIN_METHODS.values() for option in _options_of(other)}
+    for option in _options_of(method):
+        if taken.get(option, method.name) != method.name:
+            raise ValueError(f"--{option} is read by --method {taken[option]}; name {method.name}'s option otherwise")
+    TRAIN_METHODS[method.name] = method
+    return method
+
+
+def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
+    """Refuse settings that only another method reads, and a method whose library is not there.
+
+    Args:
+        method: The method.
+        given: Names of the arguments that the user set.
+
+    Raises:
+        ValueError: If a setting would be ignored.
+        ImportError: If it needs a library that is not installed.
+    """
+    for other in TRAIN_METHODS.values():
+        unused = [f"--{name}" for name in _options_of(other) if name in given]
+        if other is not method and unused:
+            raise ValueError(
+                f"{', '.join(unused)}: only --method {other.name} reads this; leave it out or choose {other.name}"
+            )
+    if method.requires is not None:
+        require(method.requires, f"--method {method.name}")
+
+
+def check_4bit(method: type[TrainingMethod]) -> None:
+    """Refuse 4-bit weights for methods that change every weight.
+
+    Args:
+        method: The method.
+
+    Raises:
+        ValueError: If the method can't train so.
+        ImportError: If bitsandbytes is not installed.
+    """
+    if not method.takes_4bit:
+        raise ValueError(
+            clash_with_method(method.name)
+            or f"--load_in_4bit does not go with --method {method.name}; take --method lora or sft, which train "
+            "adapters or deltas beside 4-bit weights, or leave out --load_in_4bit"
+        )
+    require("bitsandbytes", "--load_in_4bit")
+
+
+def _options_of(method: type[TrainingMethod]) -> list[str]:
+    return [item.name for item in dataclasses.fields(method.options_class)]
