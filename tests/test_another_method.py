@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,20 +18,24 @@ from slivertune.chunked_loss import attach_chunked_cross_entropy
 from slivertune.cli import main
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
+from slivertune.interop import methods as interop
 from slivertune.parallel import adapters
 from slivertune.parallel.adapters import register_adapters
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.planning import methods as planned
 from slivertune.planning.methods import register_planned
+from slivertune.training.methods.registry import TRAIN_METHODS, register_train_method
 from tests.helpers.accelerator import one_device
-from tests.helpers.models import Batch, assert_same_bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.models import Batch, assert_same_bits, differing, tiny_llama, token_batches, twin, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.parallel.sft.runs import Case, accelerator_of
 from tests.planning.real import LLAMA
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
 from tests.random_layers.plan import PlannedRandomLayers
+from tests.random_layers.train import RandomLayersMethod
+from tests.training.tiny_runs import make_tiny_base, saved_weights, train, write_texts
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
 UPDATES = 7
@@ -39,15 +44,19 @@ CAP = 1e-4
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(adapters, "_adapters", dict(adapters._adapters))
     monkeypatch.setattr(planned, "_methods", dict(planned._methods))
+    monkeypatch.setattr(interop, "_methods", dict(interop._methods))
     register_everywhere()
+    yield
+    del TRAIN_METHODS["random_layers"]
 
 
 def register_everywhere() -> None:
     register_adapters("random_layers", ddp="tests.random_layers.ddp", zero="tests.random_layers.zero")
     register_planned("random_layers", PlannedRandomLayers())
+    register_train_method(RandomLayersMethod)
 
 
 def batch(update: int, rank: int) -> Batch:
@@ -145,3 +154,20 @@ def test_its_plan_is_what_a_real_run_takes(layout: Layout, tmp_path: Path, capsy
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
     assert planned_bytes == pytest.approx(ledger.peak.device, rel=0.03)
+
+
+def test_the_command_line_trains_it_and_its_checkpoint_resumes_to_the_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, data = make_tiny_base(tmp_path / "base"), write_texts(tmp_path)
+    words = ("--max_steps", "5", "--save_steps", "3", "--num_random_blocks", "1")
+    results = train(base, data, tmp_path / "out", *words, method="random_layers")
+    assert (results["method"], results["num_steps"]) == ("random_layers", 5)
+    assert "random_layers on " in capsys.readouterr().out
+    (tmp_path / "again").mkdir()
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    more = ("--resume_from_checkpoint", str(checkpoint))
+    train(base, data, tmp_path / "again", *words, *more, method="random_layers")
+    before, once, again = (saved_weights(each) for each in (base, tmp_path / "out/model", tmp_path / "again/model"))
+    assert differing(once, again) == []
+    assert 0 < len(differing(once, before)) == len(before), "each of two blocks was drawn in five updates"

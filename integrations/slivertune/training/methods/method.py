@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 
 from slivertune.core import atomic
 from slivertune.interop import attach
+from slivertune.interop.methods import TrainerMethod
 from slivertune.training.models import LoadedModel
 from slivertune.training.options.checks import enum_value
 from slivertune.training.precision import Bf16Use
@@ -230,10 +231,12 @@ class TrainingMethod:
 class SliverMethod(TrainingMethod):
     """A method whose optimizer `slivertune.attach` makes the Trainer's.
 
-    Its options have `config(seed)`, which makes settings that `attach` takes; those of another package's optimizer are
-    known once `slivertune.interop.methods.register_method` was told.
+    Its options have `config(seed)`, which makes settings that `attach` takes.
     """
 
+    trainer_method: ClassVar[tuple[type, TrainerMethod] | None] = None
+    """Of another package's optimizer: class of its settings, and how it trains under a Trainer, which `attach` knows
+    once the method is registered."""
     momentum: float = 0.0
     """SM3's."""
     _attached: Any = None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+from slivertune.interop.methods import register_method
 from slivertune.planning.four_bit_rules import clash_with_method
 from slivertune.training.extras import require
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
-from slivertune.training.methods.method import TrainingMethod
+from slivertune.training.methods.method import SliverMethod, TrainingMethod
 from slivertune.training.methods.sft import SFTMethod
 
 DEFAULT_METHOD = HiFTMethod
@@ -47,6 +48,8 @@ def register_train_method(method: type[TrainingMethod]) -> type[TrainingMethod]:
         if taken.get(option, method.name) != method.name:
             raise ValueError(f"--{option} is read by --method {taken[option]}; name {method.name}'s option otherwise")
     TRAIN_METHODS[method.name] = method
+    if issubclass(method, SliverMethod) and method.trainer_method is not None:
+        register_method(*method.trainer_method)
     return method
 
 
