@@ -41,8 +41,8 @@ from llama import LlamaSizes, build_llama, num_parameters, random_batch
 from result_files import RESULTS, write_json
 
 import slivertune as st
-from slivertune.hift.copy_streams import CopyStreams
 from slivertune.hift.offload_buffer import host_buffer
+from slivertune.hift.streamed import StreamedGroup
 
 HOST_BYTES_PER_PARAMETER = 12
 """An fp32 master and AdamW's two moments."""
@@ -83,18 +83,18 @@ class Timeline:
 @contextmanager
 def timed_waits(timeline: Timeline) -> Iterator[None]:
     """Record how long the computing stream waits for the copying ones, as `waits`."""
-    wait = CopyStreams.compute_after
+    wait = StreamedGroup._compute_after
 
-    def compute_after(streams: CopyStreams, mark: Any) -> None:
+    def compute_after(group: StreamedGroup, mark: Any) -> None:
         if mark is not None:
             with timeline.span("waits"):
-                wait(streams, mark)
+                wait(group, mark)
 
-    CopyStreams.compute_after = compute_after  # type: ignore[method-assign]
+    StreamedGroup._compute_after = compute_after  # type: ignore[method-assign]
     try:
         yield
     finally:
-        CopyStreams.compute_after = wait  # type: ignore[method-assign]
+        StreamedGroup._compute_after = wait  # type: ignore[method-assign]
 
 
 def synchronize(device: torch.device) -> None:

@@ -114,7 +114,7 @@ def allocated() -> int:
 
 
 def streamed_groups(hift: HiFT) -> list[StreamedGroup]:
-    groups = hift._steps.residencies
+    groups = hift._residencies
     assert all(isinstance(group, StreamedGroup) for group in groups)
     return groups  # type: ignore[return-value]
 

@@ -23,6 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from slivertune.hift.offload_buffer import OffloadBuffer
+from slivertune.hift.streamed import Direction, StreamedGroup
+
 Clock = Counter[str]
 """How far a stream has seen each stream: number of its operators by stream."""
 Span = tuple[int, int]
@@ -163,31 +166,38 @@ def _span(tensor: torch.Tensor) -> Span:
     return (start, start + (last + 1) * tensor.itemsize)
 
 
-class PretendedCopyStreams:
-    """Has the methods of `slivertune.hift.copy_streams.CopyStreams`, on pretended streams."""
+class PretendedStreams(StreamedGroup):
+    """A streamed group whose copy streams are pretended ones of `streams`, which a subclass sets."""
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._names = {name: streams.add(name) for name in ("inbound", "outbound")}
+    streams: Streams
 
     @contextmanager
-    def on(self, name: str, *after: Clock | None) -> Iterator[None]:
+    def _on(self, direction: Direction, *after: Any) -> Iterator[None]:
         for record in after:
             if record is not None:
-                self._streams.wait(self._names[name], record)
-        before, self._streams.current = self._streams.current, self._names[name]
+                self.streams.wait(self._name(direction), record)
+        before, self.streams.current = self.streams.current, self._name(direction)
         try:
             yield
         finally:
-            self._streams.current = before
+            self.streams.current = before
 
-    def record(self, name: str | None = None) -> Clock:
-        return self._streams.record(COMPUTING if name is None else self._names[name])
+    def _record(self, direction: Direction | None = None) -> Any:
+        return self.streams.record(COMPUTING if direction is None else self._name(direction))
 
-    def compute_after(self, record: Clock | None) -> None:
-        if record is not None:
-            self._streams.wait(COMPUTING, record)
+    def _compute_after(self, event: Any) -> None:
+        if event is not None:
+            self.streams.wait(COMPUTING, event)
 
-    def synchronize(self) -> None:
-        for name in self._names.values():
-            self._streams.wait(HOST, self._streams.record(name))
+    def _synchronize(self) -> None:
+        for name in self.__dict__.get("_names", {}).values():
+            self.streams.wait(HOST, self.streams.record(name))
+
+    def _name(self, direction: Direction) -> str:
+        names: dict[str, str] = self.__dict__.setdefault("_names", {})
+        if direction not in names:
+            names[direction] = self.streams.add(direction)
+        return names[direction]
+
+    def _make_buffer(self) -> OffloadBuffer:
+        return OffloadBuffer("host", lambda size: self.streams.call_host(torch.empty(size, dtype=torch.uint8)))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import bitsandbytes
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_cosine_schedule_with_warmup
 from transformers.optimization import Adafactor as TransformersAdafactor
+
+from slivertune import HiFT, HiFTConfig
 
 
 class CountingSGD(torch.optim.Optimizer):
@@ -64,3 +68,9 @@ def warm_cosine(step: int, total: int) -> float:
     """A schedule that never is zero before its end and changes at every tick."""
     progress = step / total
     return 0.25 + progress if progress < 0.25 else 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def hift_over(model: nn.Module, optimizer_class: Any, **settings: Any) -> tuple[Any, HiFT]:
+    """A model and HiFT over it; settings are fields of its configuration, or options of the base optimizer."""
+    of_config = {each.name: settings.pop(each.name) for each in fields(HiFTConfig) if each.name in settings}
+    return model, HiFT(model, optimizer_class, config=HiFTConfig(**of_config), **settings)

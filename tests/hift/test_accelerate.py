@@ -22,7 +22,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import NaiveHiFT, naive_groups
-from tests.hift.cases import OPTIMIZERS, warm_cosine
+from tests.hift.cases import OPTIMIZERS, hift_over, warm_cosine
 
 
 def loader(updates: int, accumulation: int) -> DataLoader[Any]:
@@ -106,8 +106,7 @@ def test_prepared_training_equals_the_reference(
 
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_prepare_changes_nothing_in_the_optimizer(steps_before: int) -> None:
-    model = tiny_llama(torch.bfloat16)
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
     for batch in token_batches(steps_before):
         model(**batch).loss.backward()
         hift.step()
@@ -119,8 +118,7 @@ def test_prepare_changes_nothing_in_the_optimizer(steps_before: int) -> None:
 
 
 def test_a_prepared_optimizer_passes_closures_on() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     with one_device() as accelerator:
         prepared, optimizer = accelerator.prepare(model, hift)
 

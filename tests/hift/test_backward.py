@@ -25,6 +25,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import naive_groups, train
+from tests.hift.cases import hift_over
 
 
 class CountOperations(TorchDispatchMode):
@@ -75,8 +76,7 @@ MODELS = {
 @pytest.mark.parametrize("architecture", MODELS)
 def test_the_graph_holds_the_active_group_alone(architecture: str) -> None:
     build, make_batches = MODELS[architecture]
-    model = build()
-    hift = HiFT(model, torch.optim.SGD, lr=0.1)
+    model, hift = hift_over(build(), torch.optim.SGD, lr=0.1)
     groups = naive_groups(model, 1)
     parameters = dict(model.named_parameters())
     outputs: dict[int, bool] = {}

@@ -30,7 +30,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import decay_split, grouped_optimizer, naive_groups, train
-from tests.hift.cases import OPTIMIZERS
+from tests.hift.cases import OPTIMIZERS, hift_over
 
 BLOCKS = [["model.embed_tokens"], ["model.layers.0"], ["model.layers.1"], ["model.layers.2"]]
 HEAD = ["model.norm", "lm_head"]
@@ -56,26 +56,24 @@ def test_a_wrong_choice_is_named_with_the_right_ones(options: dict[str, Any], me
         HiFTConfig(**options)
 
 
-def test_more_layers_per_group_than_layers_is_refused() -> None:
-    model = tiny_llama()
-    with pytest.raises(ValueError, match=re.compile(r"layers_per_group=6.*5", re.DOTALL)):
-        HiFT(model, torch.optim.SGD, config=HiFTConfig(layers_per_group=6), lr=0.1)
-    assert trainable(model) == {name for name, _ in model.named_parameters()}, "a refused model must not stay frozen"
-
-
-def test_an_empty_item_in_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        HiFT(tiny_llama(), torch.optim.SGD, config=HiFTConfig(layers=[*BLOCKS, [], HEAD]), lr=0.1)
-
-
-def test_a_parameter_in_no_layer_is_named() -> None:
-    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        HiFT(tiny_llama(), torch.optim.SGD, config=HiFTConfig(layers=[*BLOCKS, ["lm_head"]]), lr=0.1)
-
-
-def test_a_layer_that_names_nothing_in_the_model_is_named() -> None:
-    with pytest.raises(ValueError, match=r"model\.layers\.17"):
-        HiFT(tiny_llama(), torch.optim.SGD, config=HiFTConfig(layers=[*BLOCKS, ["model.layers.17"], HEAD]), lr=0.1)
+@pytest.mark.parametrize(
+    ("dtype", "config", "message"),
+    [
+        (torch.float32, {"layers_per_group": 6}, r"layers_per_group=6.*5"),
+        (torch.float32, {"layers": [*BLOCKS, [], HEAD]}, "empty"),
+        (torch.float32, {"layers": [*BLOCKS, ["lm_head"]]}, r"model\.norm\.weight"),
+        (torch.float32, {"layers": [*BLOCKS, ["model.layers.17"], HEAD]}, r"model\.layers\.17"),
+        (torch.float16, {}, "bf16|bfloat16"),
+    ],
+    ids=["too many layers a group", "an empty layer", "an orphan", "nothing of that name", "fp16"],
+)
+def test_what_it_can_not_be_built_over_is_named_and_the_model_does_not_stay_frozen(
+    dtype: torch.dtype, config: dict[str, Any], message: str
+) -> None:
+    model = tiny_llama(dtype)
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), lr=0.1)
+    assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 
 def test_explicit_layers_are_the_layers() -> None:
@@ -83,13 +81,6 @@ def test_explicit_layers_are_the_layers() -> None:
     layers = [["model.embed_tokens", "model.layers.0"], ["model.layers.1", "model.layers.2"], HEAD]
     hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers=layers), lr=0.1)
     assert [set(group.parameter_names) for group in hift.groups] == [set(group) for group in naive_groups(model, 2)]
-
-
-def test_fp16_weights_are_refused_and_bf16_is_named() -> None:
-    model = tiny_llama(torch.float16)
-    with pytest.raises(ValueError, match=r"bf16|bfloat16"):
-        HiFT(model, torch.optim.AdamW, lr=1e-3)
-    assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
@@ -175,13 +166,14 @@ def assert_untouched(model: nn.Module, hift: HiFT, before: tuple[Any, ...]) -> N
 def started(
     optimizer_class: Any = torch.optim.AdamW, model: nn.Module | None = None, steps: int = 4, **config: Any
 ) -> tuple[nn.Module, HiFT]:
-    model = model if model is not None else tiny_llama(torch.bfloat16)
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(**config), lr=1e-2)
+    model, hift = hift_over(
+        model if model is not None else tiny_llama(torch.bfloat16), optimizer_class, lr=1e-2, **config
+    )
     train(model, hift, token_batches(steps), steps)
     return model, hift
 
 
-def saved_by(model: nn.Module, hift: HiFT) -> dict[str, Any]:
+def saved_by(model: nn.Module, hift: Any) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(hift.state_dict(), file)
     file.seek(0)
@@ -189,7 +181,19 @@ def saved_by(model: nn.Module, hift: HiFT) -> dict[str, Any]:
     return loaded
 
 
-CHECKPOINTS: dict[str, tuple[Callable[[], tuple[nn.Module, HiFT]], str]] = {
+def with_decay_groups() -> tuple[nn.Module, HiFT]:
+    model = tiny_llama(torch.bfloat16)
+    hift = HiFT.wrap(grouped_optimizer(model, torch.optim.AdamW, decay_split(model), lr=1e-2), model)
+    train(model, hift, token_batches(3), 3)
+    return model, hift
+
+
+def bare() -> tuple[nn.Module, Any]:
+    model = tiny_llama(torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+CHECKPOINTS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "another architecture": (lambda: started(model=tiny_gpt2(torch.bfloat16)), r"transformer\.wte|embed_tokens"),
     "more blocks": (lambda: started(model=tiny_llama(torch.bfloat16, blocks=4)), r"layers\.3"),
     "another width": (lambda: started(model=tiny_llama(torch.bfloat16, vocab=101)), r"embed_tokens.*(101|97)"),
@@ -199,6 +203,8 @@ CHECKPOINTS: dict[str, tuple[Callable[[], tuple[nn.Module, HiFT]], str]] = {
     "a random order": (lambda: started(order="random", seed=4), "order of turns"),
     "another class": (lambda: started(torch.optim.Adam), r"\bAdam\b.*AdamW|AdamW.*\bAdam\b"),
     "a class with other state": (lambda: started(torch.optim.SGD), "SGD"),
+    "other parameter groups": (with_decay_groups, "param.groups"),
+    "the bare optimizer": (bare, "HiFT|hift"),
 }
 
 
@@ -220,55 +226,51 @@ def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_altered(which:
 NAME = "model.layers.0.mlp.up_proj.weight"
 
 
-def damage(saved: dict[str, Any], how: str) -> None:
-    entry = saved["state"][NAME]
-    if how == "entry lost":
-        del saved["state"][NAME]
-    elif how == "moment lost":
-        del entry["exp_avg"]
-    elif how == "master lost":
-        del entry["master"]
-    elif how == "wrong shape":
-        entry["exp_avg_sq"] = entry["exp_avg_sq"][:-1]
-    elif how == "wrong shape of a master":
-        entry["master"] = entry["master"].t().contiguous()
-    elif how == "parameter name unknown":
-        saved["state"]["model.layers.0.mlp.sideways.weight"] = entry
-    elif how == "section lost":
-        del saved["hift"]
-    elif how == "parameter groups lost":
-        del saved["param_groups"]
-    elif how == "a parameter group too many":
-        saved["param_groups"].append(copy.deepcopy(saved["param_groups"][0]))
-    elif how == "members of a parameter group lost":
-        del saved["param_groups"][0]["params"]
-    elif how == "no count of updates":
-        saved["hift"]["updates"] = None
-    elif how == "held learning rates of other parameter groups":
-        saved["hift"]["held_lr"] = [1e-3, 1e-3]
+Damage = Callable[[dict[str, Any]], object]
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "entry lost": (lambda saved: saved["state"].pop(NAME), re.escape(NAME)),
+    "moment lost": (
+        lambda saved: saved["state"][NAME].pop("exp_avg"),
+        f"{re.escape(NAME)}.*exp_avg|exp_avg.*{re.escape(NAME)}",
+    ),
+    "master lost": (
+        lambda saved: saved["state"][NAME].pop("master"),
+        f"{re.escape(NAME)}.*master|master.*{re.escape(NAME)}",
+    ),
+    "wrong shape": (
+        lambda saved: saved["state"][NAME].update(exp_avg_sq=saved["state"][NAME]["exp_avg_sq"][:-1]),
+        re.escape(NAME),
+    ),
+    "wrong shape of a master": (
+        lambda saved: saved["state"][NAME].update(master=saved["state"][NAME]["master"].t().contiguous()),
+        re.escape(NAME),
+    ),
+    "parameter name unknown": (
+        lambda saved: saved["state"].update({NAME.replace("up_proj", "sideways"): saved["state"][NAME]}),
+        "sideways",
+    ),
+    "section lost": (lambda saved: saved.pop("hift"), "hift"),
+    "parameter groups lost": (lambda saved: saved.pop("param_groups"), "param_groups"),
+    "a parameter group too many": (
+        lambda saved: saved["param_groups"].append(copy.deepcopy(saved["param_groups"][0])),
+        "param.groups",
+    ),
+    "members of a parameter group lost": (lambda saved: saved["param_groups"][0].pop("params"), "params"),
+    "no count of updates": (lambda saved: saved["hift"].update(updates=None), "updates"),
+    "the count of updates lost": (lambda saved: saved["hift"].pop("updates"), "updates"),
+    "held learning rates of other parameter groups": (
+        lambda saved: saved["hift"].update(held_lr=[1e-3, 1e-3]),
+        "held_lr",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("entry lost", re.escape(NAME)),
-        ("moment lost", f"{re.escape(NAME)}.*exp_avg|exp_avg.*{re.escape(NAME)}"),
-        ("master lost", f"{re.escape(NAME)}.*master|master.*{re.escape(NAME)}"),
-        ("wrong shape", re.escape(NAME)),
-        ("wrong shape of a master", re.escape(NAME)),
-        ("parameter name unknown", "sideways"),
-        ("section lost", "hift"),
-        ("parameter groups lost", "param_groups"),
-        ("a parameter group too many", "param.groups"),
-        ("members of a parameter group lost", "params"),
-        ("no count of updates", "updates"),
-        ("held learning rates of other parameter groups", "held_lr"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused_and_nothing_is_altered(how: str, message: str) -> None:
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_altered(how: str) -> None:
+    damage, message = DAMAGES[how]
     model, hift = started()
     saved = saved_by(model, hift)
-    damage(saved, how)
+    damage(saved)
     before = snapshot(model, hift)
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         hift.load_state_dict(saved)
@@ -277,26 +279,6 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_altered(how: str, messag
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         empty.load_state_dict(saved)
     assert empty.updates == 0 and empty.state_dict()["state"] == {}
-
-
-def test_a_checkpoint_of_the_bare_optimizer_is_refused() -> None:
-    model, hift = started()
-    bare = torch.optim.AdamW(twin(model).parameters(), lr=1e-2)
-    before = snapshot(model, hift)
-    with pytest.raises(ValueError, match=r"HiFT|hift"):
-        hift.load_state_dict(bare.state_dict())
-    assert_untouched(model, hift, before)
-
-
-def test_a_checkpoint_of_other_parameter_groups_is_refused() -> None:
-    model = tiny_llama(torch.bfloat16)
-    split = HiFT.wrap(grouped_optimizer(model, torch.optim.AdamW, decay_split(model), lr=1e-2), model)
-    train(model, split, token_batches(3), 3)
-    plain_model, plain = started()
-    before = snapshot(plain_model, plain)
-    with pytest.raises(ValueError, match=r"param.groups"):
-        plain.load_state_dict(saved_by(model, split))
-    assert_untouched(plain_model, plain, before)
 
 
 @pytest.mark.parametrize("stream_bytes", [4096, 134_217_728])

@@ -10,6 +10,7 @@ import torch
 from slivertune import HiFT, HiFTConfig
 from tests.helpers.models import LAYERS, assert_all_moved, assert_same_bits, tiny_llama, token_batches, weights
 from tests.helpers.reference import train
+from tests.hift.cases import hift_over
 from tests.hift.test_skipped_turns import mean_of_tokens, plain_bert
 
 
@@ -39,8 +40,7 @@ def test_a_compiled_model_trains_the_same_bits(how: str) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:no (gradient|batch)")
 def test_a_compiled_model_passes_the_turn_of_a_group_that_is_not_reached() -> None:
-    model = plain_bert()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(plain_bert(), torch.optim.AdamW, lr=1e-2)
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager")
     for step in range(2 * hift.num_groups):

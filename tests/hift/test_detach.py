@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from slivertune import SFT, HiFT, HiFTConfig, SFTConfig
 from tests.helpers.models import LAYERS, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import train
+from tests.hift.cases import hift_over
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -50,8 +51,7 @@ def test_detach_gives_back_what_was_free_and_takes_every_hook_away(step_in_backw
 
 @pytest.mark.parametrize("what", ["the model", "a part of it", "a wrapper of it"])
 def test_a_second_hift_over_a_held_model_is_refused(what: str) -> None:
-    model: Any = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     free = trainable(model)
     target = {"the model": model, "a part of it": model.model, "a wrapper of it": nn.Sequential(model)}[what]
     with pytest.raises(ValueError, match=r"trained by another HiFT.*detach\(\)"):
@@ -65,8 +65,7 @@ def test_a_second_hift_over_a_held_model_is_refused(what: str) -> None:
 
 
 def test_hift_and_sft_do_not_share_a_model() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     with pytest.raises(ValueError, match=r"trained by another HiFT.*SFT can't train it.*detach\(\)"):
         SFT(model, config=SFTConfig(density=0.1), lr=1e-2, total_steps=10)
     hift.detach()
@@ -128,8 +127,7 @@ def test_reattach_goes_on_to_the_bit(dtype: torch.dtype, config: dict[str, Any])
 
 
 def test_reattach_refuses_a_model_whose_parameters_were_replaced() -> None:
-    model: Any = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     hift.detach()
     model.lm_head = nn.Linear(32, 97, bias=False)
     with pytest.raises(RuntimeError, match=r"^lm_head\.weight, .*no longer in the model"):
@@ -138,8 +136,7 @@ def test_reattach_refuses_a_model_whose_parameters_were_replaced() -> None:
 
 
 def test_a_dense_run_after_detach_trains_everything() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     train(model, hift, token_batches(3), 3)
     hift.detach()
     other = twin(model)
@@ -156,8 +153,7 @@ def test_an_optimizer_can_not_be_copied_and_says_what_can(how: Any) -> None:
 
 
 def test_a_copy_of_the_model_is_free_of_hift_and_trains_alone() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=LAYERS), lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
     copied = pickle.loads(pickle.dumps(twin(model)))
     before = weights(model)
     train(copied, torch.optim.AdamW(copied.parameters(), lr=1e-2), token_batches(2), 2)

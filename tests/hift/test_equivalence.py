@@ -25,22 +25,51 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import NaiveHiFT, decay_split, grouped_optimizer, naive_groups, train
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, WITH_LR, cosine, warm_cosine
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, WITH_LR, cosine, hift_over, warm_cosine
 
 ONE_GROUP = {"layers_per_group": LAYERS, "steps_per_group": 1}
 ORDERS = ["bottom2up", "top2down", "random"]
+
+
+def equals_the_bare_optimizer(
+    model: torch.nn.Module,
+    optimizer_class: Any,
+    batches: list[dict[str, torch.Tensor]],
+    options: dict[str, Any],
+    *,
+    split: Any = None,
+    scheduled: bool = False,
+    max_norm: float | None = None,
+    **config: Any,
+) -> None:
+    """Train a model by HiFT with one group, and a twin by the base optimizer; compare every loss and weight."""
+    bare, settings = twin(model), HiFTConfig(**ONE_GROUP, **config)
+    if split is None:
+        hift, plain = (
+            HiFT(model, optimizer_class, config=settings, **options),
+            optimizer_class(bare.parameters(), **options),
+        )
+    else:
+        plain = grouped_optimizer(bare, optimizer_class, split, **options)
+        hift = HiFT.wrap(grouped_optimizer(model, optimizer_class, split, **options), model, config=settings)
+    losses = []
+    for trained, optimizer in ((model, hift), (bare, plain)):
+        torch.manual_seed(5)
+        schedule = cosine(optimizer, len(batches)) if scheduled else None
+        losses.append(train(trained, optimizer, batches, len(batches), max_norm=max_norm, scheduler=schedule))
+    assert losses[0] == losses[1]
+    assert_same_bits(model, bare)
+
+
+BIG_BATCHES = token_batches(20, vocab=BIG_VOCAB)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_group_equals_the_bare_optimizer(name: str) -> None:
     optimizer_class, options = OPTIMIZERS[name]
     model = tiny_llama(vocab=BIG_VOCAB)
-    bare, before = twin(model), weights(model)
-    batches = token_batches(20, vocab=BIG_VOCAB)
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(**ONE_GROUP), **options)
-    losses = train(model, hift, batches, 20)
-    assert losses == train(bare, optimizer_class(bare.parameters(), **options), batches, 20)
-    assert_same_bits(model, bare)
+    before = weights(model)
+    equals_the_bare_optimizer(model, optimizer_class, BIG_BATCHES, options)
     assert_all_moved(model, before)
 
 
@@ -48,12 +77,7 @@ def test_one_group_equals_the_bare_optimizer(name: str) -> None:
 def test_one_group_of_bf16_weights_without_masters_equals_the_bare_optimizer(name: str) -> None:
     optimizer_class, options = OPTIMIZERS[name]
     model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
-    bare = twin(model)
-    batches = token_batches(20, vocab=BIG_VOCAB)
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(**ONE_GROUP, master="none"), **options)
-    losses = train(model, hift, batches, 20)
-    assert losses == train(bare, optimizer_class(bare.parameters(), **options), batches, 20)
-    assert_same_bits(model, bare)
+    equals_the_bare_optimizer(model, optimizer_class, BIG_BATCHES, options, master="none")
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -62,39 +86,26 @@ def test_one_group_wrapped_with_decay_groups_equals_the_bare_optimizer(name: str
     optimizer_class, options = OPTIMIZERS[name]
     options = {key: value for key, value in options.items() if key != "weight_decay"}
     model = tiny_llama(vocab=BIG_VOCAB)
-    bare = twin(model)
-    batches = token_batches(20, vocab=BIG_VOCAB)
     split = decay_split(model)
     split[1][1]["lr"] = options["lr"] / 3
-    plain = grouped_optimizer(bare, optimizer_class, split, **options)
-    hift = HiFT.wrap(grouped_optimizer(model, optimizer_class, split, **options), model, config=HiFTConfig(**ONE_GROUP))
-    train(model, hift, batches, 20, max_norm=0.01, scheduler=cosine(hift, 20) if scheduled else None)
-    train(bare, plain, batches, 20, max_norm=0.01, scheduler=cosine(plain, 20) if scheduled else None)
-    assert_same_bits(model, bare)
+    equals_the_bare_optimizer(
+        model, optimizer_class, BIG_BATCHES, options, split=split, scheduled=scheduled, max_norm=0.01
+    )
 
 
 @pytest.mark.parametrize("name", WITH_LR)
 def test_one_group_with_cosine_and_warmup_equals_the_bare_optimizer(name: str) -> None:
     optimizer_class, options = OPTIMIZERS[name]
-    model = tiny_llama(vocab=BIG_VOCAB)
-    bare = twin(model)
-    batches = token_batches(20, vocab=BIG_VOCAB)
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(**ONE_GROUP), **options)
-    plain = optimizer_class(bare.parameters(), **options)
-    train(model, hift, batches, 20, scheduler=cosine(hift, 20))
-    train(bare, plain, batches, 20, scheduler=cosine(plain, 20))
-    assert_same_bits(model, bare)
+    equals_the_bare_optimizer(tiny_llama(vocab=BIG_VOCAB), optimizer_class, BIG_BATCHES, options, scheduled=True)
 
 
 @pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": True}])
 def test_one_group_passes_the_choice_of_kernel_on(kernel: dict[str, bool]) -> None:
-    model = tiny_llama()
-    bare = twin(model)
-    batches = token_batches(6)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**ONE_GROUP), lr=1e-2, **kernel)
-    train(model, hift, batches, 6)
-    train(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2, **kernel), batches, 6)
-    assert_same_bits(model, bare)
+    equals_the_bare_optimizer(tiny_llama(), torch.optim.AdamW, token_batches(6), {"lr": 1e-2, **kernel})
+
+
+def test_one_group_draws_no_random_numbers() -> None:
+    equals_the_bare_optimizer(tiny_bert(dropout=0.2), torch.optim.AdamW, label_batches(10), {"lr": 1e-2})
 
 
 def hift_and_reference(
@@ -225,18 +236,6 @@ def test_odd_parameters_equal_the_reference(name: str, dtypes: str, master: str,
     hift_and_reference(model, name, layers=ODD_LAYERS, layers_per_group=2, master=master, stream_bytes=stream_bytes)
 
 
-def test_one_group_draws_no_random_numbers() -> None:
-    model = tiny_bert(dropout=0.2)
-    bare = twin(model)
-    batches = label_batches(10)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**ONE_GROUP), lr=1e-2)
-    torch.manual_seed(5)
-    losses = train(model, hift, batches, 10)
-    torch.manual_seed(5)
-    assert losses == train(bare, torch.optim.AdamW(bare.parameters(), lr=1e-2), batches, 10)
-    assert_same_bits(model, bare)
-
-
 @pytest.mark.parametrize("steps_per_group", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_discarded_state_and_masters_are_new_at_each_turn(dtype: torch.dtype, steps_per_group: int) -> None:
@@ -245,8 +244,7 @@ def test_discarded_state_and_masters_are_new_at_each_turn(dtype: torch.dtype, st
 
 @pytest.mark.parametrize("layers_per_group", [1, 2, 3, 4, 5])
 def test_groups_are_cut_from_the_bottom_and_the_last_may_be_smaller(layers_per_group: int) -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers_per_group=layers_per_group), lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, layers_per_group=layers_per_group, lr=0.1)
     expected = naive_groups(model, layers_per_group)
     assert [list(group.parameter_names) for group in hift.groups] == expected
     assert hift.num_groups == len(expected) == -(-LAYERS // layers_per_group)
@@ -257,8 +255,7 @@ def orders_of(seed: int, order: str = "random", layers_per_group: int = 1) -> li
     """Which group was trainable in each of three cycles, by what requires a gradient."""
     model = tiny_llama(blocks=6)
     groups = [sorted(group) for group in naive_groups(model, layers_per_group)]
-    config = HiFTConfig(order=order, seed=seed, layers_per_group=layers_per_group)
-    hift = HiFT(model, torch.optim.SGD, config=config, lr=0.1)
+    _, hift = hift_over(model, torch.optim.SGD, order=order, seed=seed, layers_per_group=layers_per_group, lr=0.1)
     assert hift.cycle_length == len(groups)
     seen = [groups.index(sorted(trainable(model)))]
     train(

@@ -12,10 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, with_exact
+from tests.hift.cases import hift_over
 
 
 def lora_llama(seed: int = 0) -> Any:
@@ -121,14 +122,12 @@ def test_another_adapter_that_is_switched_on_is_told_of_and_not_trained() -> Non
 @pytest.mark.filterwarnings("ignore:.* do not require gradients")
 def test_merging_adapters_and_back_between_steps_changes_nothing() -> None:
     def plain() -> dict[str, torch.Tensor]:
-        other = lora_llama()
-        optimizer = HiFT(other, torch.optim.SGD, lr=0.1)
+        other, optimizer = hift_over(lora_llama(), torch.optim.SGD, lr=0.1)
         train(other, optimizer, token_batches(1), 2 * optimizer.num_groups)
         return weights(other)
 
     expected, exact = with_exact(plain)
-    model = lora_llama()
-    hift = HiFT(model, torch.optim.SGD, lr=0.1)
+    model, hift = hift_over(lora_llama(), torch.optim.SGD, lr=0.1)
     for _ in range(2 * hift.num_groups):
         active = set(hift.groups[hift.active_group].parameter_names)
         model.merge_adapter()
@@ -175,8 +174,7 @@ def test_what_is_not_in_the_optimizer_is_left_to_the_user() -> None:
 
 
 def test_an_evaluation_with_everything_unfrozen_leaves_it_so_until_the_next_training_forward() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(order="top2down"), lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, order="top2down", lr=1e-2)
     model.requires_grad_(True)
     with torch.no_grad():
         model(**token_batches(1)[0])
@@ -187,8 +185,7 @@ def test_an_evaluation_with_everything_unfrozen_leaves_it_so_until_the_next_trai
 
 
 def test_gradients_that_arrived_where_none_belong_are_dropped_before_a_norm_counts_them() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(order="top2down"), lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, order="top2down", lr=1e-2)
     active = set(hift.groups[-1].parameter_names)
     model.requires_grad_(True)
     for name, parameter in model.named_parameters():

@@ -34,7 +34,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.reference import decay_split, grouped_optimizer, train
 from tests.helpers.tolerance import assert_sums_close
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, CountingSGD, cosine
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, CountingSGD, cosine, hift_over
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 STEPS = 2 * LAYERS + 2
@@ -48,6 +48,7 @@ def pair(
     batches: Any = None,
     steps: int = STEPS,
     checkpointing: dict[str, Any] | None = None,
+    split: bool = False,
     **config: Any,
 ) -> tuple[nn.Module, nn.Module]:
     """Twins after the same run, stepped after the backward and in it."""
@@ -58,7 +59,12 @@ def pair(
         other = twin(model)
         if checkpointing is not None:
             other.activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)  # type: ignore[operator]
-        hift = HiFT(other, optimizer_class, config=HiFTConfig(step_in_backward=in_backward, **config), **options)
+        settings = HiFTConfig(step_in_backward=in_backward, **config)
+        if split:
+            base = grouped_optimizer(other, optimizer_class, decay_split(other), lr=1e-2)
+            hift = HiFT.wrap(base, other, config=settings)
+        else:
+            hift = HiFT(other, optimizer_class, config=settings, **options)
         scheduler = cosine(hift, steps) if options["lr"] is not None else None
         train(other, hift, batches, steps, scheduler=scheduler)
         assert hift.updates == steps
@@ -110,14 +116,8 @@ def test_a_tied_embedding_is_stepped_once_when_both_uses_have_given(layers_per_g
 
 def test_a_classifier_and_odd_parameters_too() -> None:
     assert_same_bits(*pair(tiny_bert(), batches=label_batches(STEPS)))
-    model = odd_model(torch.bfloat16, fp32_gates=True)
-    made = []
-    for in_backward in (False, True):
-        other = twin(model)
-        config = HiFTConfig(layers=ODD_LAYERS, stream_bytes=4096, step_in_backward=in_backward)
-        train(other, HiFT(other, torch.optim.AdamW, config=config, lr=1e-2), token_batches(10), 10)
-        made.append(other)
-    assert_same_bits(*made)
+    odd = odd_model(torch.bfloat16, fp32_gates=True)
+    assert_same_bits(*pair(odd, batches=token_batches(10), steps=10, layers=ODD_LAYERS, stream_bytes=4096))
 
 
 @pytest.mark.parametrize("layers_per_group", [1, 2, LAYERS])
@@ -129,15 +129,7 @@ def test_checkpointing_changes_no_bit(reentrant: bool, layers_per_group: int) ->
 
 
 def test_param_groups_of_a_wrapped_optimizer_are_followed() -> None:
-    model = tiny_llama(torch.bfloat16)
-    made = []
-    for in_backward in (False, True):
-        other = twin(model)
-        base = grouped_optimizer(other, torch.optim.AdamW, decay_split(other), lr=1e-2)
-        hift = HiFT.wrap(base, other, config=HiFTConfig(step_in_backward=in_backward, stream_bytes=4096))
-        train(other, hift, token_batches(STEPS), STEPS, scheduler=cosine(hift, STEPS))
-        made.append(other)
-    assert_same_bits(*made)
+    assert_same_bits(*pair(tiny_llama(torch.bfloat16), split=True, stream_bytes=4096))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
@@ -163,8 +155,7 @@ def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> N
 
 
 def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.5)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.5)
     batches = token_batches(2 * LAYERS)
     for update, batch in enumerate(batches):
         hift.param_groups[0]["lr"] = 0.5 - 0.01 * update
@@ -334,8 +325,7 @@ def test_a_backward_that_fails_in_its_middle_is_an_error_at_the_step(
 
 
 def test_a_backward_that_fails_before_the_active_group_may_be_run_again() -> None:
-    model: Any = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=True), lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, step_in_backward=True, lr=1e-2)
     before, batch = weights(model), token_batches(1)[0]
     hook = model.model.norm.register_forward_hook(lambda module, inputs, output: _Fails.apply(output))
     with pytest.raises(RuntimeError, match="stopped here"):
@@ -349,9 +339,9 @@ def test_a_backward_that_fails_before_the_active_group_may_be_run_again() -> Non
 
 
 def test_a_step_that_fails_in_the_backward_is_an_error_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama()
-    config = HiFTConfig(step_in_backward=True, layers_per_group=LAYERS, state="device")
-    hift = HiFT(model, torch.optim.SGD, config=config, lr=0.1)
+    model, hift = hift_over(
+        tiny_llama(), torch.optim.SGD, step_in_backward=True, layers_per_group=LAYERS, state="device", lr=0.1
+    )
     calls = []
     original = torch.optim.SGD.step
 
@@ -369,9 +359,14 @@ def test_a_step_that_fails_in_the_backward_is_an_error_at_the_step(monkeypatch: 
 
 
 def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_llama(torch.bfloat16)
-    config = HiFTConfig(state="disk", state_dir=str(tmp_path), step_in_backward=True)
-    hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+    model, hift = hift_over(
+        tiny_llama(torch.bfloat16),
+        torch.optim.AdamW,
+        state="disk",
+        state_dir=str(tmp_path),
+        step_in_backward=True,
+        lr=1e-2,
+    )
     expected = twin(model)
     batches, before = token_batches(3), weights(model)
 
@@ -389,8 +384,7 @@ def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypa
 
 
 def test_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
     assert hift.step() is None and hift.updates == 0
     embedding = model.get_parameter("model.embed_tokens.weight")
     embedding.grad = torch.ones_like(embedding)
@@ -399,15 +393,13 @@ def test_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> 
 
 
 def test_a_closure_is_refused() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    _, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
     with pytest.raises(RuntimeError, match=r"step\(closure\).*run the backward, then call step"):
         hift.step(lambda: 0.0)
 
 
 def test_a_state_is_not_saved_between_a_backward_and_its_step() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
     model(**token_batches(1)[0]).loss.backward()
     with pytest.raises(RuntimeError, match=r"call step\(\) before state_dict"):
         hift.state_dict()
@@ -431,8 +423,7 @@ def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
 
 
 def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
     before = weights(model)
     with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="fp16 autocast needs a GradScaler"):
         model(**token_batches(1)[0])
@@ -448,8 +439,7 @@ def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:
 
 def test_fp16_autocast_by_accelerate_is_refused_too() -> None:
     with one_device() as accelerator:
-        model = tiny_llama()
-        hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+        model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
         prepared, _ = accelerator.prepare(model, hift)
         # As accelerate wraps it for mixed_precision="fp16", which it does not take on a CPU.
         prepared.forward = torch.autocast("cpu", torch.float16)(prepared.forward)
@@ -458,22 +448,19 @@ def test_fp16_autocast_by_accelerate_is_refused_too() -> None:
 
 
 def test_a_grad_scaler_is_refused() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True), lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(model(**token_batches(1)[0]).loss).backward()
     with pytest.raises(RuntimeError, match="a GradScaler unscales gradients after the backward"):
         scaler.step(hift)
-    plain = tiny_llama()
-    usual = HiFT(plain, torch.optim.SGD, lr=0.1)
+    plain, usual = hift_over(tiny_llama(), torch.optim.SGD, lr=0.1)
     scaler.scale(plain(**token_batches(1)[0]).loss).backward()
     scaler.step(usual)
     assert usual.updates == 1
 
 
 def test_detach_and_copies_step_nothing() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(step_in_backward=True, layers_per_group=LAYERS), lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, layers_per_group=LAYERS, lr=0.1)
     before, batch = weights(model), token_batches(1)[0]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(**batch).loss.backward()

@@ -14,9 +14,10 @@ from accelerate import cpu_offload, disk_offload
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from tests.helpers.models import assert_same_bits, tiny_bert, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import train
+from tests.hift.cases import hift_over
 
 
 def resize(model: Any) -> None:
@@ -65,8 +66,7 @@ REPLACED: dict[str, tuple[Callable[[Any], None], str]] = {
 @pytest.mark.parametrize("what", REPLACED)
 def test_a_parameter_that_was_replaced_or_resized_is_named(what: str, step_in_backward: bool) -> None:
     change, message = REPLACED[what]
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=step_in_backward), lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, step_in_backward=step_in_backward, lr=1e-2)
     train(model, hift, token_batches(1), 1)
     change(model)
     with pytest.raises(RuntimeError, match=rf"^{message}.*detach\(\)"):
@@ -88,8 +88,7 @@ CASTS = {
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_a_parameter_that_was_cast_is_named(cast: str) -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     train(model, hift, token_batches(1), 1)
     CASTS[cast](model)
     name = "lm_head" if cast == "a part" else "model.embed_tokens"
@@ -117,8 +116,7 @@ def wrapped_in_lora(model: Any) -> Any:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_peft_after_building_is_refused(inside: bool) -> None:
-    model: Any = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     wrapped = wrapped_in_lora(model)
     with pytest.raises(RuntimeError, match=r"lora_A.* came into the model after HiFT was built.*PEFT"):
         (model if inside else wrapped)(**token_batches(1)[0])
@@ -126,8 +124,7 @@ def test_peft_after_building_is_refused(inside: bool) -> None:
 
 
 def test_a_new_parameter_that_is_frozen_or_elsewhere_is_none_of_hifts_business() -> None:
-    model: Any = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     model.probe = nn.Linear(2, 2).requires_grad_(False)
     train(model, hift, token_batches(2), 2)
     model.probe.requires_grad_(True)

@@ -17,6 +17,7 @@ from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
+from tests.hift.cases import hift_over
 
 FP32, BF16 = torch.float32, torch.bfloat16
 VOCAB = 384
@@ -185,8 +186,7 @@ def test_it_travels_in_the_folder_beside_a_checkpoint(name: str, tmp_path: Path)
 
 
 def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: Path) -> None:
-    model = tiny_llama(vocab=VOCAB)
-    hift = HiFT(model, NestedSGD, lr=0.02)
+    model, hift = hift_over(tiny_llama(vocab=VOCAB), NestedSGD, lr=0.02)
     train(model, hift, BATCHES[:1], 1)
     with pytest.raises(OSError, match=r"objects of .*Projector.*add_safe_globals"):
         save_state(hift, tmp_path / "hift")
@@ -196,8 +196,7 @@ def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: P
 @pytest.mark.parametrize("name", CASES)
 def test_it_waits_off_the_device(name: str) -> None:
     optimizer_class, options = CASES[name]()
-    model = tiny_llama(vocab=VOCAB)
-    hift = HiFT(model, optimizer_class, **options)
+    model, hift = hift_over(tiny_llama(vocab=VOCAB), optimizer_class, **options)
     with Ledger(model) as ledger:
         for index in range(7):
             train(model, hift, BATCHES, 1, start=index)

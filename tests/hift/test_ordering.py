@@ -15,26 +15,20 @@ import pytest
 import torch
 
 from slivertune import HiFT, HiFTConfig
-from slivertune.hift import group_steps, streamed
-from slivertune.hift.offload_buffer import OffloadBuffer
+from slivertune.hift import optimizer, streamed
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
-from tests.helpers.streams import PretendedCopyStreams, Streams
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS
+from tests.helpers.streams import PretendedStreams, Streams
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over
 
 
 @contextmanager
 def pretended(
-    monkeypatch: pytest.MonkeyPatch, streams_class: type[PretendedCopyStreams] = PretendedCopyStreams
+    monkeypatch: pytest.MonkeyPatch, group_class: type[PretendedStreams] = PretendedStreams
 ) -> Iterator[Streams]:
-    """Streams in force, with copy streams of this class over them in place of the real ones."""
+    """Streams in force; every HiFT that is built meanwhile has groups of this class over them."""
     streams = Streams()
-
-    def allocate(num_bytes: int) -> torch.Tensor:
-        return streams.call_host(torch.empty(num_bytes, dtype=torch.uint8))
-
-    monkeypatch.setattr(streamed, "CopyStreams", lambda device: streams_class(streams))
-    monkeypatch.setattr(group_steps, "host_buffer", lambda device: OffloadBuffer("host", allocate))
+    monkeypatch.setattr(optimizer, "StreamedGroup", type("OnStreams", (group_class,), {"streams": streams}))
     with streams:
         yield streams
 
@@ -42,8 +36,7 @@ def pretended(
 def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
     """Three cycles, the state read and loaded again in mid-cycle."""
     optimizer_class, options = OPTIMIZERS[name]
-    model = tiny_llama(dtype, vocab=BIG_VOCAB)
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(**config), **options)
+    model, hift = hift_over(tiny_llama(dtype, vocab=BIG_VOCAB), optimizer_class, **config, **options)
     batches = token_batches(10, vocab=BIG_VOCAB)
     train(model, hift, batches, 7)
     saved = copy.deepcopy(hift.state_dict())
@@ -111,7 +104,7 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
     monkeypatch.setattr(
         streamed.StreamedGroup, "_load", lambda self, index: (loads.append(index), original(self, index))
     )
-    for group in hift._steps.residencies:
+    for group in hift._residencies:
         loads.clear()
         train(model, hift, batches, 1)
         # Each once and in turn: nothing that was loaded had to give way.
@@ -120,8 +113,8 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
 
 def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = tiny_llama(torch.bfloat16), token_batches(5)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192), lr=1e-2)
     with pretended(monkeypatch) as streams:
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192), lr=1e-2)
         for _ in range(3):
             train(model, hift, batches, 5)
             model(**batches[0]).loss.backward()
@@ -150,8 +143,8 @@ class _Stumbling(torch.optim.AdamW):
 def test_an_error_in_the_middle_of_a_step_leaves_no_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batches = tiny_llama(torch.bfloat16), token_batches(5)
     config = HiFTConfig(stream_bytes=8192, elementwise=True)
-    hift = HiFT(model, _Stumbling, config=config, lr=1e-2)
     with pretended(monkeypatch) as streams:
+        hift = HiFT(model, _Stumbling, config=config, lr=1e-2)
         train(model, hift, batches, 10)
         monkeypatch.setattr(_Stumbling, "countdown", 4)
         with pytest.raises(RuntimeError, match="stumbled"):
@@ -159,23 +152,23 @@ def test_an_error_in_the_middle_of_a_step_leaves_no_copy_behind(monkeypatch: pyt
         assert streams.violations == []
 
 
-class _Counting(PretendedCopyStreams):
+class _Counting(PretendedStreams):
     """Counts what the computing stream waits for."""
 
     num_waits = 0
 
-    def compute_after(self, event: Any) -> None:
+    def _compute_after(self, event: Any) -> None:
         _Counting.num_waits += event is not None
-        super().compute_after(event)
+        super()._compute_after(event)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with masters"])
 def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     model, batches = tiny_llama(dtype), token_batches(5)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), lr=1e-2)
     with pretended(monkeypatch, _Counting):
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), lr=1e-2)
         train(model, hift, batches, 5)
-        for group in hift._steps.residencies:
+        for group in hift._residencies:
             monkeypatch.setattr(_Counting, "num_waits", 0)
             train(model, hift, batches, 1)
             num_pieces = len(group._pieces)  # type: ignore[attr-defined]
@@ -191,46 +184,44 @@ def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
     other, saved = twin(model), copy.deepcopy(hift.state_dict())
     moved = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192, master="split"), lr=1e-2)
     moved.load_state_dict(saved)
-    for group in moved._steps.residencies:
+    for group in moved._residencies:
         group._offloaded_from = torch.device("cuda", 0)  # type: ignore[attr-defined]
     train(model, hift, batches, 8)
     train(other, moved, batches, 8)
     assert_same_bits(model, other)
-    assert {group._offloaded_from for group in moved._steps.residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
+    assert {group._offloaded_from for group in moved._residencies} == {torch.device("cpu")}  # type: ignore[attr-defined]
 
 
-class _NoComputeAfter(PretendedCopyStreams):
-    def compute_after(self, event: Any) -> None:
+class _NoComputeAfter(PretendedStreams):
+    def _compute_after(self, event: Any) -> None:
         """The computing stream waits for no copy."""
 
 
-class _NoWaitOnCopyStreams(PretendedCopyStreams):
+class _NoWaitOnCopyStreams(PretendedStreams):
     @contextmanager
-    def on(self, name: str, *after: Any) -> Iterator[None]:
+    def _on(self, direction: str, *after: Any) -> Iterator[None]:
         """The copy streams wait for nothing."""
-        with super().on(name):
+        with super()._on(direction):
             yield
 
 
-class _OnlyFirstWait(PretendedCopyStreams):
+class _OnlyFirstWait(PretendedStreams):
     @contextmanager
-    def on(self, name: str, *after: Any) -> Iterator[None]:
+    def _on(self, direction: str, *after: Any) -> Iterator[None]:
         """A load waits for the computing stream, not for the store that empties its slot."""
-        with super().on(name, *after[:1]):
+        with super()._on(direction, *after[:1]):
             yield
 
 
-class _NoSynchronize(PretendedCopyStreams):
-    def synchronize(self) -> None:
+class _NoSynchronize(PretendedStreams):
+    def _synchronize(self) -> None:
         """The host does not wait before it reads."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams_class", [_NoComputeAfter, _NoWaitOnCopyStreams, _OnlyFirstWait, _NoSynchronize])
-def test_the_check_sees_a_missing_wait(
-    monkeypatch: pytest.MonkeyPatch, streams_class: type[PretendedCopyStreams]
-) -> None:
-    with pretended(monkeypatch, streams_class) as streams:
+@pytest.mark.parametrize("group_class", [_NoComputeAfter, _NoWaitOnCopyStreams, _OnlyFirstWait, _NoSynchronize])
+def test_the_check_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, group_class: type[PretendedStreams]) -> None:
+    with pretended(monkeypatch, group_class) as streams:
         hift = run("AdamW", torch.float32, stream_bytes=4096)
     assert hift.updates == 15
     assert streams.violations

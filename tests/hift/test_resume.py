@@ -28,7 +28,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import decay_split, grouped_optimizer, train
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, warm_cosine
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over, warm_cosine
 
 
 @pytest.fixture
@@ -229,8 +229,7 @@ def test_a_run_with_parameters_that_never_have_a_gradient_resumes(dtype: torch.d
 
 def test_a_tensor_lr_resumes() -> None:
     def made(seed: int) -> tuple[torch.nn.Module, HiFT, LambdaLR]:
-        model = tiny_llama(seed=seed)
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=2), lr=torch.tensor(1e-2))
+        model, hift = hift_over(tiny_llama(seed=seed), torch.optim.AdamW, layers_per_group=2, lr=torch.tensor(1e-2))
         return model, hift, LambdaLR(hift, lambda step: warm_cosine(step, 9))
 
     batches = token_batches(9)
@@ -354,8 +353,7 @@ class Rows(torch.utils.data.Dataset[Batch]):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 def test_trainer_resumes_from_each_of_its_checkpoints_to_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
     def trainer(seed: int, folder: str) -> tuple[Trainer, HiFT]:
-        model = tiny_llama(dtype, seed=seed)
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=2), lr=1e-2)
+        model, hift = hift_over(tiny_llama(dtype, seed=seed), torch.optim.AdamW, layers_per_group=2, lr=1e-2)
         arguments = TrainingArguments(
             output_dir=str(tmp_path / folder),
             max_steps=8,

@@ -12,13 +12,26 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from slivertune import HiFT, HiFTConfig
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import NaiveHiFT, decay_split, grouped_optimizer, naive_groups, train
-from tests.hift.cases import warm_cosine
+from tests.hift.cases import hift_over, warm_cosine
 
 
 def sgd(lr: float | torch.Tensor = 0.5, **config: Any) -> tuple[torch.nn.Module, HiFT]:
     """A tiny model under plain SGD, whose applied learning rate shows in the weights."""
-    model = tiny_llama()
-    return model, HiFT(model, torch.optim.SGD, config=HiFTConfig(**config), lr=lr)
+    return hift_over(tiny_llama(), torch.optim.SGD, lr=lr, **config)
+
+
+def held_rates(model: torch.nn.Module, hift: HiFT, updates: int, scheduler: Any) -> list[float | None]:
+    """What is held in each of some updates."""
+    held: list[Any] = []
+    train(
+        model,
+        hift,
+        token_batches(1),
+        updates,
+        scheduler=scheduler,
+        after_step=lambda _: held.append(hift.held_lr[0]),
+    )
+    return held
 
 
 def backward(model: torch.nn.Module) -> None:
@@ -62,20 +75,15 @@ def test_lr_is_held_to_the_end_of_a_cycle(steps_per_group: int) -> None:
     assert applied == expected
 
 
-def test_backward_before_a_cycle_does_not_read_the_lr() -> None:
+@pytest.mark.parametrize("before", ["a backward", "a step without gradients"])
+def test_what_comes_before_a_cycles_first_step_does_not_read_the_lr(before: str) -> None:
     model, hift = sgd(layers_per_group=3)
     train(model, hift, token_batches(2), 2)
-    backward(model)
-    backward(model)
-    hift.param_groups[0]["lr"] = 0.125
-    hift.step()
-    assert hift.held_lr == [0.125]
-
-
-def test_a_step_without_gradients_does_not_read_the_lr() -> None:
-    model, hift = sgd()
     hift.param_groups[0]["lr"] = 7.0
-    hift.step()
+    if before == "a backward":
+        backward(model)
+    else:
+        hift.step()
     hift.param_groups[0]["lr"] = 0.125
     backward(model)
     hift.step()
@@ -106,15 +114,7 @@ def test_decay_reaches_the_end_of_the_schedule(order: str) -> None:
     model, hift = sgd(order=order)
     cycles, length = 4, hift.cycle_length
     scheduler = LambdaLR(hift, lambda step: 1 - step / (cycles * length))
-    held: list[float | None] = []
-    train(
-        model,
-        hift,
-        token_batches(1),
-        cycles * length,
-        scheduler=scheduler,
-        after_step=lambda _: held.append(hift.held_lr[0]),
-    )
+    held = held_rates(model, hift, cycles * length, scheduler)
     assert held == [0.5 * (1 - cycle / cycles) for cycle in range(cycles) for _ in range(length)]
     assert hift.param_groups[0]["lr"] == 0.0
     before = weights(model)
@@ -129,15 +129,7 @@ def test_a_warm_up_from_0_loses_its_steps_of_rate_0_and_not_a_cycle(kind: str) -
     before, length = weights(model), hift.cycle_length
     warm_up = 2 * length
     scheduler = LambdaLR(hift, lambda step: max(0, step - 1) / warm_up)
-    held: list[float | None] = []
-    train(
-        model,
-        hift,
-        token_batches(1),
-        2 * length,
-        scheduler=scheduler,
-        after_step=lambda _: held.append(hift.held_lr[0]),
-    )
+    held = held_rates(model, hift, 2 * length, scheduler)
     first, second = 0.5 / warm_up, 0.5 * (length - 1) / warm_up
     assert held == [0.0, 0.0] + [first] * (length - 2) + [second] * length
     assert_all_moved(model, before)
@@ -152,12 +144,6 @@ def test_a_rate_of_0_is_held_where_another_param_groups_is_not() -> None:
     hift.param_groups[1]["lr"] = 0.25
     train(model, hift, token_batches(1), 1)
     assert hift.held_lr == [0.5, 0.0]
-
-
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_warm_up_from_0_equals_the_reference(as_tensor: bool) -> None:
-    lr = torch.tensor(1e-2) if as_tensor else 1e-2
-    compare(torch.optim.AdamW, lambda o: LambdaLR(o, lambda step: min(step, 4) / 4), lr=lr)
 
 
 def compare(
@@ -193,9 +179,37 @@ def compare(
     return hift
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_lambda_schedule_equals_the_reference(split: bool) -> None:
-    compare(torch.optim.AdamW, lambda o: LambdaLR(o, lambda step: warm_cosine(step, 15)), split=split, lr=1e-2)
+SCHEDULES: dict[str, tuple[Any, Callable[[Any], Any], dict[str, Any]]] = {
+    "lambda": (torch.optim.AdamW, lambda o: LambdaLR(o, lambda step: warm_cosine(step, 15)), {"lr": 1e-2}),
+    "lambda, decay groups": (
+        torch.optim.AdamW,
+        lambda o: LambdaLR(o, lambda step: warm_cosine(step, 15)),
+        {"lr": 1e-2, "split": True},
+    ),
+    # A scheduler fills a tensor lr in place, so holding the tensor itself would not hold its value.
+    "a tensor": (
+        torch.optim.AdamW,
+        lambda o: LambdaLR(o, lambda step: warm_cosine(step, 15)),
+        {"lr": torch.tensor(1e-2)},
+    ),
+    "a warm-up from 0": (torch.optim.AdamW, lambda o: LambdaLR(o, lambda step: min(step, 4) / 4), {"lr": 1e-2}),
+    "a warm-up from 0 of a tensor": (
+        torch.optim.AdamW,
+        lambda o: LambdaLR(o, lambda step: min(step, 4) / 4),
+        {"lr": torch.tensor(1e-2)},
+    ),
+    "one cycle, with momentum": (
+        torch.optim.SGD,
+        lambda o: OneCycleLR(o, max_lr=0.2, total_steps=16, cycle_momentum=True),
+        {"lr": 0.1, "momentum": 0.9},
+    ),
+}
+
+
+@pytest.mark.parametrize("which", SCHEDULES)
+def test_a_schedule_equals_the_reference(which: str) -> None:
+    optimizer_class, make_scheduler, options = SCHEDULES[which]
+    compare(optimizer_class, make_scheduler, **options)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -207,20 +221,6 @@ def test_one_cycle_passes_betas_through_and_delays_the_lr(split: bool) -> None:
         lr=1e-2,
     )
     assert hift.param_groups[0]["betas"] != (0.9, 0.999)
-
-
-def test_one_cycle_passes_momentum_through_and_delays_the_lr() -> None:
-    compare(
-        torch.optim.SGD,
-        lambda o: OneCycleLR(o, max_lr=0.2, total_steps=16, cycle_momentum=True),
-        lr=0.1,
-        momentum=0.9,
-    )
-
-
-def test_tensor_lr_is_copied_when_it_is_held() -> None:
-    # A scheduler fills a tensor lr in place, so holding the tensor itself would not hold its value.
-    compare(torch.optim.AdamW, lambda o: LambdaLR(o, lambda step: warm_cosine(step, 15)), lr=torch.tensor(1e-2))
 
 
 def test_plateau_schedule_lowers_the_lr_of_the_next_cycle() -> None:
@@ -237,8 +237,7 @@ def test_plateau_schedule_lowers_the_lr_of_the_next_cycle() -> None:
 def test_lr_of_none_passes_through() -> None:
     from transformers.optimization import Adafactor
 
-    model = tiny_llama()
-    hift = HiFT(model, Adafactor, lr=None)
+    model, hift = hift_over(tiny_llama(), Adafactor, lr=None)
     train(model, hift, token_batches(1), 6)
     assert hift.held_lr == [None]
     assert hift.param_groups[0]["lr"] is None

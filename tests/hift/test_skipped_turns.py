@@ -38,6 +38,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import NaiveHiFT, naive_groups
+from tests.hift.cases import hift_over
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -482,8 +483,7 @@ def test_whatever_a_model_returns_can_be_led_into_a_backward(kind: str) -> None:
             return output[0]
         return output["loss"] if kind == "dict" else output.loss
 
-    model = seeded(Model, 0)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=[["unused"], ["used"]]), **OPTIONS)
+    model, hift = hift_over(seeded(Model, 0), torch.optim.AdamW, layers=[["unused"], ["used"]], **OPTIONS)
     inputs = torch.randn(3, 4)
     with torch.no_grad():
         plain = loss_of(model(inputs))
@@ -514,8 +514,7 @@ def test_calls_of_a_part_and_forwards_that_fail_are_watched_too() -> None:
 
 
 def test_a_copy_of_the_model_is_not_watched() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(order="top2down"), **OPTIONS)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, order="top2down", **OPTIONS)
     batch: Batch = token_batches(1)[0]
     twin(model)(**batch).loss.backward()
     hift.step()

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from slivertune.hift.split import join_master, split_master
+from slivertune.hift.masters import join_master, split_master
 
 
 def from_bits(bits: list[int]) -> torch.Tensor:

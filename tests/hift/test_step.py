@@ -22,13 +22,13 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
+from tests.hift.cases import hift_over
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 def test_step_frees_the_gradients_and_rotates() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     groups = naive_groups(model, 1)
     for update in range(7):
         assert trainable(model) == set(groups[update % LAYERS])
@@ -42,8 +42,7 @@ def test_step_frees_the_gradients_and_rotates() -> None:
 @pytest.mark.parametrize("config", [{"layers_per_group": LAYERS}, {"steps_per_group": 3}, {"state": "device"}])
 @DTYPES
 def test_step_frees_the_gradients_where_the_group_stays_too(dtype: torch.dtype, config: dict[str, Any]) -> None:
-    model = tiny_llama(dtype)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), lr=1e-2)
+    model, hift = hift_over(tiny_llama(dtype), torch.optim.AdamW, lr=1e-2, **config)
     for batch in token_batches(4):
         model(**batch).loss.backward()
         assert any(parameter.grad is not None for parameter in model.parameters())
@@ -52,8 +51,7 @@ def test_step_frees_the_gradients_where_the_group_stays_too(dtype: torch.dtype, 
 
 
 def test_the_group_stays_during_accumulation() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     first = trainable(model)
     for batch in token_batches(4):
         model(**batch).loss.backward()
@@ -61,8 +59,7 @@ def test_the_group_stays_during_accumulation() -> None:
 
 
 def test_zero_grad_clears_the_gradients_and_keeps_the_group() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     first = trainable(model)
     model(**token_batches(1)[0]).loss.backward()
     hift.zero_grad()
@@ -71,8 +68,7 @@ def test_zero_grad_clears_the_gradients_and_keeps_the_group() -> None:
 
 
 def test_a_step_without_any_gradient_is_no_update() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(steps_per_group=2), lr=1e-2, weight_decay=0.5)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, steps_per_group=2, lr=1e-2, weight_decay=0.5)
     before, first = weights(model), trainable(model)
     for _ in range(3):
         hift.step()
@@ -174,8 +170,7 @@ def test_closures_run_once_with_gradients_enabled_and_before_the_rotation() -> N
 
 
 def test_a_closure_that_makes_no_gradient_is_no_update_and_returns_its_value() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    _, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     assert hift.step(lambda: 1.5) == 1.5
     assert hift.updates == 0
 
@@ -241,8 +236,7 @@ def test_grad_scaler_without_unscale_equals_the_base_optimizer() -> None:
 
 
 def test_hooks_on_the_optimizer_run_once_per_step() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     calls = []
     hift.register_step_pre_hook(lambda *_: calls.append("before"))
     hift.register_step_post_hook(lambda *_: calls.append("after"))
@@ -267,8 +261,7 @@ def test_evaluation_between_updates_changes_nothing() -> None:
 
 
 def test_add_param_group_is_refused() -> None:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     with pytest.raises((RuntimeError, NotImplementedError), match=r"add_param_group|parameter"):
         hift.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     assert len(hift.param_groups) == 1

@@ -14,7 +14,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 from slivertune import HiFT, HiFTConfig
 from tests.helpers.models import assert_all_moved, assert_same_bits, bits, tiny_llama, token_batches, twin, weights
 from tests.helpers.reference import shapes_stepped, train
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over
 
 PIECES = [4096, 20_000, 65_536, 0]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -193,9 +193,9 @@ def awkward_masters(count: int) -> torch.Tensor:
 @pytest.mark.parametrize("stream_bytes", [4096, 134_217_728])
 @pytest.mark.parametrize("master", ["fp32", "split"])
 def test_masters_halfway_between_two_bf16_values_survive_in_every_form(master: str, stream_bytes: int) -> None:
-    model = tiny_llama(torch.bfloat16)
-    config = HiFTConfig(master=master, stream_bytes=stream_bytes)
-    hift = HiFT(model, torch.optim.SGD, config=config, lr=0.0)
+    model, hift = hift_over(
+        tiny_llama(torch.bfloat16), torch.optim.SGD, master=master, stream_bytes=stream_bytes, lr=0.0
+    )
     batches = token_batches(5)
     train(model, hift, batches, 5)
     saved = hift.state_dict()
@@ -230,9 +230,7 @@ def test_ties_are_ambiguous_in_sixteen_bits() -> None:
 
 
 def test_8bit_state_is_8bit_in_pieces() -> None:
-    model = tiny_llama(vocab=BIG_VOCAB)
-    config = HiFTConfig(stream_bytes=4096)
-    hift = HiFT(model, bitsandbytes.optim.AdamW8bit, config=config, lr=1e-3)
+    model, hift = hift_over(tiny_llama(vocab=BIG_VOCAB), bitsandbytes.optim.AdamW8bit, stream_bytes=4096, lr=1e-3)
     train(model, hift, token_batches(5, vocab=BIG_VOCAB), 5)
     state = hift.state_dict()["state"]
     dtypes = {value.dtype for value in state["lm_head.weight"].values() if isinstance(value, torch.Tensor)}

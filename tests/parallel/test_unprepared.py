@@ -13,7 +13,6 @@ from torch import nn
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
-from slivertune.core.state_form import StateForm
 from tests.helpers.models import differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.reference import ADAMW, batch_of, on_fsdp2_ranks, on_ranks
@@ -233,8 +232,7 @@ def test_a_placeholder_alone_does_not_resume_a_run() -> None:
         model(**batch).loss.backward()
         hift.step()
     saved, whole = hift.state_dict(), hift.whole_state()
-    form = StateForm("HiFT")
-    assert form.updates_in(saved) == 3 and form.updates_in(whole) is None
+    assert hift._updates_in_placeholder(saved) == 3 and hift._updates_in_placeholder(whole) is None
 
     again = tiny_llama()
     resumed = HiFT(again, torch.optim.AdamW, **{**ADAMW, "lr": 5.0})
@@ -252,11 +250,18 @@ def test_a_placeholder_alone_does_not_resume_a_run() -> None:
 
 
 def test_a_state_that_is_no_placeholder_is_not_taken_for_one() -> None:
-    form = StateForm("HiFT")
-    assert form.updates_in({"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}) is None
-    of_parameter = form.of_parameter(4, torch.device("cpu"))
-    placeholder = {"state": {0: of_parameter}, "param_groups": []}
-    assert form.updates_in(placeholder) == 4
-    assert form.load(placeholder, []) is None
-    form.check(4)
-    form.check(5)  # only the first step after a load is held against it
+    model = tiny_llama()
+    hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+    plain = {"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}
+    assert hift._updates_in_placeholder(plain) is None
+    hift.use_sidecar("DDP")
+    for batch in token_batches(4):
+        model(**batch).loss.backward()
+        hift.step()
+    placeholder = hift.state_dict()
+    assert hift._updates_in_placeholder(placeholder) == 4
+    hift.load_state_dict(placeholder)
+    for batch in token_batches(2):  # only the first step after a load is held against it
+        model(**batch).loss.backward()
+        hift.step()
+    assert hift.updates == 6

@@ -31,17 +31,13 @@ class RandomLayers(Sliver):
     method = "random_layers"
 
     def __init__(self, model: nn.Module, *, config: RandomLayersConfig | None = None, **options: Any) -> None:
-        self._config, self._model, self._updates = config or RandomLayersConfig(), model, 0
+        self.config, self._model, self._updates = config or RandomLayersConfig(), model, 0
         self._named = dict(model.named_parameters())
         self._layers = find_layers(model)
         self._base = torch.optim.AdamW(self._named.values(), **options)
         super().__init__(self._base.param_groups, self._base.defaults)
         self.param_groups, self.state = self._base.param_groups, self._base.state
         self._draw()
-
-    @property
-    def config(self) -> RandomLayersConfig:
-        return self._config
 
     @property
     def updates(self) -> int:
@@ -55,13 +51,13 @@ class RandomLayers(Sliver):
     def active(self) -> set[str]:
         """Names of the parameters that train in the next update."""
         blocks = [layer for layer in self._layers if layer.kind == "block"]
-        turn = self._updates // self._config.interval
-        drawn = random.Random(f"{self._config.seed} {turn}").sample(blocks, self._config.num_blocks)
+        turn = self._updates // self.config.interval
+        drawn = random.Random(f"{self.config.seed} {turn}").sample(blocks, self.config.num_blocks)
         others = [layer for layer in self._layers if layer.kind != "block"]
         return {name for layer in (*drawn, *others) for name in layer.parameter_names}
 
     def identity(self) -> dict[str, object]:
-        return {**asdict(self._config), "parameters": list(self._named)}
+        return {**asdict(self.config), "parameters": list(self._named)}
 
     def check_built_over(self, model: nn.Module) -> None:
         if model is not self._model:

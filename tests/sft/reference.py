@@ -7,7 +7,7 @@ selection sorts every entry of a tensor by (magnitude, position) in numpy; AdamW
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -230,3 +230,31 @@ class NaiveSFT:
         score[was_active] = -1
         order = np.lexsort((np.arange(score.size), -score))
         return order[:count]
+
+
+class FixedAdamW:
+    """torch's AdamW on fixed entries of dense weights, which starts from whatever the weights are.
+
+    Args:
+        model: Dense.
+        deltas: The positions of each trained tensor, by parameter name.
+        **options: Of AdamW; nothing decays.
+    """
+
+    def __init__(self, model: nn.Module, deltas: Mapping[str, Any], **options: Any) -> None:
+        self.model = model
+        self.masks = {}
+        for name, delta in deltas.items():
+            mask = torch.zeros(model.get_parameter(name).shape, dtype=torch.bool)
+            mask.view(-1)[delta.indices.long()] = True
+            self.masks[name] = mask
+        self.adamw = torch.optim.AdamW([model.get_parameter(name) for name in deltas], weight_decay=0.0, **options)
+
+    def train(self, batches: Sequence[Any]) -> None:
+        """Update once for each batch."""
+        for batch in batches:
+            self.model(**batch).loss.backward()
+            for name, mask in self.masks.items():
+                self.model.get_parameter(name).grad.mul_(mask)
+            self.adamw.step()
+            self.model.zero_grad()

@@ -23,7 +23,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.tolerance import assert_step_close, sum_limit, with_exact
-from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients, rows_and_columns
+from tests.sft.reference import NAMES, SHAPES, FixedAdamW, Prescribed, prescribed_gradients, rows_and_columns
 
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4}
 STEPS = 30
@@ -96,11 +96,8 @@ def test_fixed_indices_are_adamw_with_a_masked_gradient(build: Any) -> None:
     before, start = weights(model), twin(model)
     config = SFTConfig(density=0.1, reselection_interval=None)
     optimizer = SFT(model, config=config, total_steps=STEPS, **ADAMW)
-    masks = {}
-    for name, delta in optimizer.deltas().items():
-        mask = torch.zeros(before[name].shape, dtype=torch.bool)
-        mask.view(-1)[delta.indices.long()] = True
-        masks[name] = mask
+    deltas = optimizer.deltas()
+    masks = FixedAdamW(start, deltas, **ADAMW).masks
     batches = token_batches(STEPS)
     if build is tiny_bert:
         for batch in batches:
@@ -108,13 +105,7 @@ def test_fixed_indices_are_adamw_with_a_masked_gradient(build: Any) -> None:
 
     def reference() -> dict[str, torch.Tensor | None]:
         other = twin(start)
-        adamw = torch.optim.AdamW(other.parameters(), weight_decay=0.0, **ADAMW)
-        for batch in batches:
-            other(**batch).loss.backward()
-            for name, parameter in other.named_parameters():
-                parameter.grad = parameter.grad * masks[name] if name in masks else None
-            adamw.step()
-            adamw.zero_grad()
+        FixedAdamW(other, deltas, **ADAMW).train(batches)
         return chosen(other, masks)
 
     for batch in batches:
@@ -154,16 +145,7 @@ def test_with_some_rows_detached_it_is_masked_adamw_over_the_same_rows(form: str
     def reference() -> dict[str, torch.Tensor | None]:
         other = twin(start)
         detach_rows(other, selected)
-        adamw = torch.optim.AdamW([other.get_parameter(name) for name in deltas], weight_decay=0.0, **ADAMW)
-        for batch in token_batches(12):
-            other(**batch).loss.backward()
-            for name, delta in deltas.items():
-                gradient = other.get_parameter(name).grad.flatten()
-                masked = torch.zeros_like(gradient)
-                masked[delta.indices.long()] = gradient[delta.indices.long()]
-                other.get_parameter(name).grad = masked.view(delta.shape)
-            adamw.step()
-            other.zero_grad()
+        FixedAdamW(other, deltas, **ADAMW).train(token_batches(12))
         return chosen(other, deltas)
 
     for batch in token_batches(12):

@@ -35,6 +35,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.tolerance import assert_step_close
+from tests.sft.reference import FixedAdamW
 
 FORMS = ["optimizer", "layer"]
 SELECTIONS = ["accumulated_gradient", "momentum"]
@@ -45,31 +46,15 @@ def make(model: nn.Module, **options: Any) -> SFT:
     return SFT(model, config=SFTConfig(**settings), lr=1e-2, total_steps=40)
 
 
+def made(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, SFT]:
+    """A model, and SFT over it."""
+    return model, make(model, *args, **options)
+
+
 def train(model: nn.Module, optimizer: SFT, batches: list[dict[str, torch.Tensor]]) -> None:
     for batch in batches:
         model(**batch).loss.backward()
         optimizer.step()
-
-
-class FixedAdamW:
-    """AdamW on fixed entries of dense weights: the reference, which starts from whatever the weights are."""
-
-    def __init__(self, model: nn.Module, optimizer: SFT) -> None:
-        self.model = model
-        self.masks = {}
-        for name, delta in optimizer.deltas().items():
-            mask = torch.zeros(delta.shape).view(-1)
-            mask[delta.indices.long()] = 1
-            self.masks[name] = mask.view(delta.shape)
-        self.adamw = torch.optim.AdamW([model.get_parameter(name) for name in self.masks], lr=1e-2, weight_decay=0.0)
-
-    def train(self, batches: list[dict[str, torch.Tensor]]) -> None:
-        for batch in batches:
-            self.model(**batch).loss.backward()
-            for name, mask in self.masks.items():
-                self.model.get_parameter(name).grad.mul_(mask)
-            self.adamw.step()
-            self.model.zero_grad()
 
 
 def load(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
@@ -104,7 +89,7 @@ def test_training_goes_on_from_weights_that_are_put_in_between_steps(put: Callab
 
     def by_adamw(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         other = twin(before).to(dtype)
-        reference = FixedAdamW(other, optimizer)
+        reference = FixedAdamW(other, optimizer.deltas(), lr=1e-2)
         reference.train(batches[:6])
         load(other, new)
         reference.train(batches[6:])
@@ -166,9 +151,8 @@ def test_putting_in_what_the_model_holds_or_swapping_weights_and_back_changes_no
 
 
 def test_the_layer_form_adds_its_deltas_to_weights_that_are_loaded() -> None:
-    model = tiny_llama()
     new = weights(tiny_llama(seed=5))
-    optimizer = make(model, form="layer")
+    model, optimizer = made(tiny_llama(), form="layer")
     train(model, optimizer, token_batches(4))
     load(model, new)
     deltas = optimizer.deltas()
@@ -180,8 +164,7 @@ def test_the_layer_form_adds_its_deltas_to_weights_that_are_loaded() -> None:
 
 
 def test_deltas_are_not_saved_while_others_weights_are_in_the_model(tmp_path: Path) -> None:
-    model = tiny_llama()
-    optimizer = make(model)
+    model, optimizer = made(tiny_llama())
     train(model, optimizer, token_batches(4))
     held = copy.deepcopy(model.state_dict())
     load(model, weights(tiny_llama(seed=5)))
@@ -206,8 +189,7 @@ def test_deltas_after_a_step_belong_to_the_weights_that_were_loaded(tmp_path: Pa
 
 
 def test_a_state_is_refused_once_the_weights_belong_to_another_base() -> None:
-    model = tiny_llama()
-    optimizer = make(model, reselection_interval=None)
+    model, optimizer = made(tiny_llama(), reselection_interval=None)
     train(model, optimizer, token_batches(4))
     state = copy.deepcopy(optimizer.state_dict())
     load(model, weights(tiny_llama(seed=5)))
@@ -265,9 +247,8 @@ def new_head(model: Any) -> None:
 def test_a_trained_tensor_that_is_replaced_cast_or_added_is_named_in_the_next_forward_and_step(
     form: str, act: Callable[[Any], None], text: str
 ) -> None:
-    model = tiny_llama()
     options = {"targets": [nn.Linear], "embeddings": form == "optimizer"}
-    optimizer = make(model, form=form, **options)
+    model, optimizer = made(tiny_llama(), form=form, **options)
     batch = token_batches(1)[0]
     train(model, optimizer, [batch])
     model(**batch).loss.backward()
@@ -281,16 +262,14 @@ def test_a_trained_tensor_that_is_replaced_cast_or_added_is_named_in_the_next_fo
 
 
 def test_an_embedding_that_was_resized_in_place_is_named() -> None:
-    model = tiny_llama(tied=True)
-    optimizer = make(model, embeddings=True)
+    model, optimizer = made(tiny_llama(tied=True), embeddings=True)
     resize(model)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight was of shape \(97, 32\) .*and is of \(100, 32\) now"):
         train(model, optimizer, token_batches(1))
 
 
 def test_a_cast_is_allowed_for_what_is_not_trained_and_for_evaluation() -> None:
-    model = tiny_llama(torch.bfloat16)
-    optimizer = make(model)
+    model, optimizer = made(tiny_llama(torch.bfloat16))
     model.lm_head.float()
     model.lm_head.bfloat16()
     train(model, optimizer, token_batches(2))
@@ -374,8 +353,7 @@ def test_another_optimizer_that_holds_what_is_trained_is_refused_before_it_steps
 @pytest.mark.parametrize("form", FORMS)
 def test_deltas_that_a_script_writes_are_named(form: str) -> None:
     """As in a loop that does its own gradient descent over `model.parameters()`."""
-    model = tiny_llama()
-    optimizer = make(model, form=form)
+    model, optimizer = made(tiny_llama(), form=form)
     batch = token_batches(1)[0]
     model(**batch).loss.backward()
     with torch.no_grad():
@@ -419,8 +397,7 @@ def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str)
 
     gc.collect()
     num_hooks = len(_global_optimizer_pre_hooks)
-    model = tiny_llama()
-    optimizer = make(model, form=form)
+    model, optimizer = made(tiny_llama(), form=form)
     train(model, optimizer, token_batches(1))
     assert len(_global_optimizer_pre_hooks) == num_hooks + 1
     reference = weakref.ref(model)
@@ -482,8 +459,7 @@ def tower_batches(count: int) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_batch_that_reaches_nothing_is_no_update_and_said_if_it_lasts(form: str) -> None:
-    model = TwoTowers()
-    optimizer = make(model, targets=["image"], density=0.5, form=form)
+    model, optimizer = made(TwoTowers(), targets=["image"], density=0.5, form=form)
     before = weights(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -502,9 +478,8 @@ def test_a_batch_that_reaches_nothing_is_no_update_and_said_if_it_lasts(form: st
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_a_tensor_that_no_batch_reaches_keeps_its_positions_and_bits(selection: str, packed: bool) -> None:
-    model = TwoTowers()
     options = {"targets": ["image", "text"], "density": 0.25, "replacement_rate": 1.0}
-    optimizer = make(model, selection=selection, packed=packed, **options)
+    model, optimizer = made(TwoTowers(), selection=selection, packed=packed, **options)
     before, first = weights(model), optimizer.deltas()
     for batch in tower_batches(20):
         model(batch).backward()
@@ -530,8 +505,7 @@ def test_a_copy_of_sft_is_refused_naming_what_to_save(act: Callable[[Any], Any])
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_copy_of_the_model_computes_the_same_and_is_not_guarded(form: str) -> None:
-    model = tiny_llama()
-    optimizer = make(model, form=form)
+    model, optimizer = made(tiny_llama(), form=form)
     train(model, optimizer, token_batches(3))
     other = copy.deepcopy(model)
     batch = token_batches(1)[0]

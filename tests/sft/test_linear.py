@@ -28,6 +28,11 @@ def make(model: nn.Module, selection: str, form: str, **options: Any) -> SFT:
     return SFT(model, config=config, lr=lr, total_steps=40, weight_decay=0.5)
 
 
+def made(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, SFT]:
+    """A model, and SFT over it."""
+    return model, make(model, *args, **options)
+
+
 def train(model: nn.Module, optimizer: SFT, updates: int, *, micro: int = 2, autocast: bool = False) -> list[float]:
     losses = []
     batches = token_batches(5)
@@ -82,8 +87,7 @@ def test_rows_beyond_one_chunk_have_the_same_gradients(dtype: torch.dtype) -> No
     start, inputs = Wide().to(dtype), torch.randn(15, 2, 3, 7, 12).to(dtype)
 
     def train(form: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        model = twin(start)
-        optimizer = make(model, "AG", form, targets=[nn.Linear], density=0.02)
+        model, optimizer = made(twin(start), "AG", form, targets=[nn.Linear], density=0.02)
         for parts in inputs:
             for part in parts:
                 model(part).backward()
@@ -164,8 +168,7 @@ def test_detach_gives_the_layers_their_own_forward_and_bits_back() -> None:
 
 
 def test_a_wrapper_that_came_later_survives_detach() -> None:
-    model = Wide()
-    optimizer = make(model, "AG", "layer", targets=["up"])
+    model, optimizer = made(Wide(), "AG", "layer", targets=["up"])
     ours, calls = model.up.forward, []
 
     def wrapper(inputs: torch.Tensor) -> torch.Tensor:
@@ -179,8 +182,7 @@ def test_a_wrapper_that_came_later_survives_detach() -> None:
 
 
 def test_an_error_inside_the_product_leaves_the_pretrained_bits() -> None:
-    model = Wide()
-    optimizer = make(model, "AG", "layer", targets=["up"])
+    model, optimizer = made(Wide(), "AG", "layer", targets=["up"])
     before = weights(model)
     model(torch.randn(2, 12)).backward()
     optimizer.step()
@@ -190,10 +192,9 @@ def test_an_error_inside_the_product_leaves_the_pretrained_bits() -> None:
 
 
 def test_sampled_products_equal_chunked_ones_to_rounding() -> None:
-    model = Wide()
-    other = twin(model)
-    chunked = make(model, "MA", "layer", targets=[nn.Linear], density=0.02)
-    sampled = make(other, "MA", "layer", targets=[nn.Linear], density=0.02, phi_gradient="sampled")
+    start = Wide()
+    model, chunked = made(twin(start), "MA", "layer", targets=[nn.Linear], density=0.02)
+    other, sampled = made(twin(start), "MA", "layer", targets=[nn.Linear], density=0.02, phi_gradient="sampled")
     inputs = torch.randn(9, 12)
 
     def gradients(model: nn.Module, optimizer: SFT) -> list[torch.Tensor]:
@@ -253,8 +254,7 @@ def test_over_4_bit_weights_output_and_input_gradient_are_those_of_the_dequantis
 
 
 def test_a_4_bit_layer_computes_in_its_own_dtype_and_answers_in_the_inputs() -> None:
-    model = quantised(torch.bfloat16, bias=False)
-    optimizer = make(model, "AG", "auto", targets=["0"])
+    model, optimizer = made(quantised(torch.bfloat16, bias=False), "AG", "auto", targets=["0"])
     inputs = torch.randn(5, 64)
     layer = model[0]
     matrix = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).bfloat16()
@@ -284,8 +284,7 @@ def test_4_bit_training_learns_and_resumes_to_the_bit(selection: str) -> None:
     losses = steps(model, optimizer, 19)
     # The pair to load into: the same pretrained codes, and the plain layer as the checkpoint has it.
     torch.manual_seed(3)
-    other = quantised()
-    resumed = make(other, selection, "auto", targets=["0", "2", "3"], density=0.2)
+    other, resumed = made(quantised(), selection, "auto", targets=["0", "2", "3"], density=0.2)
     resumed.load_state_dict(optimizer.state_dict())
     assert steps(model, optimizer, 19) == steps(other, resumed, 19)
     assert_same_tree(optimizer.state_dict(), resumed.state_dict())
@@ -313,8 +312,7 @@ def test_a_quantised_llama_is_trained_in_its_layers_by_default() -> None:
 
 
 def test_merging_into_4_bit_is_refused() -> None:
-    model = quantised()
-    optimizer = make(model, "AG", "auto", targets=["0"])
+    model, optimizer = made(quantised(), "AG", "auto", targets=["0"])
     with pytest.raises(ValueError, match=r"0\.weight is a 4-bit weight.*merge them into the 16-bit model"):
         optimizer.detach()
     optimizer.detach(merge=False)
@@ -327,8 +325,7 @@ def test_the_optimizer_form_over_4_bit_weights_is_refused() -> None:
 
 
 def test_codes_that_were_repacked_for_inference_are_refused() -> None:
-    model = quantised()
-    optimizer = make(model, "AG", "auto", targets=["0"])
+    model, optimizer = made(quantised(), "AG", "auto", targets=["0"])
     model[0].weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(RuntimeError, match=r"0\.weight was repacked"):
         model(torch.randn(2, 64, dtype=torch.bfloat16))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -30,6 +30,21 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 stack.append(child)
+
+
+def settle_requires_grad(required: Iterable[tuple[torch.Tensor, bool]]) -> None:
+    """Restore what others have frozen or unfrozen: adapters that are switched on unfreeze all of theirs.
+
+    Gradients that arrived where none belong are dropped, so that no norm counts them.
+
+    Args:
+        required: Parameters, each with whether it is to require a gradient.
+    """
+    for parameter, requires_grad in required:
+        if parameter.requires_grad != requires_grad:
+            parameter.requires_grad_(requires_grad)
+            if not requires_grad:
+                parameter.grad = None
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -26,11 +26,8 @@ class Sliver(torch.optim.Optimizer, ABC):
     """What a run would do that has lost this method's state, for messages."""
     may_differ: ClassVar[frozenset[str]] = frozenset()
     """Names of settings that may differ between ranks."""
-
-    @property
-    @abstractmethod
-    def config(self) -> Any:
-        """The settings, a dataclass."""
+    config: Any
+    """The settings, a dataclass."""
 
     @property
     @abstractmethod

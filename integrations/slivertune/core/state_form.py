@@ -7,125 +7,153 @@ get a placeholder, which tells them a count of updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
+from slivertune.core.sliver import Sliver
 
 
-class StateForm:
-    """Whether an optimizer shows a placeholder for its state, and whether what belongs to a loaded one has come.
+class CheckpointedSliver(Sliver):
+    """A sliver that hands its state out in each of the three forms, and is itself neither copied nor given more groups.
 
     Args:
-        method: The optimizer's name in messages; its lower case is the key of the saved state and of the placeholder.
+        params: As torch's optimizers take them.
+        defaults: Default hyperparameters.
     """
 
-    def __init__(self, method: str) -> None:
-        self._method = method
-        self._key = f"{method.lower()}_updates"
-        self._awaited: int | None = None
+    title: ClassVar[str]
+    """Name in messages; `method` is the key of the saved state, and begins that of the placeholder."""
+    refusal_to_add: ClassVar[str]
+    """Text of the error of a param group that comes later."""
+    refusal_to_copy: ClassVar[str]
+    """Text of the error of a copy."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._is_built = False
+        super().__init__(params, defaults)
+        self._is_built = True
+        self._is_placeholder = False
         self._packs_next = False
-        self.is_placeholder = False
-        """Whether `state_dict` is a placeholder."""
+        self._layout: str | None = None
+        self._awaited: int | None = None
+        """Updates that a placeholder has told, while what belongs to it has still to be checked."""
 
-    def is_initialising(self, param_groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a step is no step but torch's, which fills the state of optimizers that have none yet.
+    @abstractmethod
+    def _parameters_of_state(self) -> Iterable[torch.Tensor]:
+        """The parameters that a placeholder is made for."""
 
-        If so, the next state is saved packed.
-
-        Args:
-            param_groups: The optimizer's.
-        """
-        if not is_initialising_step(param_groups):
-            return False
-        self._packs_next = True
-        return True
-
-    def save(
-        self, whole_state: Callable[[], dict[str, Any]], param_groups: Sequence[Mapping[str, Any]], updates: int
-    ) -> dict[str, Any]:
-        """The whole state, packed if `torch.distributed.checkpoint` is about to take it.
-
-        Args:
-            whole_state: Makes it.
-            param_groups: The optimizer's.
-            updates: Updates applied so far.
-        """
-        packs, self._packs_next = self._packs_next, False
-        whole = whole_state()
-        return pack_state(whole, param_groups, updates) if packs else whole
-
-    def load(self, state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> Mapping[str, Any] | None:
-        """Take what `state_dict` returned in any form.
-
-        Args:
-            state_dict: The saved state.
-            param_groups: The optimizer's; they get the hyperparameters that a placeholder brings.
-
-        Returns:
-            The whole state, which is to be loaded; None if it was a placeholder, whose state has still to come.
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: what a run trains is fixed.
 
         Raises:
-            ValueError: If the state was packed and its bytes are lost.
+            RuntimeError: Always, once built.
+        """
+        if self._is_built:
+            raise RuntimeError(self.refusal_to_add)
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, for `copy` and `pickle`: a copy would train the same model, whose hooks it does not have.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(self.refusal_to_copy)
+
+    @property
+    def uses_sidecar(self) -> bool:
+        """Whether `state_dict` is a placeholder, and the state is saved in a folder of its own (see `use_sidecar`)."""
+        return self._is_placeholder
+
+    def use_sidecar(self, layout: str | None = None) -> None:
+        """Have the state saved in a folder of its own from now on, beside other programs' checkpoints.
+
+        `state_dict` then returns a placeholder: hyperparameters and the number of updates in torch's own form, which
+        programs that know states by parameter alone may save, cut up and load as they like. After one was loaded,
+        `step` raises until `load_whole_state` has brought what belongs to it.
+
+        Args:
+            layout: What synchronizes the gradients of several ranks, if the optimizer does not see to that by itself.
+        """
+        self._layout = layout
+        self._is_placeholder = True
+        self._fill_placeholder()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continues the run at this step (`whole_state`); a placeholder where `use_sidecar` was called.
+
+        Plain containers, and tensors by parameter name: the living ones where that is possible, as in torch; save or
+        copy them before the next step. To `torch.distributed.checkpoint` it is packed (see `pack_state`).
+        """
+        if self._is_placeholder:
+            self._fill_placeholder()
+            return super().state_dict()
+        packs, self._packs_next = self._packs_next, False
+        whole = self.whole_state()
+        return pack_state(whole, self.param_groups, self.updates) if packs else whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` or `whole_state` returned, in any form; tensors are copied.
+
+        Of a placeholder, only the hyperparameters are taken; its state has still to come.
+
+        Raises:
+            ValueError: If the state is of another model or optimizer, or is damaged; nothing is changed.
         """
         self._packs_next = False
         unpacked = unpack_state(state_dict)
         whole = state_dict if unpacked is None else unpacked
-        updates = self.updates_in(whole)
+        updates = self._updates_in_placeholder(whole)
         if updates is None:
-            return whole
-        load_hyperparameters(param_groups, whole["param_groups"])
+            self.load_whole_state(whole)
+            return
+        load_hyperparameters(self.param_groups, whole["param_groups"])
         # Nothing belongs to one without updates, such as that which accelerate's wrapper loads when it is made.
         self._awaited = updates or None
-        return None
 
-    def of_parameter(self, updates: int, device: torch.device) -> dict[str, Any]:
-        """The placeholder of one parameter, which tells the number of updates.
+    def _is_initialising(self) -> bool:
+        """Whether a step is no step but torch's, which fills the state of optimizers that have none yet.
 
-        Args:
-            updates: Updates applied so far.
-            device: The parameter's.
+        If so, the next state is saved packed.
         """
-        # With a dimension: from tensors without one, torch.distributed.checkpoint can't tell the device.
-        return {self._key: torch.tensor([updates], device=device)}
+        is_initialising = is_initialising_step(self.param_groups)
+        self._packs_next = self._packs_next or is_initialising
+        return is_initialising
 
-    def fill(self, state: dict[Any, Any], parameters: Iterable[torch.Tensor], updates: int) -> None:
-        """Put the placeholder into an optimizer's `state`: programs that find it empty step with zeros to fill it.
+    def _fill_placeholder(self) -> None:
+        """Put the placeholder into torch's `state`: programs that find it empty step with zeros to fill it."""
+        # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient. With
+        # a dimension: from tensors without one, it can't tell the device.
+        key, updates = f"{self.method}_updates", [self.updates]
+        self.state.clear()
+        for each in self._parameters_of_state():
+            self.state[each] = {key: torch.tensor(updates, device=each.device)}
+        if not self.state:
+            self.state["released"] = {key: torch.tensor(updates)}  # type: ignore[index]
 
-        Args:
-            state: The optimizer's, whose content is replaced.
-            parameters: What it trains.
-            updates: Updates applied so far.
-        """
-        state.clear()
-        # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient.
-        state.update({each: self.of_parameter(updates, each.device) for each in parameters})
-        if not state:
-            state["released"] = self.of_parameter(updates, torch.device("cpu"))
-
-    def updates_in(self, state_dict: Mapping[str, Any]) -> int | None:
+    def _updates_in_placeholder(self, state_dict: Mapping[str, Any]) -> int | None:
         """The number of updates that a placeholder tells; None of any other state."""
-        if self._method.lower() in state_dict:
+        if self.method in state_dict:
             return None
-        counts = [state[self._key] for state in state_dict.get("state", {}).values() if self._key in state]
+        key = f"{self.method}_updates"
+        counts = [state[key] for state in state_dict.get("state", {}).values() if key in state]
         return int(counts[0]) if counts else None
 
-    def check(self, updates: int) -> None:
+    def _check_awaited(self) -> None:
         """Refuse to go on from a placeholder alone.
-
-        Args:
-            updates: Of the state at hand.
 
         Raises:
             RuntimeError: If a placeholder of another number of updates was loaded.
         """
-        if self._awaited is not None and self._awaited != updates:
+        if self._awaited not in (None, self.updates):
             raise RuntimeError(
-                f"the loaded checkpoint was made after {self._awaited} updates, but {self._method}'s own state, which "
-                f"is saved in a folder beside it, is of {updates}; load the whole checkpoint with "
+                f"the loaded checkpoint was made after {self._awaited} updates, but {self.title}'s own state, which "
+                f"is saved in a folder beside it, is of {self.updates}; load the whole checkpoint with "
                 "accelerator.load_state or the Trainer's resume_from_checkpoint, or the folder with "
                 "slivertune.parallel.checkpoint.load_state"
             )

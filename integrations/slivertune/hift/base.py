@@ -146,7 +146,7 @@ class BaseOptimizer:
 
     def overrides_of(self, parameter: torch.Tensor) -> tuple[tuple[str, Any], ...]:
         """What bitsandbytes' global manager sets for a parameter of the model alone; empty for other optimizers."""
-        if not _is_bitsandbytes(self.optimizer_class):
+        if not any(kind.__module__.startswith("bitsandbytes.") for kind in self.optimizer_class.__mro__):
             return ()
         from bitsandbytes.optim.optimizer import GlobalOptimManager
 
@@ -160,10 +160,6 @@ class BaseOptimizer:
 
 def _is_optimizer_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-
-
-def _is_bitsandbytes(optimizer_class: type) -> bool:
-    return any(kind.__module__.startswith("bitsandbytes.") for kind in optimizer_class.__mro__)
 
 
 def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

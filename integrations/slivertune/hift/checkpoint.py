@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from slivertune.core.saved_state import StateMismatchError
+from slivertune.core.saved_state import check_header as check_form
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter
@@ -62,22 +63,11 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     Raises:
         StateMismatchError: Naming the first thing that differs.
     """
-    for key in ("state", "param_groups", "hift"):
-        if key not in saved:
-            raise StateMismatchError(
-                f"this is no state of HiFT: it has no {key!r}; save one with optimizer.state_dict()"
-            )
+    check_form(saved, "hift", "HiFT", _READABLE)
     theirs, ours = saved["hift"], own["hift"]
-    if theirs.get("version") not in _READABLE:
-        raise StateMismatchError(
-            f"the saved state has version {theirs.get('version')!r}, this library reads {_READABLE}; "
-            "continue with the version that wrote it"
-        )
     for key in ours:
         if key not in theirs and not (theirs["version"] == 1 and key in _SINCE_2):
             raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}; use another checkpoint")
-    if not isinstance(theirs["updates"], int) or theirs["updates"] < 0:
-        raise StateMismatchError(f"the saved state is damaged: updates={theirs['updates']!r}; use another checkpoint")
     if len(theirs["held_lr"]) not in (0, len(own["param_groups"])):
         raise StateMismatchError(
             f"the saved state is damaged: held_lr has {len(theirs['held_lr'])} values for "

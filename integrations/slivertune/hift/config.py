@@ -55,7 +55,9 @@ class HiFTConfig:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of one piece; 0 for the whole group."""
+        """Bytes of one piece; 0 for the whole group, which is what stays on the device."""
+        if self.state == "device":
+            return 0
         return -(-self.stream_bytes // 2) if self.step_in_backward else self.stream_bytes
 
     def __post_init__(self) -> None:

@@ -11,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.core.ledger import claim
 from slivertune.core.module_hook import ModuleHook
-from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
 from slivertune.hift.piece import Weight
 
@@ -46,14 +45,13 @@ class BackwardSteps:
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Put the hooks on a model, whose outputs tell when a backward begins; an open update stays open."""
+        """Put the hooks on a model; an open update stays open."""
         first = self._first
         parent = next(
             module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))
         )
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before_forward)),
-            model.register_forward_hook(ModuleHook(self._after_forward)),
             # Inside of the model's forward, where accelerate has switched autocast on.
             parent.register_forward_pre_hook(_refuse_fp16_autocast),
         ]
@@ -82,7 +80,7 @@ class BackwardSteps:
             )
             raise RuntimeError(self._broken)
         claim(parameter.grad, "gradients")
-        self._watch_backward()
+        self.watch_backward()
         if not self._stepped:
             try:
                 self._begin()
@@ -143,14 +141,12 @@ class BackwardSteps:
             # Backward passes that failed before they stepped anything.
             self._running.clear()
 
-    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        # Under reentrant checkpointing, gradients arrive in backward passes of their own inside of the one that counts.
-        for tensor in tensors_of(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._watch_backward())
+    def watch_backward(self) -> None:
+        """Note that the running backward has begun, and let it tell when it ends without an error.
 
-    def _watch_backward(self) -> None:
-        """Note that the running backward has begun, and let it tell when it ends without an error."""
+        Under reentrant checkpointing, gradients arrive in backward passes of their own inside of the one that counts:
+        to be called when that begins.
+        """
         task = running_backward()
         if task == -1 or task in self._running:
             return

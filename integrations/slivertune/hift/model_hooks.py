@@ -1,32 +1,42 @@
-"""What HiFT puts on a model: weights are frozen until their turn, and the model's forward and backward are watched."""
+"""What HiFT puts on a model: hooks that freeze all but the active group, watch the backward, and check the model.
+
+With one group free, a batch may not touch it at all: an unused pooler, a layer that LayerDrop left out, the tower of an
+input that this batch does not have. Then nothing that the model returns requires a gradient, and `loss.backward()`
+would raise. So tensors that the outermost call of the model returns without a gradient are led through an *anchor*, an
+identity whose backward only tells that it ran. Tensors that require a gradient stay as they are, and get a hook.
+"""
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.held_parameters import check_form, held_parameters, settle_requires_grad, whole_shape
 from slivertune.core.layers import Layer
-from slivertune.hift.backward_watch import BackwardWatch
-from slivertune.hift.freezing import Freezer
-from slivertune.hift.in_backward import BackwardSteps
-from slivertune.hift.model_check import ModelCheck
+from slivertune.core.module_hook import ModuleHook
+from slivertune.core.outputs import tensors_of, with_tensors_replaced
+from slivertune.core.torch_internals import at_end_of_backward, running_backward
+from slivertune.hift.backward_range import entry_modules, lead_through_anchor, truncate_backward
 from slivertune.hift.piece import Weight
-from slivertune.hift.residency import Residency
 
 
 class ModelHooks:
-    """The hooks, until `release`. Nothing here holds the optimizer, which the model's hooks must not keep alive.
+    """The hooks, from `attach` to `release`. Nothing here holds the optimizer, which the model must not keep alive.
 
     Args:
         model: The model.
-        layers: Its layers.
-        weights: What is trained; frozen here until its turn.
-        check: Raises before a training forward if the model has changed.
-        in_backward: Steps weights inside the backward, if that is where they are stepped.
-        listeners: Called inside of each backward of the model when it begins, once.
+        layers: Its layers; modules that hold a whole one and more are called by themselves at times
+            (`get_text_features`), so they are watched too wherever theirs is the outermost call.
+        weights: What is trained; the model holds the parameters that they call `trained`.
+        listeners: Called when the backward of an outermost forward begins, before anything is recomputed. What they do
+            at the end of the backward comes before this looks for gradients.
+        checks_model: Whether each outermost forward that records a graph begins with `check`.
     """
 
     def __init__(
@@ -34,66 +44,223 @@ class ModelHooks:
         model: nn.Module,
         layers: Sequence[Layer],
         weights: Iterable[Weight],
-        check: ModelCheck | None,
-        in_backward: BackwardSteps | None,
-        listeners: Sequence[Callable[[], None]],
+        listeners: Sequence[Callable[[], None]] = (),
+        *,
+        checks_model: bool = True,
     ) -> None:
         self.model = model
         """The model."""
-        self._freezer = freezer = Freezer(model, [weight.trained for weight in weights])
-        self.in_backward = in_backward
-        """Steps weights inside the backward."""
-        self._arrived: list[weakref.ref[torch.Tensor]] = []
+        self.checks_model = checks_model
+        """Whether forwards begin with `check`."""
+        self._layers = layers
+        self._listeners = listeners
+        self._trained = {id(weight.trained): (weight.name, weight.trained) for weight in weights}
+        self._forms = [(each.dtype, whole_shape(each)) for _, each in self._trained.values()]
+        # By identity, weakly: what the user replaces must not stay in memory for this.
+        self._known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        self._of_the_user = {id(each) for each in model.parameters() if each.requires_grad} - self._trained.keys()
+        self._handles: list[RemovableHandle] = []
+        self._gradient_hooks: list[RemovableHandle] = []
+        self._active: dict[int, nn.Parameter] = {}
+        self._ran = self._reached = self._is_scaled = False
+        self._arrived: weakref.ref[torch.Tensor] | None = None
         """The gradient that a backward brought last."""
+        self._task = -1
+        self._witness: nn.Parameter | None = None
+        self._outermost: nn.Module | None = None
+        self._anchor = torch.zeros((), requires_grad=True)
 
-        def before_forward() -> None:
-            if check is not None:
-                check()
-            freezer.settle()
+    def attach(self) -> None:
+        """Freeze all that is trained, until its turn, and hook the model."""
+        for _, parameter in self._trained.values():
+            parameter.requires_grad_(False)
+        self._handles = [self.model.register_forward_pre_hook(truncate_backward)]
+        for module in entry_modules(self.model, self._layers):
+            self._handles += [
+                module.register_forward_pre_hook(ModuleHook(self._before_forward)),
+                module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
+            ]
+        for module in self.model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                # Inside of the model's forward, where accelerate has switched autocast on.
+                self._handles.append(module.register_forward_pre_hook(ModuleHook(self._note_autocast)))
+                break
 
-        def before_backward() -> None:
-            freezer.settle()
-            for listener in listeners:
-                listener()
+    def release(self) -> None:
+        """Let every parameter have gradients again, and take the hooks off the model; later calls do nothing."""
+        if not self._handles:
+            return
+        for handle in (*self._handles, *self._gradient_hooks):
+            handle.remove()
+        self._handles, self._gradient_hooks = [], []
+        for _, parameter in self._trained.values():
+            parameter.requires_grad_(True)
+        self._outermost = None
+        self.end_update()
+        self._active = {}
 
-        self.watch = BackwardWatch(model, layers, on_forward=before_forward, on_backward=before_backward)
-        """Whether a backward has run, and has reached the group."""
-        if in_backward is not None:
-            in_backward.attach(model)
-
-    def activate(self, weights: Sequence[Weight], residency: Residency) -> None:
+    def activate(self, weights: Iterable[Weight], on_gradient: Callable[[torch.Tensor], None]) -> None:
         """Begin the turn of a group: it alone has gradients.
 
         Args:
             weights: The group's.
-            residency: Where its state is; told when gradients begin to arrive.
+            on_gradient: Called with each of its parameters when its gradient is complete.
         """
-        parameters = [weight.trained for weight in weights]
-        steps, watch, arrived = self.in_backward, self.watch, self._arrived
+        self._active = {id(weight.trained): weight.trained for weight in weights}
+        self.end_update()
 
-        def on_gradient(parameter: torch.Tensor) -> None:
-            watch.note_gradient()
-            arrived[:] = [weakref.ref(parameter.grad)] if parameter.grad is not None else []
-            if steps is not None:
-                steps.on_gradient(parameter)
-            else:
-                residency.prefetch()
+        def note_gradient(parameter: torch.Tensor) -> None:
+            self._reached = True
+            self._arrived = weakref.ref(parameter.grad) if parameter.grad is not None else None
+            on_gradient(parameter)
 
-        watch.watch(parameters)
-        self._freezer.only(parameters, on_gradient)
+        for hook in self._gradient_hooks:
+            hook.remove()
+        for key, (_, parameter) in self._trained.items():
+            parameter.requires_grad_(key in self._active)
+            if key not in self._active:
+                parameter.grad = None
+        self._gradient_hooks = [
+            parameter.register_post_accumulate_grad_hook(note_gradient) for parameter in self._active.values()
+        ]
 
-    def has_brought(self, weights: Iterable[Weight]) -> bool:
-        """Whether a gradient of these weights came from a backward, and was not set by hand.
+    def settle(self) -> None:
+        """Restore what others have frozen or unfrozen since: adapters that are switched on unfreeze all of theirs.
 
-        Args:
-            weights: Those of the active group.
+        Gradients that arrived where none belong are dropped, so that no norm counts them.
         """
-        arrived = [gradient() for gradient in self._arrived]
-        return any(w.trained.grad is not None and w.trained.grad is one for w in weights for one in arrived)
+        settle_requires_grad((parameter, key in self._active) for key, (_, parameter) in self._trained.items())
 
-    def release(self) -> None:
-        """Let every parameter have gradients again, and take the hooks off the model."""
-        self._freezer.release()
-        self.watch.release()
-        if self.in_backward is not None:
-            self.in_backward.release()
+    def has_brought_gradient(self) -> bool:
+        """Whether a gradient of the active group came from a backward, and was not set by hand."""
+        arrived = self._arrived() if self._arrived is not None else None
+        return arrived is not None and any(parameter.grad is arrived for parameter in self._active.values())
+
+    def end_update(self) -> bool:
+        """A step is over, or its gradients are given up; whether a backward has run, and none reached the group."""
+        missed = self._ran and not self._reached
+        self._ran = self._reached = False
+        self._drop_witness()
+        return missed
+
+    def check(self) -> None:
+        """Check that the model still holds what is trained; a walk over its modules, no tensor is read.
+
+        Raises:
+            RuntimeError: If a trained parameter was replaced, cast, resized or offloaded, or a new one wants to be
+                trained; naming it, the usual causes, and the way out.
+        """
+        present: set[int] = set()
+        others: list[nn.Parameter] = []
+        for _, parameter in held_parameters(self.model):
+            present.add(id(parameter))
+            if parameter.requires_grad and id(parameter) not in self._trained:
+                others.append(parameter)
+        for (key, (name, parameter)), (dtype, shape) in zip(self._trained.items(), self._forms, strict=True):
+            if key not in present:
+                raise RuntimeError(
+                    f"{name}, which HiFT trains, is no longer in the model: it was replaced after HiFT was "
+                    "built (by resize_token_embeddings, a new head, load_state_dict(assign=True), offloading, or "
+                    f"the like), and the new tensor would never be trained; do that before HiFT is built, or detach() "
+                    "this one and build a new HiFT"
+                )
+            check_form("HiFT", name, parameter, dtype, shape)
+            if parameter.device.type == "meta":
+                raise RuntimeError(f"{name} is on meta, where nothing can be trained; load its values first")
+        if others:
+            self._judge(others)
+
+    def free_successors(self) -> None:
+        """Let what has replaced trained parameters have gradients: it was made like them, maybe while frozen."""
+        present = dict(self.model.named_parameters())
+        for name, parameter in self._trained.values():
+            successor = present.get(name)
+            if successor is not None and successor is not parameter and successor.is_floating_point():
+                successor.requires_grad_(True)
+
+    def _judge(self, others: Iterable[nn.Parameter]) -> None:
+        new, unfrozen = [], []
+        for parameter in others:
+            known = self._known.get(id(parameter))
+            if known is None or known() is not parameter:
+                new.append(parameter)
+            elif id(parameter) not in self._of_the_user:
+                unfrozen.append(parameter)
+        if new:
+            raise RuntimeError(
+                f"{self._names(new)} came into the model after HiFT was built and would never be trained (PEFT, new "
+                "embeddings or heads); add it before HiFT is built (detach() an older one first), or freeze what is "
+                "not to train"
+            )
+        if unfrozen:
+            self._of_the_user.update(map(id, unfrozen))  # said once
+            warnings.warn(
+                f"{self._names(unfrozen)} was frozen when HiFT was built and requires a gradient now: HiFT does not "
+                "train it, though clip_grad_norm_ counts its gradient; freeze it again, unfreeze it before HiFT is "
+                "built, or train it by another optimizer",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def _names(self, parameters: Iterable[torch.Tensor]) -> str:
+        wanted = set(map(id, parameters))
+        names = [name for name, parameter in self.model.named_parameters() if id(parameter) in wanted]
+        return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if self._outermost is not None:
+            return
+        self._outermost = module
+        if not torch.is_grad_enabled():
+            return
+        self._note_autocast(module, inputs)
+        self._drop_witness()
+        if self._reached and self._has_no_gradient():
+            self.end_update()
+        if self.checks_model:
+            self.check()
+        self.settle()
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if self._outermost is not module:
+            return None
+        self._outermost = None
+        if output is None or not torch.is_grad_enabled():
+            return None
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._begin_backward)
+        anchored = with_tensors_replaced(
+            output, lambda tensor: lead_through_anchor(tensor, self._anchor, self._begin_backward)
+        )
+        return None if anchored is output else anchored
+
+    def _begin_backward(self, gradient: torch.Tensor | None = None) -> None:
+        task = running_backward()
+        if task != self._task:
+            self._task = task
+            self.settle()
+            for listener in self._listeners:
+                listener()
+            # Called when the whole backward is over, unless it has failed.
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """Note that it ran; give a GradScaler, which fails where no gradient is, zeros of the smallest parameter."""
+        self._ran = True
+        if self._is_scaled and not self._reached and self._witness is None and self._has_no_gradient():
+            self._witness = min(self._active.values(), key=lambda parameter: parameter.numel())
+            self._witness.grad = torch.zeros_like(self._witness)
+
+    def _drop_witness(self) -> None:
+        if self._witness is not None:
+            self._witness.grad = None
+            self._witness = None
+
+    def _has_no_gradient(self) -> bool:
+        return all(parameter.grad is None for parameter in self._active.values())
+
+    def _note_autocast(self, module: nn.Module, inputs: Any) -> None:
+        device = next((parameter.device.type for parameter in self._active.values()), "cpu")
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            self._is_scaled = True

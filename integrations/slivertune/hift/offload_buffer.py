@@ -24,27 +24,26 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-class Arena:
-    """Cuts tensors from one flat buffer, front to back.
+def tensor_at(buffer: torch.Tensor, start: int, model: torch.Tensor) -> torch.Tensor:
+    """The part of a flat buffer that begins at a byte, in a model's shape, dtype and, if it has no gaps, strides.
 
     Args:
-        buffer: uint8, one dimension.
+        buffer: uint8, one dimension, with room enough.
+        start: A multiple of `ALIGNMENT`.
+        model: What the tensor is like; the bytes of both are as many.
     """
+    flat = buffer[start : start + model.nbytes].view(model.dtype)
+    # The order in memory decides which elements vector loops take together, and so their last bits.
+    dense = torch.empty_like(model, device="meta")
+    return flat.as_strided(dense.shape, dense.stride())
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
-        self._used = 0
 
-    def empty_like(self, model: torch.Tensor) -> torch.Tensor | None:
-        """The next tensor of a model's shape, dtype and, if it has no gaps, strides; None if too little is left."""
-        num_bytes = model.numel() * model.dtype.itemsize
-        if self._used + num_bytes > self._buffer.numel():
-            return None
-        flat = self._buffer[self._used : self._used + num_bytes].view(model.dtype)
-        self._used += aligned(num_bytes)
-        # The order in memory decides which elements vector loops take together, and so their last bits.
-        dense = torch.empty_like(model, device="meta")
-        return flat.as_strided(dense.shape, dense.stride())
+def small_copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor of a few bytes, in ordinary host memory; waits for the device."""
+    with claimed_at_birth("state", "host"):
+        copy = value.detach().to("cpu", copy=True)
+    claim(copy, "state", "host")
+    return copy
 
 
 class OffloadBuffer:
@@ -58,7 +57,8 @@ class OffloadBuffer:
     def __init__(self, tier: MemoryTier, allocate: Callable[[int], torch.Tensor]) -> None:
         self._tier = tier
         self._allocate = allocate
-        self._arenas: dict[torch.dtype, Arena] = {}
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._used_bytes: dict[torch.dtype, int] = {}
 
     def reserve(self, num_bytes: Mapping[torch.dtype, int]) -> None:
         """Allocate ahead for the tensors to come, so that a lack of memory shows now.
@@ -69,24 +69,16 @@ class OffloadBuffer:
             buffers = {dtype: self._allocate(size) for dtype, size in num_bytes.items() if size}
         for dtype, buffer in buffers.items():
             claim(buffer, "state", self._tier)
-            self._arenas[dtype] = Arena(buffer)
+            self._buffers[dtype], self._used_bytes[dtype] = buffer, 0
 
     def empty_like(self, model: torch.Tensor) -> torch.Tensor:
         """A tensor with arbitrary content, from the reserved buffer while it lasts, else from a new one."""
         dtype = model.dtype
-        tensor = self._arenas[dtype].empty_like(model) if dtype in self._arenas else None
-        if tensor is None:
+        if dtype not in self._buffers or self._used_bytes[dtype] + model.nbytes > self._buffers[dtype].numel():
             self.reserve({dtype: aligned(max(1, model.numel()) * dtype.itemsize)})
-            tensor = self._arenas[dtype].empty_like(model)
-            assert tensor is not None
-        return tensor
-
-    def small(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor of a few bytes, in ordinary host memory; waits for the device."""
-        with claimed_at_birth("state", "host"):
-            copy = value.detach().to("cpu", copy=True)
-        claim(copy, "state", "host")
-        return copy
+        start = self._used_bytes[dtype]
+        self._used_bytes[dtype] += aligned(model.nbytes)
+        return tensor_at(self._buffers[dtype], start, model)
 
 
 def host_buffer(device: torch.device) -> OffloadBuffer:

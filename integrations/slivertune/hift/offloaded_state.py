@@ -12,20 +12,16 @@ from typing import Any
 import torch
 
 from slivertune.hift.base import CUT_MULTIPLE
-from slivertune.hift.masters import refresh_master
+from slivertune.hift.masters import join_master, refresh_master, split_master
 from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
-from slivertune.hift.offload_buffer import OffloadBuffer, aligned
+from slivertune.hift.offload_buffer import OffloadBuffer, aligned, small_copy
 from slivertune.hift.piece import Slice, Weight
 from slivertune.hift.residency import MASTER, WeightState
-from slivertune.hift.split import join_master, split_master
 
 LOW = "master_low"
 """Key of the lower 16 bits that complete a bf16 weight to its master."""
 TIES = "master_ties"
 """Key of the rounding ties that `LOW` leaves open; few, so they travel with the scalars."""
-
-PendingCopy = tuple[str, torch.Tensor, torch.Tensor]
-"""A key, the tensor on the device, and where it is to wait."""
 
 
 class OffloadedState:
@@ -50,8 +46,8 @@ class OffloadedState:
         keys = self._received.get((name, one.start), self._received.get((name, _WHOLE), frozenset()))
         return {key: _part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
 
-    def scalars_of(self, one: Slice, on_device: frozenset[str]) -> dict[str, Any]:
-        """Copies of a slice's state without dimensions; those named in `on_device` beside the weight."""
+    def scalars_of(self, one: Slice) -> dict[str, Any]:
+        """Copies of a slice's state without dimensions, each where it lies in a step."""
         name = one.weight.name
         scalars = self._scalars.get((name, one.start))
         if scalars is None:  # restored: every slice starts from the weight's
@@ -61,13 +57,13 @@ class OffloadedState:
                 scalars[TIES] = ties[(ties >= one.start) & (ties < one.stop)] - one.start
         device = one.weight.parameter.device
         return {
-            key: value.to(device if key in on_device else "cpu", non_blocking=True, copy=True)
+            key: value.to(device if key in one.scalars_on_device else "cpu", non_blocking=True, copy=True)
             if isinstance(value, torch.Tensor)
             else value
             for key, value in scalars.items()
         }
 
-    def receive(self, one: Slice, state: WeightState) -> list[PendingCopy]:
+    def receive(self, one: Slice, state: WeightState) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Take a slice's state after its step; tensors are to be copied by the caller.
 
         Args:
@@ -75,25 +71,19 @@ class OffloadedState:
             state: By key; its master under `MASTER`.
 
         Returns:
-            The copies to make.
+            The copies to make: tensors on the device, and where each is to wait.
         """
         state = flatten_state(state)
         if self._split and MASTER in state:
             low, ties = split_master(state.pop(MASTER))
             state = {**state, LOW: low, TIES: ties}
-        self._scalars[one.weight.name, one.start] = {
-            key: self._at_rest(value) for key, value in state.items() if not _has_extent(key, value)
-        }
-        self._received[one.weight.name, one.start] = frozenset(
-            key for key, value in state.items() if _has_extent(key, value)
-        )
+        known = self._tensors.get(one.weight.name, {})
+        tensors = self._keep_scalars(one.weight, one.start, state)
         copies = []
-        for key, value in state.items():
-            if _is_table(key) and key in self._tensors.get(one.weight.name, {}):
-                continue  # it never changes, and the next piece may be loading it
-            if _has_extent(key, value):
+        for key, value in tensors.items():
+            if not (_is_table(key) and key in known):  # it never changes, and the next piece may be loading it
                 whole = self._whole(one.weight, key, _like_whole(value, one, key))
-                copies.append((key, value, _part(whole, one, key)))
+                copies.append((value, _part(whole, one, key)))
         empty_objects(state)
         return copies
 
@@ -120,31 +110,29 @@ class OffloadedState:
     def restore(self, weights: Sequence[Weight], state: Mapping[str, WeightState]) -> None:
         """Take copies of what `export` returned."""
         arriving: dict[str, WeightState] = {}
-        for name, values in state.items():
-            values = flatten_state(values, copy_objects=True)
+        num_bytes: Counter[torch.dtype] = Counter()
+        for weight in weights:
+            values = flatten_state(state.get(weight.name, {}), copy_objects=True)
             if self._split and MASTER in values:
                 values[LOW], values[TIES] = split_master(values.pop(MASTER).to("cpu", torch.float32))
-            arriving[name] = values
-        num_bytes: Counter[torch.dtype] = Counter()
-        for values in arriving.values():
-            for key, value in values.items():
-                if _has_extent(key, value):
-                    num_bytes[value.dtype] += aligned(value.nbytes)
+            arriving[weight.name] = self._keep_scalars(weight, _WHOLE, values)
+            for value in arriving[weight.name].values():
+                num_bytes[value.dtype] += aligned(value.nbytes)
         self._buffer.reserve(num_bytes)
         for weight in weights:
-            values = arriving.get(weight.name, {})
-            self._scalars[weight.name, _WHOLE] = {
-                key: self._at_rest(value) for key, value in values.items() if not _has_extent(key, value)
-            }
-            self._received[weight.name, _WHOLE] = frozenset(
-                key for key, value in values.items() if _has_extent(key, value)
-            )
-            for key, value in values.items():
-                if _has_extent(key, value):
-                    self._whole(weight, key, value).copy_(value)
+            for key, value in arriving[weight.name].items():
+                self._whole(weight, key, value).copy_(value)
 
-    def _at_rest(self, value: Any) -> Any:
-        return self._buffer.small(value) if isinstance(value, torch.Tensor) else value
+    def _keep_scalars(self, weight: Weight, start: int, state: WeightState) -> dict[str, torch.Tensor]:
+        """Keep what has no dimensions of a slice's state, and the keys of the others, which are returned."""
+        tensors = {key: value for key, value in state.items() if _has_extent(key, value)}
+        self._received[weight.name, start] = frozenset(tensors)
+        self._scalars[weight.name, start] = {
+            key: small_copy(value) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+            if key not in tensors
+        }
+        return tensors
 
     def _whole(self, weight: Weight, key: str, model: torch.Tensor) -> torch.Tensor:
         """Where all of a weight's state under `key` waits; made like `model` if it is new or has changed."""
@@ -165,11 +153,9 @@ def _has_extent(key: str, value: Any) -> bool:
 
 
 def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
-    if one.is_whole or _is_table(key):
-        return whole
-    if _counts_blocks(key):
+    if _counts_blocks(key) and not one.is_whole:
         return whole[one.start // CUT_MULTIPLE : -(-one.stop // CUT_MULTIPLE)]
-    return whole.view(-1)[one.start : one.stop]
+    return whole if _is_table(key) else one.part_of(whole)
 
 
 def _like_whole(value: torch.Tensor, one: Slice, key: str) -> torch.Tensor:

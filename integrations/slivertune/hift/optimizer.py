@@ -1,42 +1,44 @@
 """HiFT around any optimizer class: one group of layers a step (HiFT, Algorithm 1).
 
-The length of this file is that of the documented interface: `GroupSteps` steps the groups, `ModelHooks` hooks the
-model, `checkpoint` makes and checks saved states, and `StateForm` knows in which form they are handed out.
+The length of this file is that of the documented interface: a `Rotation` knows whose turn it is, a `Residency` steps
+each group, `ModelHooks` sees to the model, `checkpoint` makes and checks saved states, and `CheckpointedSliver` hands
+them out.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layers import find_layers
 from slivertune.core.layout import Layout
 from slivertune.core.ownership import check_free, release, take
-from slivertune.core.sliver import Sliver
-from slivertune.core.state_form import StateForm
+from slivertune.core.state_form import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.group_steps import GroupSteps
-from slivertune.hift.groups import Group, cut_groups
+from slivertune.hift.groups import cut_groups, turn_order
 from slivertune.hift.in_backward import BackwardSteps
-from slivertune.hift.integration import Integration
-from slivertune.hift.model_check import ModelCheck
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
+from slivertune.hift.residency import Residency, export_state, restore_state
+from slivertune.hift.resident import ResidentGroup
 from slivertune.hift.rotation import LearningRate, Rotation, scheduled_lr
+from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
 
 
-class HiFT(Sliver):
+class HiFT(CheckpointedSliver):
     """Full-parameter fine-tuning, one group of layers in each step (HiFT, arXiv 2401.15207).
 
     The constructor freezes all but the first group; `step` applies the base optimizer to the active group, drops its
@@ -68,6 +70,12 @@ class HiFT(Sliver):
     method = "hift"
     without_state = "masters, moments and the turn would start from zero in the middle of a run"
     may_differ = frozenset({"state_dir"})
+    title = "HiFT"
+    refusal_to_add = "HiFT's groups are fixed for the whole run; pass all parameters when it is built"
+    refusal_to_copy = (
+        "HiFT can't be copied or pickled: it is hooked on its model and steps that one; save state_dict(), and "
+        "load it into a HiFT that is built over the other model"
+    )
 
     def __init__(
         self,
@@ -117,19 +125,27 @@ class HiFT(Sliver):
                 "elementwise=True if it does not, or leave step_in_backward off"
             )
         check_free(model.named_parameters(), "HiFT")
-        self._config = config
-        self._base = base
+        self.config = config
+        """The settings."""
+        self.base = base
+        """Makes instances of the base optimizer."""
         weights = trainable_weights(model, param_groups)
         refuse_offloaded(model, weights)
         layers = find_layers(model, config.layers)
-        self._groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
+        self.groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
+        """The groups, bottom of the model first."""
         try_step(base, param_groups, list(weights.values()))
-        self._sealed = False
         super().__init__(param_groups, dict(base.defaults))
-        self._sealed = True
         say_what_is_not_trained(model, weights)
         self._meter = StepMeter(base, self.param_groups)
-        self._steps = GroupSteps(self._groups, base, self._meter, config)
+        order = turn_order(len(self.groups), config.order, config.seed)
+        self.rotation = Rotation(order=order, steps_per_group=config.steps_per_group)
+        """Whose turn it is; a layout that steps in HiFT's place advances it."""
+        self._applying: list[LearningRate] = []
+        self.is_detached = False
+        """Whether `detach` has ended the rotation."""
+        self._engine: str | None = None
+        self._backward_listeners: list[Callable[[], None]] = []
         self._in_backward: BackwardSteps | None = None
         if config.step_in_backward:
             # The model's hooks must not keep an optimizer alive that everybody else has dropped.
@@ -137,51 +153,43 @@ class HiFT(Sliver):
             self._in_backward = BackwardSteps(
                 weights, partial(HiFT._begin_update, own), partial(HiFT._step_weight, own)
             )
-        self._backward_listeners: list[Callable[[], None]] = []
-        self._check: ModelCheck | None = ModelCheck(model, weights.values())
-        self._integration = Integration()
-        self._form = StateForm("HiFT")
-        self._bind(model, weights)
+            self._backward_listeners.append(self._in_backward.watch_backward)
+        self._bind(model, weights, checks_model=True)
 
-    def _bind(self, model: nn.Module, weights: Mapping[str, Weight]) -> None:
-        self._steps.bind([tuple(weights[name] for name in group.parameter_names) for group in self._groups])
-        self._attach(model)
+    def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
+        self._weights = [tuple(weights[name] for name in group.parameter_names) for group in self.groups]
+        made = ResidentGroup if self.config.state == "device" else StreamedGroup
+        self._residencies: list[Residency] = [made(each, self.base, self._meter, self.config) for each in self._weights]
+        layers = [layer for group in self.groups for layer in group.layers]
+        self._hooks = ModelHooks(
+            model, layers, self.trained_weights, self._backward_listeners, checks_model=checks_model
+        )
+        self._attach()
 
-    def _attach(self, model: nn.Module) -> None:
-        layers = [layer for group in self._groups for layer in group.layers]
-        weights = self.trained_weights
-        self._hooks = ModelHooks(model, layers, weights, self._check, self._in_backward, self._backward_listeners)
-        take([weight.trained for weight in weights], self)
+    def _attach(self) -> None:
+        attached = ExitStack()
+        self._hooks.attach()
+        attached.callback(self._hooks.release)
+        if self._in_backward is not None:
+            self._in_backward.attach(self._hooks.model)
+            attached.callback(self._in_backward.release)
+        take(self._parameters_of_state(), self)
         # When the optimizer is dropped, too.
-        self._take_off = weakref.finalize(self, self._hooks.release)
+        self._take_off = weakref.finalize(self, attached.close)
         self._take_off.atexit = False
-        self._is_detached = False
-        self._steps.activate(self._hooks)
+        self.is_detached = False
+        self._activate()
 
-    @property
-    def config(self) -> HiFTConfig:
-        """The settings."""
-        return self._config
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """The groups, bottom of the model first."""
-        return self._groups
+    def _activate(self) -> None:
+        """Let the active group have gradients, and no other."""
+        residency = self._residencies[self.active_group]
+        on_gradient = self._in_backward.on_gradient if self._in_backward is not None else lambda _: residency.prefetch()
+        self._hooks.activate(self._weights[self.active_group], on_gradient)
 
     @property
     def num_groups(self) -> int:
         """k, the number of groups."""
-        return len(self._groups)
-
-    @property
-    def base(self) -> BaseOptimizer:
-        """Makes instances of the base optimizer."""
-        return self._base
-
-    @property
-    def rotation(self) -> Rotation:
-        """Whose turn it is; a layout that steps in HiFT's place advances it."""
-        return self._steps.rotation
+        return len(self.groups)
 
     def weights_of(self, group: int) -> tuple[Weight, ...]:
         """What a group trains.
@@ -189,12 +197,12 @@ class HiFT(Sliver):
         Args:
             group: Its index, bottom of the model first.
         """
-        return self._steps.weights[group]
+        return self._weights[group]
 
     @property
     def trained_weights(self) -> tuple[Weight, ...]:
         """What all groups train, bottom of the model first."""
-        return tuple(weight for weights in self._steps.weights for weight in weights)
+        return tuple(weight for weights in self._weights for weight in weights)
 
     @property
     def active_group(self) -> int:
@@ -221,27 +229,6 @@ class HiFT(Sliver):
         """The learning rate applied in the running cycle, one a param group; the schedule's before the first step."""
         return list(self.rotation.held_lr) or scheduled_lr(self.param_groups)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a copy would train the same model.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(
-            "HiFT can't be copied or pickled: it is hooked on its model and steps that one; save state_dict(), and "
-            "load it into a HiFT that is built over the other model"
-        )
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: the groups of a run are fixed.
-
-        Raises:
-            RuntimeError: Always, once built.
-        """
-        if self._sealed:
-            raise RuntimeError("HiFT's groups are fixed for the whole run; pass all parameters when it is built")
-        super().add_param_group(param_group)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the active group from its gradients, drop them, and hand the turn on.
@@ -265,10 +252,9 @@ class HiFT(Sliver):
             RuntimeError: With `config.step_in_backward`, if there is a closure, or the update is only half done.
         """
         self._check_step()
-        is_of_a_backward = closure is not None or self._hooks.has_brought(self._steps.active_weights)
-        if not is_of_a_backward and self._form.is_initialising(self.param_groups):
+        if closure is None and not self._hooks.has_brought_gradient() and self._is_initialising():
             return None
-        if self._is_detached:
+        if self.is_detached:
             raise RuntimeError("step() was called after detach(), which ended HiFT; reattach() goes on")
         loss = None
         if closure is not None:
@@ -279,20 +265,70 @@ class HiFT(Sliver):
                 )
             with torch.enable_grad():
                 loss = closure()
-        self._steps.step(self.param_groups, self._hooks)
+        self._update()
         return loss
 
+    def _update(self) -> None:
+        """Step the active group if gradients have reached it, and hand the turn on."""
+        rotation, residency = self.rotation, self._residencies[self.active_group]
+        is_stepped = self._in_backward is not None and self._in_backward.close()
+        missed = self._hooks.end_update()
+        if self._in_backward is None:
+            is_stepped = self._step_from_gradients()
+        elif is_stepped:
+            residency.end_weights()
+        if not is_stepped:
+            if not missed:
+                return
+            rotation.warn_of_skip(self.groups)
+        if self.config.state == "discard" and rotation.ends_turn:
+            residency.discard()
+        if is_stepped:
+            rotation.advance(self._applying)
+        else:
+            rotation.skip(scheduled_lr(self.param_groups))
+        if self._residencies[self.active_group] is not residency:
+            self._activate()
+        rotation.warn_of_unreached(self.groups)
+
+    def _step_from_gradients(self) -> bool:
+        weights = self._weights[self.active_group]
+        for weight in weights:
+            if weight.trained is not weight.parameter:
+                weight.take_gradient()
+        if all(weight.parameter.grad is None for weight in weights):
+            return False
+        self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
+        self._residencies[self.active_group].step(self.param_groups, self._applying)
+        return True
+
     def _check_step(self) -> None:
-        self._integration.check_step()
-        self._form.check(self.updates)
+        """Refuse a step of which the other ranks would know nothing, or that is not HiFT's."""
+        self._check_not_delegated()
+        if self._layout is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"HiFT runs on {dist.get_world_size()} ranks that know nothing of each other's gradients; prepare it "
+                "with slivertune.prepare(accelerator, ...), slivertune.initialize(...) for bare DeepSpeed, or "
+                "slivertune.attach(trainer, ...) for the Trainer"
+            )
+        if self._awaited is not None:
+            self._check_awaited()
+
+    def _check_not_delegated(self) -> None:
+        if self._engine is not None:
+            raise RuntimeError(
+                f"{self._engine} steps in HiFT's place; step, save and load with what slivertune.prepare or "
+                "slivertune.initialize returned"
+            )
 
     def _begin_update(self) -> None:
         self._check_step()  # here already: the weights move in the backward
-        self._steps.begin_in_backward(self.param_groups)
+        self._residencies[self.active_group].begin_weights()
+        self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
 
     @torch.no_grad()
     def _step_weight(self, weight: Weight) -> None:
-        self._steps.step_in_backward(weight, self.param_groups)
+        self._residencies[self.active_group].step_weight(weight, self.param_groups, self._applying)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -301,7 +337,7 @@ class HiFT(Sliver):
         Raises:
             RuntimeError: With `config.step_in_backward`.
         """
-        if self._config.step_in_backward:
+        if self.config.step_in_backward:
             raise RuntimeError(
                 "a GradScaler unscales gradients after the backward, where step_in_backward=True has stepped on them: "
                 "the weights were updated by scaled gradients, so start again, in bf16 or without step_in_backward"
@@ -313,13 +349,13 @@ class HiFT(Sliver):
 
         Weights keep what was trained. `step` raises from now on; `reattach` goes on. A second call does nothing.
         """
-        if self._integration.is_delegated or self._is_detached:
+        if self._engine is not None or self.is_detached:
             return
         self._take_off()
-        release([weight.trained for weight in self.trained_weights], self)
-        if self._check is not None:
-            self._check.free_successors()
-        self._is_detached = True
+        release(self._parameters_of_state(), self)
+        if self._hooks.checks_model:
+            self._hooks.free_successors()
+        self.is_detached = True
 
     def reattach(self) -> None:
         """Go on after `detach`, with the same groups, masters and state.
@@ -328,23 +364,12 @@ class HiFT(Sliver):
             ValueError: If another optimizer trains a parameter of the model now.
             RuntimeError: If a parameter was replaced or cast meanwhile.
         """
-        if not self._is_detached:
+        if not self.is_detached:
             return
-        model = self._hooks.model
-        check_free(model.named_parameters(), "HiFT")
-        if self._check is not None:
-            self._check()
-        self._attach(model)
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether `detach` has ended the rotation."""
-        return self._is_detached
-
-    @property
-    def uses_sidecar(self) -> bool:
-        """Whether `state_dict` is a placeholder, and the state is saved in a folder of its own (see `use_sidecar`)."""
-        return self._form.is_placeholder
+        check_free(self._hooks.model.named_parameters(), "HiFT")
+        if self._hooks.checks_model:
+            self._hooks.check()
+        self._attach()
 
     def check_built_over(self, model: nn.Module) -> None:
         """Check that every weight that is trained is one of a model's.
@@ -359,6 +384,14 @@ class HiFT(Sliver):
                     f"the HiFT trains {weight.name} of another model than the one that was passed; build it over this "
                     "model, before anything wraps or copies that"
                 )
+
+    def check_model(self) -> None:
+        """Check that the model still holds what is trained, as each forward does unless a layout replaced parameters.
+
+        Raises:
+            RuntimeError: Naming the parameter that was replaced, cast or added, and the way out.
+        """
+        self._hooks.check()
 
     def listen_to_backward(self, listener: Callable[[], None]) -> None:
         """Be told when a backward of the model begins, whether or not it will reach the group.
@@ -377,21 +410,7 @@ class HiFT(Sliver):
             engine: Its name, for the messages.
         """
         self._take_off()
-        self._integration.delegate_to(engine)
-
-    def use_sidecar(self, layout: str) -> None:
-        """Step on several ranks, with the state saved in a folder of its own, beside other programs' checkpoints.
-
-        From now on `state_dict` returns a placeholder: hyperparameters and the number of updates in torch's own form,
-        which other programs may save, cut up and load as they like. After one was loaded, `step` raises until
-        `load_whole_state` has brought what belongs to it.
-
-        Args:
-            layout: What synchronizes the gradients.
-        """
-        self._integration.use_layout(layout)
-        self._form.is_placeholder = True
-        self._fill_placeholder()
+        self._engine = engine
 
     def release_parameters(self) -> None:
         """Forget the model and its parameters, so that they can be replaced; `rebind_parameters` gives new ones.
@@ -404,9 +423,8 @@ class HiFT(Sliver):
                 f"HiFT has made {self.rotation.steps} steps; parameters can only be replaced before the first"
             )
         self._take_off()
-        release([weight.trained for weight in self.trained_weights], self)
-        self._steps.bind([])
-        self._check = None
+        release(self._parameters_of_state(), self)
+        self._weights, self._residencies = [], []
         del self._hooks  # which holds them, too
         self._fill_placeholder()
 
@@ -417,38 +435,27 @@ class HiFT(Sliver):
             model: The model that holds them.
             weights: By the names of `groups`; their `trained` parameters stand in `param_groups` already.
         """
-        self._bind(model, weights)
+        self._bind(model, weights, checks_model=False)
         self._fill_placeholder()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that continues the run at this step: plain containers, and tensors by parameter name.
+    def whole_state(self) -> dict[str, Any]:
+        """What `state_dict` returns on one process; where weights are sharded, the tensors are this rank's shards.
 
-        Tensors are the living ones where that is possible, as in torch; save or copy them before the next step.
-        Masters are whole fp32 tensors whatever `master` is. On several ranks it is a placeholder (see `use_sidecar`).
-        To `torch.distributed.checkpoint` it is packed (see `pack_state`).
+        Masters are whole fp32 tensors whatever `config.master` is.
 
         Raises:
             RuntimeError: With `config.step_in_backward`, between a backward and its `step`.
         """
-        if not self.uses_sidecar:
-            return self._form.save(self.whole_state, self.param_groups, self.updates)
-        self._fill_placeholder()
-        return super().state_dict()
-
-    def whole_state(self) -> dict[str, Any]:
-        """What `state_dict` returns on one process; where weights are sharded, the tensors are this rank's shards."""
-        self._integration.check_not_delegated()
+        self._check_not_delegated()
         if self._in_backward is not None and self._in_backward.is_open:
             raise RuntimeError("an update is open: a backward has stepped weights; call step() before state_dict()")
-        state, own = self._steps.export()
+        state, own = export_state(self._residencies)
         header = self._header()
         header["hift"]["weights"] = list(state)
         return {**header, "state": state, "own": own}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; all tensors are copied to where `config.state` keeps them.
-
-        On several ranks a placeholder is taken too (see `use_sidecar`).
+    def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `whole_state` returned; all tensors are copied to where `config.state` keeps them.
 
         Weights that have an fp32 master in the state are set to it, rounded. Place (`state`), piece size and the form
         of the master may differ from the saving run; model, groups, turns and base optimizer may not.
@@ -456,47 +463,38 @@ class HiFT(Sliver):
         Raises:
             ValueError: If the state is of another model, grouping or optimizer, or is damaged; nothing is changed.
         """
-        whole = self._form.load(state_dict, self.param_groups)
-        if whole is not None:
-            self.load_whole_state(whole)
-
-    def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `whole_state` returned; see `load_state_dict`."""
-        self._integration.check_not_delegated()
+        self._check_not_delegated()
         check_header(state_dict, self._header())
         check_weights(
-            state_dict["state"],
-            self.trained_weights,
-            with_masters=self._config.master != "none",
-            meter=self._meter,
+            state_dict["state"], self.trained_weights, with_masters=self.config.master != "none", meter=self._meter
         )
         if self._in_backward is not None:
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
         self.rotation.restore(state_dict["hift"])
-        self._steps.restore(state_dict["state"], state_dict.get("own", {}))
-        if not self._is_detached:
-            self._steps.activate(self._hooks)
+        restore_state(self._residencies, self._weights, state_dict["state"], state_dict.get("own", {}))
+        if not self.is_detached:
+            self._activate()
         if self.uses_sidecar:
             self._fill_placeholder()
 
-    def _fill_placeholder(self) -> None:
-        self._form.fill(self.state, [weight.trained for weight in self.trained_weights], self.updates)
+    def _parameters_of_state(self) -> list[torch.nn.Parameter]:
+        return [weight.trained for weight in self.trained_weights]
 
     def _header(self) -> dict[str, Any]:
         return make_header(self.identity(), self.rotation, self.param_groups, self.trained_weights)
 
     def unsupported(self, layout: Layout) -> str | None:
         """Why this HiFT can't be trained under a layout, and the way out; None if it can."""
-        config = self._config
+        config = self.config
         return clash_with_layout(
-            layout, self._base, state=config.state, master=config.master, step_in_backward=config.step_in_backward
+            layout, self.base, state=config.state, master=config.master, step_in_backward=config.step_in_backward
         )
 
     def facts(self) -> dict[str, object]:
         """What every rank must have been given alike: settings, hyperparameters, groups, and what they train."""
-        facts = {"base optimizer": self._base.name, **super().facts(), "order of the groups": self.rotation.order}
-        for group in self._groups:
+        facts = {"base optimizer": self.base.name, **super().facts(), "order of the groups": self.rotation.order}
+        for group in self.groups:
             facts[f"group {group.index}"] = group.parameter_names
             for weight in self.weights_of(group.index):
                 facts[weight.name] = (tuple(weight.trained.shape), str(weight.trained.dtype), weight.param_group)
@@ -505,8 +503,8 @@ class HiFT(Sliver):
     def identity(self) -> dict[str, object]:
         """What a saved state has in common with every optimizer that it fits; plain containers."""
         return {
-            "optimizer": self._base.name,
-            "groups": [list(group.parameter_names) for group in self._groups],
-            "order": [self._config.order, *self.rotation.order],
+            "optimizer": self.base.name,
+            "groups": [list(group.parameter_names) for group in self.groups],
+            "order": [self.config.order, *self.rotation.order],
             "steps_per_group": self.rotation.steps_per_group,
         }

@@ -8,9 +8,15 @@ from typing import Any
 
 import torch
 
-from slivertune.core.hyperparameters import PushedHyperparameters
+from slivertune.core.hyperparameters import differs, in_form_of, own_copy
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.rotation import LearningRate
+
+ParamGroups = Sequence[dict[str, Any]]
+"""The param groups of the optimizer that the user holds."""
+
+OwnHyperparameters = Mapping[int, dict[str, Any]]
+"""What the base optimizer's instances changed in their param groups by themselves, by index of the param group."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +25,9 @@ class Weight:
 
     name: str
     parameter: torch.nn.Parameter
+    """What is stepped."""
+    trained: torch.nn.Parameter
+    """The model's own parameter, which is frozen and unfrozen; `parameter` where that is not sharded."""
     param_group: int
     """Index of the param group that holds its hyperparameters."""
 
@@ -27,14 +36,8 @@ class Weight:
         """Whether it is stored in 16 bits, so that an fp32 master can stand behind it."""
         return self.parameter.dtype == torch.bfloat16
 
-    @property
-    def trained(self) -> torch.nn.Parameter:
-        """The model's own parameter, which is frozen and unfrozen; `parameter` where that is not sharded."""
-        return self.parameter
-
-    def take_gradient(self) -> bool:
-        """Let `parameter` hold what `trained` does, its gradient included; whether there is one."""
-        return self.parameter.grad is not None
+    def take_gradient(self) -> None:
+        """Let `parameter` hold what `trained` does, its gradient included; asked for where it is another tensor."""
 
 
 class Slice:
@@ -47,13 +50,17 @@ class Slice:
         start: First element, of the flattened weight.
         stop: One past the last.
         on_master: Whether the base optimizer steps an fp32 master.
+        scalars_on_device: Keys of state without dimensions that lies beside the weight in a step, and not on the host.
     """
 
-    def __init__(self, weight: Weight, start: int, stop: int, *, on_master: bool) -> None:
+    def __init__(
+        self, weight: Weight, start: int, stop: int, *, on_master: bool, scalars_on_device: frozenset[str]
+    ) -> None:
         self.weight = weight
         self.start = start
         self.stop = stop
         self.on_master = on_master
+        self.scalars_on_device = scalars_on_device
         self.is_whole = stop - start == weight.parameter.numel()
         self.is_weight = self.is_whole and not on_master
         self.leaf = weight.parameter if self.is_weight else torch.nn.Parameter(torch.empty(0))
@@ -97,71 +104,87 @@ class Slice:
             self.leaf.data = torch.empty(0, dtype=self.leaf.dtype)
 
 
+class Instance:
+    """An instance of the base optimizer, which follows the user's param groups but for what it adapts by itself.
+
+    What the schedule did not touch stays in the instance: some optimizers adapt their own hyperparameters.
+
+    Args:
+        optimizer: The instance.
+        indices: For each of its param groups, the index of the user's that holds the hyperparameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
+        self.optimizer = optimizer
+        """The instance itself."""
+        self._indices = indices
+        self._pushed: list[dict[str, Any]] = [{} for _ in indices]
+        """What each param group was given last, so that what the instance changes by itself can be told."""
+
+    def push(self, param_groups: ParamGroups, learning_rates: Sequence[LearningRate]) -> None:
+        """Give the instance what has changed since the last time.
+
+        Args:
+            param_groups: The user's.
+            learning_rates: What is applied in place of theirs.
+        """
+        for inner, pushed, index in zip(self.optimizer.param_groups, self._pushed, self._indices, strict=True):
+            for key, value in {**param_groups[index], "lr": learning_rates[index]}.items():
+                if key != "params" and (key not in pushed or differs(pushed[key], value)):
+                    inner[key] = in_form_of(inner.get(key), own_copy(value))
+                    pushed[key] = own_copy(value)
+
+    def adapted(self) -> dict[int, dict[str, Any]]:
+        """What the instance itself changed (adaptive step sizes and the like), by index of the user's param group."""
+        adapted = {}
+        for inner, pushed, index in zip(self.optimizer.param_groups, self._pushed, self._indices, strict=True):
+            own = {key: own_copy(inner[key]) for key in pushed if key in inner and differs(pushed[key], inner[key])}
+            if own:
+                adapted[index] = own
+        return adapted
+
+    def restore(self, param_groups: ParamGroups, own: OwnHyperparameters) -> None:
+        """Put back what `adapted` returned.
+
+        Args:
+            param_groups: The user's.
+            own: What the instance had changed.
+        """
+        for inner, index in zip(self.optimizer.param_groups, self._indices, strict=True):
+            inner.update(own.get(index, {}))
+        self._pushed = [{key: own_copy(param_groups[i][key]) for key in own.get(i, {})} for i in self._indices]
+
+
 class Piece:
     """Slices and the instance of the base optimizer that steps them; the instance lives as long as the piece.
 
     Args:
         slices: What it steps, in the order of the model's parameters.
-        base: Makes the instance.
     """
 
-    def __init__(self, slices: Sequence[Slice], base: BaseOptimizer) -> None:
-        self.slices = tuple(slices)
-        self._base = base
-        self._group_indices = sorted({one.weight.param_group for one in slices})
-        self._pushed = [PushedHyperparameters() for _ in self._group_indices]
-        self._optimizer: torch.optim.Optimizer | None = None
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self.slices = slices
+        self.instance: Instance | None = None
+        """Made when the leaves first lie on their data: some constructors make their state at once."""
 
-    def step(self, param_groups: Sequence[dict[str, Any]], held_lr: Sequence[LearningRate]) -> None:
-        """Step the leaves with the param groups' hyperparameters and the held learning rate."""
-        optimizer = self._instance(param_groups)
-        for inner, pushed, index in zip(optimizer.param_groups, self._pushed, self._group_indices, strict=True):
-            pushed.push(inner, param_groups[index], held_lr[index])
-        optimizer.step()
+    def build(self, base: BaseOptimizer, param_groups: ParamGroups, own: OwnHyperparameters) -> Instance:
+        """Make the instance.
 
-    def state_of(self, one: Slice) -> dict[str, Any]:
-        """The instance's state of a slice."""
-        return self._optimizer.state.get(one.leaf, {}) if self._optimizer is not None else {}
-
-    def take_state(self, one: Slice) -> dict[str, Any]:
-        """The same, removed from the instance."""
-        return self._optimizer.state.pop(one.leaf, {}) if self._optimizer is not None else {}
-
-    def put_state(self, param_groups: Sequence[dict[str, Any]], one: Slice, state: dict[str, Any]) -> None:
-        """Give the instance the state of a slice; an empty one leaves what the constructor made."""
-        optimizer = self._instance(param_groups)
-        if state:
-            optimizer.state[one.leaf] = state
-
-    def own_hyperparameters(self) -> dict[int, dict[str, Any]]:
-        """What the instance itself changed (adaptive step sizes and the like), by index of the param group."""
-        if self._optimizer is None:
-            return {}
-        own = {
-            index: pushed.adapted(inner)
-            for inner, pushed, index in zip(
-                self._optimizer.param_groups, self._pushed, self._group_indices, strict=True
-            )
-        }
-        return {index: values for index, values in own.items() if values}
-
-    def restore_hyperparameters(
-        self, param_groups: Sequence[dict[str, Any]], own: Mapping[int, dict[str, Any]]
-    ) -> None:
-        """Put back what `own_hyperparameters` returned."""
-        optimizer = self._instance(param_groups)
-        for inner, pushed, index in zip(optimizer.param_groups, self._pushed, self._group_indices, strict=True):
-            pushed.restore(inner, param_groups[index], own.get(index, {}))
-
-    def _instance(self, param_groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-        # Built when the leaves first lie on their data: some constructors make their state at once.
-        if self._optimizer is None:
-            groups = [
-                {
-                    **{key: value for key, value in param_groups[index].items() if key != "params"},
-                    "params": [one.leaf for one in self.slices if one.weight.param_group == index],
-                }
-                for index in self._group_indices
-            ]
-            self._optimizer = self._base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
-        return self._optimizer
+        Args:
+            base: The base optimizer.
+            param_groups: The user's.
+            own: What another instance in its place had changed; empty for none.
+        """
+        indices = sorted({one.weight.param_group for one in self.slices})
+        groups = [
+            {
+                **{key: value for key, value in param_groups[index].items() if key != "params"},
+                "params": [one.leaf for one in self.slices if one.weight.param_group == index],
+            }
+            for index in indices
+        ]
+        optimizer = base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
+        self.instance = Instance(optimizer, indices)
+        if own:
+            self.instance.restore(param_groups, own)
+        return self.instance

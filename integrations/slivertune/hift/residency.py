@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from slivertune.core.hyperparameters import differs
-from slivertune.hift.piece import Piece, Weight
+from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.config import HiFTConfig
+from slivertune.hift.cutting import PieceCutter
+from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Piece, Weight
+from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import LearningRate
-
-ParamGroups = Sequence[dict[str, Any]]
-"""The param groups of the optimizer that the user holds."""
 
 WeightState = dict[str, Any]
 """One weight's state by key, tensors in the weight's own extent; `MASTER` is its fp32 master, if it has one."""
 
-OwnHyperparameters = Mapping[int, dict[str, Any]]
-"""What the base optimizer's instances changed in their param groups by themselves, by index of the param group."""
-
 MASTER = "master"
 
 
-class Residency(Protocol):
-    """Owns the masters and the optimizer state of one group."""
+class Residency(ABC):
+    """Owns the masters and the optimizer state of one group.
 
+    Args:
+        weights: What the group trains.
+        base: The base optimizer; one instance steps a piece of the group.
+        meter: Measures its steps.
+        config: HiFT's settings.
+    """
+
+    def __init__(self, weights: Sequence[Weight], base: BaseOptimizer, meter: StepMeter, config: HiFTConfig) -> None:
+        self._weights = weights
+        self._base = base
+        self._config = config
+        self._cutter = PieceCutter(weights, base, meter, config)
+        self._pieces: list[Piece] = []
+        self._restored_own: OwnHyperparameters = {}
+
+    @abstractmethod
     def prefetch(self) -> None:
         """Start to bring the first pieces to the device; called during backward, as often as one likes."""
 
+    @abstractmethod
     def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Step the group's weights from their gradients, and drop the gradients.
 
@@ -34,6 +52,7 @@ class Residency(Protocol):
             OSError: If the state has no room; nothing was stepped then.
         """
 
+    @abstractmethod
     def begin_weights(self) -> None:
         """Make ready for `step_weight`, whose first call in a turn this precedes.
 
@@ -41,42 +60,74 @@ class Residency(Protocol):
             OSError: If the state has no room.
         """
 
+    @abstractmethod
     def step_weight(self, weight: Weight, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Step one of the group's weights from its gradient, and drop the gradient; for groups that step by weight."""
 
+    @abstractmethod
     def end_weights(self) -> None:
         """Let go of what `step_weight` keeps on the device from one weight to the next."""
 
+    @abstractmethod
     def export(self) -> dict[str, WeightState]:
         """The state of every weight that has some, by name. Tensors are the living ones where they can be."""
 
+    @abstractmethod
+    def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
+        """Replace all state by a copy of what `export` and `own_hyperparameters` returned."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget all state."""
+
     def own_hyperparameters(self) -> OwnHyperparameters:
-        """What the instances adapted by themselves; empty where they adapt nothing.
+        """What the base optimizer's instances adapted by themselves; empty where they adapt nothing.
 
         Raises:
             RuntimeError: If the pieces of one group adapted differently, which no element-wise optimizer does.
         """
+        common: dict[int, dict[str, Any]] = {}
+        instances = [piece.instance for piece in self._pieces if piece.instance is not None]
+        for instance in instances:
+            for index, values in instance.adapted().items():
+                known = common.setdefault(index, values)
+                if known.keys() != values.keys() or any(differs(known[key], values[key]) for key in known):
+                    raise RuntimeError(
+                        f"the pieces of one group adapted {sorted(known | values)} differently, so "
+                        f"{self._base.name} is not element-wise; set elementwise=False"
+                    )
+        # What was restored counts until all pieces have got it.
+        return common or (self._restored_own if len(instances) < max(1, len(self._pieces)) else {})
 
-    def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
-        """Replace all state by a copy of what `export` and `own_hyperparameters` returned."""
 
-    def discard(self) -> None:
-        """Forget all state."""
+def export_state(residencies: Sequence[Residency]) -> tuple[dict[str, WeightState], dict[int, OwnHyperparameters]]:
+    """The state of every weight that has some, by name, and by group what instances adapted by themselves.
 
-
-def common_hyperparameters(pieces: Sequence[Piece], optimizer_name: str) -> OwnHyperparameters:
-    """What the instances of a group's pieces adapted, which must be the same in all that have stepped.
-
-    Raises:
-        RuntimeError: If it is not.
+    Args:
+        residencies: Of all groups, by index.
     """
-    own: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        for index, values in piece.own_hyperparameters().items():
-            known = own.setdefault(index, values)
-            if known.keys() != values.keys() or any(differs(known[key], values[key]) for key in known):
-                raise RuntimeError(
-                    f"the pieces of one group adapted {sorted(known | values)} differently, so "
-                    f"{optimizer_name} is not element-wise; set elementwise=False"
-                )
-    return own
+    state = {name: values for each in residencies for name, values in each.export().items()}
+    adapted = {index: each.own_hyperparameters() for index, each in enumerate(residencies)}
+    return state, {index: dict(own) for index, own in adapted.items() if own}
+
+
+@torch.no_grad()
+def restore_state(
+    residencies: Sequence[Residency],
+    weights_of: Sequence[Sequence[Weight]],
+    state: Mapping[str, WeightState],
+    own: Mapping[int, OwnHyperparameters],
+) -> None:
+    """Replace all state by a copy of what `export_state` returned, and set weights to their masters, rounded.
+
+    Args:
+        residencies: Of all groups, by index.
+        weights_of: What each group trains.
+        state: By name of the weight.
+        own: By group.
+    """
+    for index, (residency, weights) in enumerate(zip(residencies, weights_of, strict=True)):
+        residency.restore({w.name: state[w.name] for w in weights if w.name in state}, own.get(index, {}))
+    for weight in (weight for weights in weights_of for weight in weights):
+        if MASTER in state.get(weight.name, {}):
+            weight.parameter.copy_(state[weight.name][MASTER])

@@ -3,56 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from typing_extensions import override
 
 from slivertune.core.ledger import claim
-from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import flatten_state, unflatten_state
-from slivertune.hift.piece import Piece, Slice, Weight
-from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import (
-    MASTER,
-    OwnHyperparameters,
-    ParamGroups,
-    Residency,
-    WeightState,
-    common_hyperparameters,
-)
+from slivertune.hift.piece import Instance, OwnHyperparameters, ParamGroups, Piece, Slice, Weight
+from slivertune.hift.residency import MASTER, Residency, WeightState
 from slivertune.hift.rotation import LearningRate
 
 
 class ResidentGroup(Residency):
     """A group whose masters and state never leave the device; see `Residency`.
 
-    Args:
-        weights: What the group trains.
-        base: The base optimizer; one instance steps the whole group, or one each weight.
-        meter: Measures its steps.
-        with_masters: Whether 16-bit weights get an fp32 master.
-        by_weight: Whether `step_weight` is used, and not `step`.
+    One instance of the base optimizer steps the whole group, or, with `step_in_backward`, one each weight.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        base: BaseOptimizer,
-        meter: StepMeter,
-        *,
-        with_masters: bool,
-        by_weight: bool = False,
-    ) -> None:
-        self._weights = tuple(weights)
-        self._base = base
-        self._meter = meter
-        self._with_masters = with_masters
-        self._num_pieces = len(self._weights) if by_weight else 1
-        self._pieces: dict[str, Piece] = {}
-        """By the name of its first weight."""
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._restored: dict[str, WeightState] = {}
-        self._restored_own: OwnHyperparameters = {}
 
     @override
     def prefetch(self) -> None:
@@ -75,17 +47,20 @@ class ResidentGroup(Residency):
         """Nothing is kept."""
 
     def _step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        piece = self._pieces.get(weights[0].name) or self._make_piece(weights, param_groups)
+        self._pieces = self._pieces or self._cutter.cut()
+        piece = next(each for each in self._pieces if each.slices[0].weight is weights[0])
+        instance = piece.instance or self._build(piece, param_groups)
         for one in piece.slices:
             if one.on_master:
                 refresh_master(one.leaf.data, one.part_of_weight())
             one.attach_gradient()
-        piece.step(param_groups, held_lr)
+        instance.push(param_groups, held_lr)
+        instance.optimizer.step()
         for one in piece.slices:
             if not one.is_weight:
                 one.part_of_weight().copy_(one.leaf.data)
             one.drop_gradient()
-            for value in flatten_state(piece.state_of(one)).values():
+            for value in flatten_state(instance.optimizer.state.get(one.leaf, {})).values():
                 if isinstance(value, torch.Tensor):
                     claim(value, "state")
 
@@ -96,18 +71,16 @@ class ResidentGroup(Residency):
             if MASTER in exported.get(weight.name, {}):
                 arrived = exported[weight.name][MASTER].clone()
                 exported[weight.name][MASTER] = refresh_master(arrived, weight.parameter.detach().to(arrived.device))
-        for piece in self._pieces.values():
+        for piece in self._pieces:
+            if piece.instance is None:
+                continue
             for one in piece.slices:
                 if one.on_master:
                     refresh_master(one.leaf.data, one.part_of_weight())
                 master = {} if one.is_weight else {MASTER: one.leaf.data}
-                exported[one.weight.name] = {**master, **piece.state_of(one)}
+                exported[one.weight.name] = {**master, **piece.instance.optimizer.state.get(one.leaf, {})}
         order = [weight.name for weight in self._weights]
         return {name: exported[name] for name in order if exported.get(name)}
-
-    @override
-    def own_hyperparameters(self) -> OwnHyperparameters:
-        return common_hyperparameters(list(self._pieces.values()), self._base.name) or self._restored_own
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
@@ -116,38 +89,31 @@ class ResidentGroup(Residency):
 
     @override
     def discard(self) -> None:
-        self._pieces = {}
+        self._pieces = []
         self._restored, self._restored_own = {}, {}
 
-    def _make_piece(self, weights: Sequence[Weight], param_groups: ParamGroups) -> Piece:
-        slices = []
-        for weight in weights:
-            on_master = self._with_masters and weight.has_master
-            one = Slice(weight, 0, weight.parameter.numel(), on_master=on_master)
-            if on_master:
+    def _build(self, piece: Piece, param_groups: ParamGroups) -> Instance:
+        for one in piece.slices:
+            if one.on_master:
+                weight = one.weight
                 source = self._restored.get(weight.name, {}).get(MASTER, weight.parameter.data)
                 master = source.to(device=weight.parameter.device, dtype=torch.float32, copy=True)
                 claim(master, "state")
                 one.place_leaf(master)
-            slices.append(one)
-        piece = Piece(slices, self._base)
-        for one in slices:
-            piece.put_state(param_groups, one, self._on_device(one))
+        instance = piece.build(self._base, param_groups, self._restored_own)
+        for one in piece.slices:
+            state = self._on_device(one)
+            if state:
+                instance.optimizer.state[one.leaf] = state
             self._restored.pop(one.weight.name, None)
-        if self._restored_own:
-            piece.restore_hyperparameters(param_groups, self._restored_own)
-        self._pieces[weights[0].name] = piece
-        if len(self._pieces) == self._num_pieces:
-            self._restored_own = {}
-        return piece
+        return instance
 
     def _on_device(self, one: Slice) -> WeightState:
         """Copies of the state that was restored for a slice: tensors with dimensions are on its weight's device."""
         state: WeightState = {}
-        on_device = self._meter.scalars_on_device(one.weight, one.leaf.dtype)
         for key, value in flatten_state(self._restored.get(one.weight.name, {}), copy_objects=True).items():
             if isinstance(value, torch.Tensor):
-                with_weight = value.dim() or key in on_device
+                with_weight = value.dim() or key in one.scalars_on_device
                 value = value.to(one.weight.parameter.device if with_weight else "cpu", copy=True)
             state[key] = value
         state.pop(MASTER, None)

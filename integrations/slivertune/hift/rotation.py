@@ -1,7 +1,8 @@
-"""Whose turn it is, and the learning rate held for a cycle (HiFT, Algorithm 1 and section 3.1). Pure, picklable."""
+"""Whose turn it is, and the learning rate held for a cycle (HiFT, Algorithm 1 and section 3.1). Picklable."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from slivertune.core.hyperparameters import own_copy
+from slivertune.hift.groups import Group
 
 LearningRate = float | torch.Tensor | None
 
@@ -29,6 +31,10 @@ class Rotation:
     """By group: its steps that passed without an update, because no gradient reached it."""
     skipped_in_cycle: dict[int, int] = field(default_factory=dict)
     """The same of the running cycle alone; of the last one until the next begins."""
+    warned_of_skip: set[int] = field(default_factory=set)
+    """Groups of which a warning has said that a batch did not reach them."""
+    warned_of_cycle: set[int] = field(default_factory=set)
+    """Groups of which a warning has said that no batch of a whole cycle did."""
 
     @property
     def steps(self) -> int:
@@ -86,6 +92,41 @@ class Rotation:
         self._begin_step(self.to_apply(scheduled))
         self.skipped[group] = self.skipped.get(group, 0) + 1
         self.skipped_in_cycle[group] = self.skipped_in_cycle.get(group, 0) + 1
+
+    def warn_of_skip(self, groups: Sequence[Group]) -> None:
+        """Say, once a group, that a step of the active one passes because no gradient has reached it.
+
+        Args:
+            groups: All groups, by index.
+        """
+        group = self.active_group
+        if group not in self.warned_of_skip:
+            self.warned_of_skip.add(group)
+            first, *others = groups[group].parameter_names
+            warnings.warn(
+                f"no gradient reached group {group} ({f'{first} and {len(others)} more' if others else first}): its "
+                "turn passes without an update; optimizer.skipped_turns counts such steps, and this warning comes once "
+                "a group",
+                UserWarning,
+                stacklevel=5,
+            )
+
+    def warn_of_unreached(self, groups: Sequence[Group]) -> None:
+        """Say, once a group, that no batch of the whole cycle that has just ended has reached it.
+
+        Args:
+            groups: All groups, by index.
+        """
+        for group in set(self.unreached) - self.warned_of_cycle:
+            self.warned_of_cycle.add(group)
+            warnings.warn(
+                f"no batch of a whole cycle reached group {group}, so it is not trained: "
+                f"{', '.join(groups[group].parameter_names)}. If the loss does not depend on them, freeze them before "
+                "HiFT is built; if they only now and then have a gradient, put them into one layer with others by "
+                "layers=, or raise layers_per_group",
+                UserWarning,
+                stacklevel=5,
+            )
 
     def state(self) -> dict[str, Any]:
         """What continues the rotation, in plain containers; `restore` takes it."""

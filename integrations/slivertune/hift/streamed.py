@@ -12,34 +12,26 @@ The first two loads start when the group's first gradient arrives, so they run b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
 
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import MasterKind
-from slivertune.hift.copy_streams import CopyStreams, Event
-from slivertune.hift.masters import refresh_master
+from slivertune.hift.masters import join_master, refresh_master
 from slivertune.hift.nested_state import unflatten_state
-from slivertune.hift.offload_buffer import Arena, OffloadBuffer, aligned
+from slivertune.hift.offload_buffer import OffloadBuffer, aligned, disk_buffer, host_buffer, tensor_at
 from slivertune.hift.offloaded_state import LOW, TIES, OffloadedState
-from slivertune.hift.piece import Piece, Slice, Weight
-from slivertune.hift.piece_cutter import PieceCutter
-from slivertune.hift.probe import StepMeter
-from slivertune.hift.residency import (
-    MASTER,
-    OwnHyperparameters,
-    ParamGroups,
-    Residency,
-    WeightState,
-    common_hyperparameters,
-)
+from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Piece, Slice, Weight
+from slivertune.hift.residency import MASTER, Residency, WeightState
 from slivertune.hift.rotation import LearningRate
-from slivertune.hift.split import join_master
 
+Direction = Literal["inbound", "outbound"]
+Event = torch.cuda.Event | None
+"""A moment on a stream; None where there are no streams."""
 Loaded = list[dict[str, torch.Tensor]]
 """For each slice of a piece, its tensors on the device by key."""
 
@@ -49,48 +41,17 @@ class StreamedGroup(Residency):
 
     On the device there are at most two pieces at a time, each of at most `stream_bytes` with its temporaries.
 
-    Args:
-        weights: What the group trains; all on one device.
-        base: The base optimizer; one instance a piece.
-        meter: Measures its steps.
-        master: What stands behind 16-bit weights.
-        stream_bytes: Bytes of a piece on the device; 0 for the whole group.
-        make_buffer: Makes the place to wait, for state that computes on a device.
-        reserve_always: Whether all bytes must be allocated before the group's first update (files), even where that
-            takes an extra step on a dummy weight.
-        by_weight: Whether `step_weight` is used, and not `step`; no piece holds slices of two weights then.
+    Copies run on two side streams on CUDA, one into the device and one out of it; in plain order elsewhere.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[Weight],
-        base: BaseOptimizer,
-        meter: StepMeter,
-        *,
-        master: MasterKind,
-        stream_bytes: int,
-        make_buffer: Callable[[torch.device], OffloadBuffer],
-        reserve_always: bool,
-        by_weight: bool = False,
-    ) -> None:
-        self._weights = tuple(weights)
-        self._base = base
-        self._master = master
-        self._cutter = PieceCutter(
-            self._weights, base, meter, master=master, stream_bytes=stream_bytes, by_weight=by_weight
-        )
-        self._make_buffer = make_buffer
-        self._reserve_always = reserve_always
-        self._pieces: list[Piece] = []
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._turn: list[str] = []
         """Weights stepped by `step_weight` since `end_weights`, in the order in which their gradients came."""
         self._is_first_turn = False
         self._offloaded: OffloadedState | None = None
-        self._offloaded_from: torch.device | None = None
-        self._restored_own: OwnHyperparameters = {}
-        self._pending_own: set[int] = set()
-        """Pieces, by identity, whose instance has not got `_restored_own` yet."""
-        self._streams: CopyStreams | None = None
+        self._offloaded_from = torch.device("cpu")
+        self._streams: dict[Direction, torch.cuda.Stream] = {}
         self._slots: list[torch.Tensor] = []
         self._loaded: dict[int, Loaded] = {}
         self._ready: dict[int, Event] = {}
@@ -150,14 +111,15 @@ class StreamedGroup(Residency):
         self._follow_the_model()
         pieces = self._cut()
         if self._offloaded is None:
-            self._offloaded, self._offloaded_from = self._reserved(), self._device()
+            buffer = self._make_buffer()
+            buffer.reserve(self._cutter.waiting_bytes())
+            self._offloaded, self._offloaded_from = self._waiting_in(buffer), self._device()
             self._is_first_turn = True
         return pieces
 
     def _run(self, indices: Sequence[int], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         for index in indices:
-            self._place(index, param_groups)
-            self._pieces[index].step(param_groups, held_lr)
+            self._step_piece(index, param_groups, held_lr)
             self._store(index)
             if self._loaded and index + 2 < len(self._pieces):
                 self._load(index + 2)
@@ -165,7 +127,7 @@ class StreamedGroup(Residency):
     def _end(self) -> None:
         # Before the slots' memory is used again, also where an error leaves loads that no one waited for.
         for record in (*self._ready.values(), *self._stored.values()):
-            self._copy_streams().compute_after(record)
+            self._compute_after(record)
         self._empty_slots()
         self._is_first_turn = False
 
@@ -173,26 +135,21 @@ class StreamedGroup(Residency):
     def export(self) -> dict[str, WeightState]:
         if self._offloaded is None:
             return {}
-        self._copy_streams().synchronize()
+        self._synchronize()
         return self._offloaded.export(self._weights)
-
-    @override
-    def own_hyperparameters(self) -> OwnHyperparameters:
-        return common_hyperparameters(self._pieces, self._base.name) or self._restored_own
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         self.discard()
         if state:
-            offloaded = OffloadedState(self._make_buffer(self._device()), split=self._master == "split")
+            offloaded = self._waiting_in(self._make_buffer())
             offloaded.restore(self._weights, state)
             self._offloaded, self._offloaded_from = offloaded, self._device()
         self._restored_own = own
 
     @override
     def discard(self) -> None:
-        if self._streams is not None:
-            self._streams.synchronize()
+        self._synchronize()
         self._empty_slots()
         self._pieces = []
         self._turn = []
@@ -204,8 +161,12 @@ class StreamedGroup(Residency):
         if self._offloaded is not None and self._offloaded_from != self._device():
             state, own = self.export(), self.own_hyperparameters()
             self.discard()
-            self._streams = None
+            self._streams = {}
             self.restore(state, own)
+
+    def _cut(self) -> list[Piece]:
+        self._pieces = self._pieces or self._cutter.cut()
+        return self._pieces
 
     def _device(self) -> torch.device:
         devices = {weight.parameter.device for weight in self._weights}
@@ -216,22 +177,47 @@ class StreamedGroup(Residency):
             )
         return devices.pop()
 
-    def _copy_streams(self) -> CopyStreams:
-        if self._streams is None:
-            self._streams = CopyStreams(self._device())
-        return self._streams
+    def _make_buffer(self) -> OffloadBuffer:
+        if self._config.state == "disk":
+            return disk_buffer(Path(self._config.state_dir or "."))
+        return host_buffer(self._device())
 
-    def _cut(self) -> list[Piece]:
-        if not self._pieces:
-            self._pieces = self._cutter.cut()
-            self._pending_own = {id(piece) for piece in self._pieces}
-        return self._pieces
+    def _waiting_in(self, buffer: OffloadBuffer) -> OffloadedState:
+        return OffloadedState(buffer, split=self._config.master == "split")
 
-    def _reserved(self) -> OffloadedState:
-        """A place to wait, with room for all that is known to come."""
-        buffer = self._make_buffer(self._device())
-        buffer.reserve(self._cutter.waiting_bytes(self._reserve_always))
-        return OffloadedState(buffer, split=self._master == "split")
+    @contextmanager
+    def _on(self, direction: Direction, *after: Event) -> Iterator[None]:
+        """Queue what is done inside on a side stream, to start after these moments."""
+        if self._offloaded_from.type != "cuda":
+            yield
+            return
+        if direction not in self._streams:
+            self._streams[direction] = torch.cuda.Stream(self._offloaded_from)
+        stream = self._streams[direction]
+        for event in after:
+            if event is not None:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
+
+    def _record(self, direction: Direction | None = None) -> Event:
+        """The moment at which what is queued now on a side stream (None: the computing stream) is done."""
+        device = self._offloaded_from
+        if device.type != "cuda":
+            return None
+        stream = torch.cuda.current_stream(device) if direction is None else self._streams[direction]
+        event: torch.cuda.Event = stream.record_event()
+        return event
+
+    def _compute_after(self, event: Event) -> None:
+        """Let later work of the computing stream start after a moment."""
+        if event is not None:
+            torch.cuda.current_stream(self._offloaded_from).wait_event(event)
+
+    def _synchronize(self) -> None:
+        """Wait on the host until both side streams are empty."""
+        for stream in self._streams.values():
+            stream.synchronize()
 
     # One piece through the device.
 
@@ -241,18 +227,16 @@ class StreamedGroup(Residency):
         offloaded = [self._offloaded.tensors_of(one) for one in self._pieces[index].slices]
         if not self._slots:
             self._slots = [self._new_slot() for _ in range(min(2, len(self._pieces)))]
-        streams = self._copy_streams()
-        slot = Arena(self._slots[index % 2])
+        slot, start = self._slots[index % 2], 0
         loaded: Loaded = []
-        with streams.on("inbound", streams.record(), self._left.get(index % 2)):
+        with self._on("inbound", self._record(), self._left.get(index % 2)):
             for tensors in offloaded:
                 on_device = {}
                 for key, source in tensors.items():
-                    target = slot.empty_like(source)
-                    assert target is not None, "a slot has room for the largest piece"
-                    on_device[key] = target.copy_(source, non_blocking=True)
+                    on_device[key] = tensor_at(slot, start, source).copy_(source, non_blocking=True)
+                    start += aligned(source.nbytes)
                 loaded.append(on_device)
-            self._ready[index] = streams.record("inbound")
+            self._ready[index] = self._record("inbound")
         self._loaded[index] = loaded
 
     def _new_slot(self) -> torch.Tensor:
@@ -266,50 +250,51 @@ class StreamedGroup(Residency):
         claim(slot, "state")
         return slot
 
-    def _place(self, index: int, param_groups: ParamGroups) -> None:
-        """Put a piece's leaves and state on what was loaded, or make its masters."""
+    def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
         assert self._offloaded is not None
         piece = self._pieces[index]
-        self._copy_streams().compute_after(self._ready.pop(index, None))
+        self._compute_after(self._ready.pop(index, None))
         states = []
         for position, one in enumerate(piece.slices):
             tensors = dict(self._loaded[index][position]) if index in self._loaded else {}
-            scalars = self._offloaded.scalars_of(one, self._cutter.scalars_on_device(one.weight))
+            scalars = self._offloaded.scalars_of(one)
             data = _leaf_data(one, tensors, scalars)
             if one.on_master and not self._is_first_turn:
                 refresh_master(data, one.part_of_weight())
             one.place_leaf(data)
             one.attach_gradient()
             states.append(unflatten_state({**tensors, **scalars}))
-        for one, state in zip(piece.slices, states, strict=True):
-            piece.put_state(param_groups, one, state)
-        if self._restored_own and id(piece) in self._pending_own:
-            piece.restore_hyperparameters(param_groups, self._restored_own)
-            self._pending_own.discard(id(piece))
-            if not self._pending_own:
-                self._restored_own = {}
+        instance = piece.instance or piece.build(self._base, param_groups, self._restored_own)
+        # An empty state leaves what the constructor made.
+        instance.optimizer.state.update(
+            {one.leaf: state for one, state in zip(piece.slices, states, strict=True) if state}
+        )
+        instance.push(param_groups, held_lr)
+        instance.optimizer.step()
 
     def _store(self, index: int) -> None:
         """Write a piece's weights back, queue the copies of its tensors to where they wait, and release it."""
+        piece = self._pieces[index]
         assert self._offloaded is not None
-        piece, streams = self._pieces[index], self._copy_streams()
+        assert piece.instance is not None
         self._loaded.pop(index, None)
         slots = {slot.untyped_storage().data_ptr() for slot in self._slots}
         leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
         for one in piece.slices:
-            state = piece.take_state(one)
+            state = piece.instance.optimizer.state.pop(one.leaf, {})
             if one.on_master:
                 one.part_of_weight().copy_(one.leaf.data)
                 state[MASTER] = one.leaf.data
-            leaving += [(source, target) for _, source, target in self._offloaded.receive(one, state)]
+            leaving += self._offloaded.receive(one, state)
             one.drop_gradient()
             one.clear_leaf()
-        with streams.on("outbound", streams.record()):
+        with self._on("outbound", self._record()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
-            self._stored[index] = self._left[index % 2] = streams.record("outbound")
+            self._stored[index] = self._left[index % 2] = self._record("outbound")
         if any(source.untyped_storage().data_ptr() not in slots for source, _ in leaving):
-            streams.compute_after(self._stored[index])  # before the memory of new tensors is used again
+            self._compute_after(self._stored[index])  # before the memory of new tensors is used again
 
     def _empty_slots(self) -> None:
         self._slots = []

@@ -35,7 +35,7 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
             "build the optimizer over the parameters of the model that is passed here"
         )
     weights = {
-        name: Weight(name=name, parameter=parameter, param_group=group_of[id(parameter)])
+        name: Weight(name=name, parameter=parameter, trained=parameter, param_group=group_of[id(parameter)])
         for name, parameter in named.items()
         if parameter.requires_grad and id(parameter) in group_of
     }

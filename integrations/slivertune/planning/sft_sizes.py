@@ -156,8 +156,8 @@ class SizedSFT(SFT):
     def _new_weight(self, target: Target, count: int, options: Mapping[str, Any]) -> SparseWeight:
         if not isinstance(target.module, CodedLinear):
             return super()._new_weight(target, count, options)
-        indices = random_indices(target.name, target.num_elements, count, self._config.seed)
-        return SparseWeight(target, indices, new_moments(target, count, self._config, options), merged=False)
+        indices = random_indices(target.name, target.num_elements, count, self.config.seed)
+        return SparseWeight(target, indices, new_moments(target, count, self.config, options), merged=False)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from slivertune.core.saved_state import StateMismatchError
+from slivertune.core.saved_state import check_header as check_form
 from slivertune.deltas.delta import check_positions
 from slivertune.sft.selection import contains
 from slivertune.sft.weight import SparseWeight
@@ -28,26 +29,14 @@ def check_header(saved: Mapping[str, Any], identity: Mapping[str, Any], num_para
     Raises:
         StateMismatchError: Naming the first thing that differs.
     """
-    for key in ("state", "param_groups", "sft"):
-        if key not in saved:
-            raise StateMismatchError(
-                f"this is no state of SFT: it has no {key!r}; save one with optimizer.state_dict()"
-            )
+    check_form(saved, "sft", "SFT", (VERSION,))
     header = saved["sft"]
-    if header.get("version") != VERSION:
-        raise StateMismatchError(
-            f"the saved state has version {header.get('version')!r}, this library reads {VERSION}; "
-            "continue with the version that wrote it"
-        )
     selection, names = identity["selection"], identity["tensors"]
     if header.get("selection") != selection:
         raise StateMismatchError(
             f"the saved state was selected by {header.get('selection')!r}, this optimizer by {selection!r}; "
             "build it with the settings of the saved run"
         )
-    updates = header.get("updates")
-    if not isinstance(updates, int) or updates < 0:
-        raise StateMismatchError(f"the saved state is damaged: updates={updates!r}; use another checkpoint")
     if len(saved["param_groups"]) != num_param_groups:
         raise StateMismatchError(
             f"the saved state has {len(saved['param_groups'])} param groups, this optimizer {num_param_groups}; "

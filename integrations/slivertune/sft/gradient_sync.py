@@ -15,7 +15,6 @@ from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
 from slivertune.sft.communicator import ALONE, NOWHERE, ChunkKey, Communicator
 from slivertune.sft.delta_parameters import DeltaParameters
-from slivertune.sft.growth import GrowthEstimator
 from slivertune.sft.weight import SparseWeight
 
 BUCKET_ELEMENTS = 2**24
@@ -125,8 +124,8 @@ class GradientSync:
     def _await_end(self) -> None:
         if self._waits_for_end or self.communicator.is_alone:
             return
-        if self._is_shared():
-            self.communicator.meet()
+        if self.communicator.is_last() or self._lacks_candidates():
+            self.communicator.meet()  # as the ranks do in this backward
         self._waits_for_end = True
         at_end_of_backward(self._end_backward)
 
@@ -140,16 +139,8 @@ class GradientSync:
                 self._average(bucket)
             self.has_own = False
 
-    def _is_shared(self) -> bool:
-        """Whether the ranks meet in the backward that runs."""
-        return self.communicator.is_last() or self._lacks_candidates()
-
     def _lacks_candidates(self) -> bool:
-        return any(not estimator.has_candidates for estimator in self._estimators())
-
-    def _estimators(self) -> Iterator[GrowthEstimator]:
-        for weight in self._weights:
-            yield from weight.estimators.values()
+        return any(not each.has_candidates for weight in self._weights for each in weight.estimators.values())
 
     def _average(self, weights: Sequence[SparseWeight]) -> None:
         """Average what some tensors gathered; where no rank has a gradient for a tensor, it stays without."""

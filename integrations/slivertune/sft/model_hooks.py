@@ -1,19 +1,30 @@
-"""What SFT puts on a model: hooks or layers on the trained tensors, and the deltas as parameters."""
+"""What SFT puts on a model: hooks or layers on the trained tensors, the deltas as parameters, and what guards all that.
+
+While it is on, `requires_grad` is kept as SFT needs it: what was changed is no error, and its dense gradient is
+dropped. A trained tensor that was replaced or cast, and a new parameter that requires a gradient, are errors. Another
+optimizer that steps the deltas, or holds the trained weights, is an error before it has stepped. Costs a walk over the
+model's modules in the pre-hook of each training forward and in `step`; no tensor is read.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from slivertune.core.held_parameters import held_parameters, settle_requires_grad
+from slivertune.core.module_hook import ModuleHook
+from slivertune.core.outputs import tensors_of
+from slivertune.core.torch_internals import version_of
 from slivertune.deltas.names import name_before
 from slivertune.sft.config import PhiGradient
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME, DeltaParameters
 from slivertune.sft.gradient_sync import GradientSync
-from slivertune.sft.guard import ModelGuard
 from slivertune.sft.linear import DeltaLayer
 from slivertune.sft.weight import SparseWeight
 
@@ -25,9 +36,10 @@ class ModelHooks:
         model: The model.
         weights: The trained tensors.
         delta_parameters: Holds their deltas.
-        gradient_sync: Is told of each gradient.
+        gradient_sync: Is told of each gradient; knows whether other ranks train too, unprepared for: DDP's wrapper
+            writes deltas.
         phi_gradient: How the layer form computes gradients.
-        guard: Looks after the model while it is attached.
+        optimizer: The one that may step the deltas.
     """
 
     layer_class = DeltaLayer
@@ -40,19 +52,23 @@ class ModelHooks:
         delta_parameters: DeltaParameters,
         gradient_sync: GradientSync,
         phi_gradient: PhiGradient,
-        guard: ModelGuard,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self._model = model
-        self._guard = guard
         self._weights = weights
         self._delta_parameters = delta_parameters
         self._gradient_sync = gradient_sync
         self._phi_gradient = phi_gradient
+        self._optimizer = weakref.ref(optimizer)
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self.is_on = False
         """Whether the model has it."""
         self._handles: list[RemovableHandle] = []
         self._layers: list[DeltaLayer] = []
+        self._required: dict[int, tuple[nn.Parameter, bool]] = {}
+        """Parameters of the model, by identity, and whether each is to require a gradient."""
+        self._trained: dict[int, str] = {}
+        self._versions: list[int] = []
 
     def put_on(self, *, with_delta_parameters: bool = True) -> None:
         """Freeze the model, and see to each trained tensor's gradient.
@@ -74,16 +90,40 @@ class ModelHooks:
         # On a layer, as a model that is a container would count it among its layers and call it.
         if with_delta_parameters:
             self._owner.add_module(DELTA_PARAMETERS_NAME, self._delta_parameters)
-        self._guard.put_on(self)
+        self._begin_to_guard()
+
+    def _begin_to_guard(self) -> None:
+        trained = {id(weight.target.parameter): weight for weight in self._weights}
+        self._trained = {key: weight.name for key, weight in trained.items()}
+        deltas = [weight.phi for weight in self._weights]
+        required = [(each, id(each) in trained and trained[id(each)].merged) for each in self._model.parameters()]
+        required += [(each, True) for each in (*deltas, self._delta_parameters.witness)]
+        self._required = {id(each): (each, requires_grad) for each, requires_grad in required}
+        # What SFT itself writes into the deltas leaves their versions alone.
+        self._versions = [version_of(delta) for delta in deltas]
+        # The model may outlive this, or go with it; optimizers' hooks are global, and would keep it alive for ever.
+        alive = weakref.ref(self)
+
+        def before_step(*args: Any) -> None:
+            hooks = alive()
+            if hooks is not None:
+                hooks._refuse_foreign_step(args[0])
+
+        step_hook = register_optimizer_step_pre_hook(before_step)
+        weakref.finalize(self, step_hook.remove)
+        self._handles += [
+            self._model.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            self._model.register_forward_hook(ModuleHook(self._after_forward)),
+            step_hook,
+        ]
 
     def take_off(self) -> None:
         """Leave the model without any of it, still frozen."""
-        self._guard.take_off()
         for handle in self._handles:
             handle.remove()
         for layer in self._layers:
             layer.remove()
-        self._handles, self._layers = [], []
+        self._handles, self._layers, self._required, self._trained = [], [], {}, {}
         if hasattr(self._owner, DELTA_PARAMETERS_NAME):
             delattr(self._owner, DELTA_PARAMETERS_NAME)
         self.is_on = False
@@ -115,3 +155,104 @@ class ModelHooks:
         serial = self._gradient_sync.begin()
         weight.take(gradient)
         self._gradient_sync.show(at, gradient.reshape(-1), 0, weight.indices, serial)
+
+    def check(self) -> None:
+        """Check that the model still has the tensors that SFT was built over.
+
+        Raises:
+            RuntimeError: Naming the parameter that was replaced, cast or added, or the deltas that were written.
+        """
+        for weight, version in zip(self._weights, self._versions, strict=True):
+            if version_of(weight.phi) != version:
+                self._gradient_sync.communicator.check()
+                raise RuntimeError(
+                    f"the deltas of {weight.name} were written by something else than SFT, which trains them; they are "
+                    "parameters of the model only to be clipped and scaled: call detach() before anything else trains "
+                    "the model, and set its weights in place of the deltas"
+                )
+        missing, added = dict(self._trained), []
+        modules = set()
+        for module, parameter in held_parameters(self._model):
+            modules.add(id(module))
+            if id(parameter) in self._required:
+                missing.pop(id(parameter), None)
+            elif parameter.requires_grad and not isinstance(module, DeltaParameters):
+                added.append(parameter)
+        if not all(weight.pretrained.is_whole for weight in self._weights):
+            # FSDP2 puts other tensors in its place for a while, in the same module.
+            missing = {i: each.name for i, each in enumerate(self._weights) if id(each.target.module) not in modules}
+        for name in missing.values():
+            raise RuntimeError(
+                f"{name} was replaced after SFT was built, so that the model would not compute with what is trained; "
+                "do what replaced it (a new module, resize_token_embeddings, load_state_dict(assign=True), an offload) "
+                "before SFT(...), or call detach() first and build a new SFT"
+            )
+        for weight in self._weights:
+            weight.check_tensor()
+        for new in added:
+            name = next(name for name, each in self._model.named_parameters() if each is new)
+            raise RuntimeError(
+                f"{name} came into the model after SFT was built and requires a gradient, but SFT does not train it; "
+                "add it (an adapter, a new head, larger embeddings) before SFT(..., targets=[...]), or call "
+                "requires_grad_(False) on it"
+            )
+
+    def check_shards(self) -> None:
+        """Check that nobody else has set trained entries of weights that lie in shards.
+
+        Raises:
+            RuntimeError: Naming the parameter.
+        """
+        found = {weight.name: weight.is_changed_in_shards() for weight in self._weights}
+        changed = {name: each for name, each in found.items() if each is not None}
+        # The device is waited for once.
+        if changed and bool(torch.stack(list(changed.values())).any()):
+            name = next(name for name, each in changed.items() if each)
+            raise RuntimeError(
+                f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
+                "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
+                "slivertune.prepare or initialize, or load a checkpoint of this run, which includes the deltas"
+            )
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        """See to a training forward."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.check()
+            self._freeze()
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Freeze again when the backward begins, in which checkpointed layers run once more.
+
+        Where a training forward has met nothing that is trained, the user's backward finds an end nevertheless.
+        """
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        tensors = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]
+        followed = [leaf for leaf in tensors if leaf.requires_grad]
+        for leaf in followed:
+            leaf.register_hook(lambda gradient: self._freeze())
+        if not followed and module.training:
+            for leaf in tensors:
+                if leaf.is_leaf and not leaf.is_inference() and not isinstance(leaf, nn.Parameter):
+                    leaf.requires_grad_(True)
+
+    def _freeze(self) -> None:
+        settle_requires_grad(self._required.values())
+
+    def _refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse the step of another optimizer that holds what SFT trains."""
+        own = self._optimizer()
+        inner: Any = optimizer
+        while inner is not None:
+            if inner is own:
+                return
+            inner = getattr(inner, "optimizer", None)
+        deltas = {id(weight.phi): weight.name for weight in self._weights} | self._trained
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in deltas:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} would step {deltas[id(parameter)]}, which SFT trains while it is "
+                        "attached; call detach() of the SFT (or of what slivertune.attach returned) before anything "
+                        "else trains the model, and build that optimizer afterwards"
+                    )

@@ -37,6 +37,9 @@ def regrown(vector: torch.Tensor, stay: torch.Tensor, grown: torch.Tensor, order
 class Moments(ABC):
     """State of an update rule for one tensor; vectors run along its sorted indices."""
 
+    names: tuple[str, ...]
+    """Attributes that are the state."""
+
     @abstractmethod
     def update(
         self,
@@ -75,18 +78,18 @@ class Moments(ABC):
             options: Those of the param group.
         """
 
-    @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state by name."""
-
-    @abstractmethod
-    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Extents of each state tensor for so many weights of a tensor of that shape; -1 is any."""
+        return {name: getattr(self, name) for name in self.names}
 
     def set_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put other tensors in place of the state, by name."""
-        for name in self.tensors():
+        for name in self.names:
             setattr(self, name, tensors[name])
+
+    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Extents of each state tensor for so many weights of a tensor of that shape; -1 is any."""
+        return dict.fromkeys(self.names, (num_active,))
 
 
 class AdamMoments(Moments):
@@ -97,6 +100,8 @@ class AdamMoments(Moments):
         betas: Decide how wide an age is.
         device: Where the state lies.
     """
+
+    names = ("exp_avg", "exp_avg_sq", "age")
 
     def __init__(self, num_active: int, betas: tuple[float, float], device: torch.device) -> None:
         self.exp_avg = torch.zeros(num_active, device=device)
@@ -133,20 +138,11 @@ class AdamMoments(Moments):
         options: Mapping[str, Any],
     ) -> None:
         """Grown weights get the moments and the age that the phase gave them."""
-        if seeds is None:
-            raise ValueError("AdamW's grown weights need the moments of an estimation phase")
+        assert seeds is not None, "AdamW's grown weights need the moments of an estimation phase"
         mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
         self.exp_avg = regrown(self.exp_avg, stay, mean, order)
         self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square, order)
         self.age = regrown(self.age, stay, self.age.new_full((num_grown,), seeds.num_steps), order)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Moments and ages."""
-        return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "age": self.age}
-
-    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """One of each for every weight."""
-        return dict.fromkeys(self.tensors(), (num_active,))
 
 
 class SM3Accumulators(Moments):
@@ -168,6 +164,7 @@ class SM3Accumulators(Moments):
         self.columns = torch.zeros(num_columns, device=device)
         dtype = torch.bfloat16 if packed else torch.float32
         self.momentum_buffer = torch.zeros(num_active, dtype=dtype, device=device) if has_momentum else None
+        self.names = ("rows", "columns", "momentum_buffer") if has_momentum else ("rows", "columns")
 
     def update(
         self,
@@ -207,16 +204,10 @@ class SM3Accumulators(Moments):
             grown = self.momentum_buffer.new_zeros(num_grown)
             self.momentum_buffer = regrown(self.momentum_buffer, stay, grown, order)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Accumulators, and the momentum if there is one."""
-        momentum = {} if self.momentum_buffer is None else {"momentum_buffer": self.momentum_buffer}
-        return {"rows": self.rows, "columns": self.columns, **momentum}
-
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """One accumulator a row and a column, one momentum a weight."""
         num_rows, num_columns = matrix_shape(shape)
-        extents = {"rows": (num_rows,), "columns": (num_columns,), "momentum_buffer": (num_active,)}
-        return {name: extents[name] for name in self.tensors()}
+        return {**super().expected_shapes(num_active, shape), "rows": (num_rows,), "columns": (num_columns,)}
 
 
 class PackedAdamMoments(Moments):
@@ -229,6 +220,8 @@ class PackedAdamMoments(Moments):
         num_active: Trained weights.
         device: Where the state lies.
     """
+
+    names = ("exp_avg", "exp_avg_sq", "cohort", "cohort_ages")
 
     def __init__(self, num_active: int, device: torch.device) -> None:
         self.exp_avg = torch.zeros(num_active, dtype=torch.bfloat16, device=device)
@@ -251,8 +244,7 @@ class PackedAdamMoments(Moments):
         exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
         lr, eps, weight_decay = float(options["lr"]), options["eps"], options["weight_decay"]
         update_at_ages_(delta, gradient, exp_avg, exp_avg_sq, ages, lr, betas, eps, weight_decay)
-        if generator is None:
-            raise ValueError("packed moments are rounded at random and need a generator")
+        assert generator is not None, "packed moments are rounded at random and need a generator"
         self.exp_avg.copy_(rounded_at_random(exp_avg, generator))
         self.exp_avg_sq.copy_(rounded_at_random(exp_avg_sq, generator))
 
@@ -265,8 +257,7 @@ class PackedAdamMoments(Moments):
         options: Mapping[str, Any],
     ) -> None:
         """Grown weights get the moments that the phase gave them, and form a cohort."""
-        if seeds is None:
-            raise ValueError("AdamW's grown weights need the moments of an estimation phase")
+        assert seeds is not None, "AdamW's grown weights need the moments of an estimation phase"
         mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
         self.exp_avg = regrown(self.exp_avg, stay, mean.to(torch.bfloat16), order)
         self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square.to(torch.bfloat16), order)
@@ -278,14 +269,9 @@ class PackedAdamMoments(Moments):
         self.cohort_ages = cohort_ages
         self.cohort = cohort.clamp_(max=_MOST_COHORTS - 1).to(torch.uint8)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Moments, cohorts and their ages."""
-        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return {**moments, "cohort": self.cohort, "cohort_ages": self.cohort_ages}
-
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """One of each for every weight, and any number of cohorts."""
-        return {**dict.fromkeys(self.tensors(), (num_active,)), "cohort_ages": (-1,)}
+        return {**super().expected_shapes(num_active, shape), "cohort_ages": (-1,)}
 
 
 def new_moments(target: Target, num_active: int, config: SFTConfig, options: Mapping[str, Any]) -> Moments:

@@ -1,7 +1,7 @@
 """SFT as a torch optimizer: trains a sparse delta of a model's weights (SFT, Algorithms 1 and 2).
 
 The length of this file is that of the documented interface: `SparseWeight` updates one tensor, `Reselection` renews
-the choice of weights, `ModelHooks` and `ModelGuard` see to the model, and `export` writes deltas.
+the choice of weights, `ModelHooks` sees to the model, and `export` writes deltas.
 """
 
 from __future__ import annotations
@@ -19,20 +19,17 @@ from torch import nn
 from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
 from slivertune.core.layout import Layout
 from slivertune.core.ownership import check_free, release, take
-from slivertune.core.sliver import Sliver
-from slivertune.core.state_form import StateForm
+from slivertune.core.state_form import CheckpointedSliver
 from slivertune.deltas.delta import SparseDelta
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.communicator import Communicator
-from slivertune.sft.config import SFTConfig
+from slivertune.sft.config import SFTConfig, checked_options
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.export import copy_base_values, copy_deltas, save
 from slivertune.sft.gradient_sync import GradientSync
-from slivertune.sft.guard import ModelGuard
 from slivertune.sft.linear import check_layer_form
 from slivertune.sft.model_hooks import ModelHooks
 from slivertune.sft.moments import new_moments
-from slivertune.sft.options import checked_options
 from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.reselection import Reselection
 from slivertune.sft.schedule import Schedule
@@ -45,7 +42,7 @@ IDLE_STEPS = 20
 """Steps without a gradient, one after the other, after which a warning says so."""
 
 
-class SFT(Sliver):
+class SFT(CheckpointedSliver):
     """Sparse fine-tuning with dropping and growth (arXiv 2401.16405), around a model whose weights stay dense.
 
     The constructor freezes what is not trained and draws the first positions; `step` updates the deltas of the active
@@ -87,6 +84,12 @@ class SFT(Sliver):
 
     method = "sft"
     without_state = "its deltas can't be told from pretrained weights"
+    title = "SFT"
+    refusal_to_add = "SFT's targets are fixed for the whole run; name all of them in SFTConfig(targets=...)"
+    refusal_to_copy = (
+        "SFT can't be copied or pickled, as it is attached to its model; save state_dict(), and load it into an "
+        "SFT that was built over the other model"
+    )
 
     def __init__(
         self,
@@ -100,7 +103,8 @@ class SFT(Sliver):
         weight_decay: float = 0.0,
         momentum: float = 0.0,
     ) -> None:
-        self._config = config = config or SFTConfig()
+        self.config = config = config or SFTConfig()
+        """The settings."""
         options = checked_options(config, lr, betas, eps, weight_decay, momentum)
         self._schedule = Schedule.of(config, total_steps)
         if any(isinstance(module, DeltaParameters) for module in model.modules()):
@@ -108,7 +112,8 @@ class SFT(Sliver):
         check_free(model.named_parameters(), "SFT")
         targets = find_targets(model, config)
         counts = count_weights(targets, config)
-        self._model = model
+        self.model = model
+        """The model that it was built over."""
         self._weights = [
             self._new_weight(target, count, options) for target, count in zip(targets, counts, strict=True)
         ]
@@ -116,52 +121,39 @@ class SFT(Sliver):
         self._delta_parameters = DeltaParameters(
             ((each.name, each.phi) for each in self._weights), targets[0].parameter.device
         )
-        self._sealed = False
         parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
         super().__init__([{"params": parameters, **options}], options)
-        self._sealed = True
-        self._form = StateForm("SFT")
         self._updates = 0
         self._num_idle_steps = 0
-        self._grad_norm: torch.Tensor | None = None
+        self.grad_norm: torch.Tensor | None = None
+        """Norm of the trained weights' gradient in the last step, before `max_grad_norm` applied; fp32."""
         self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
-        self._guard = ModelGuard(model, self._weights, self._delta_parameters, self, self._gradient_sync)
         self._hooks = self.hooks_class(
-            model, self._weights, self._delta_parameters, self._gradient_sync, config.phi_gradient, self._guard
+            model, self._weights, self._delta_parameters, self._gradient_sync, config.phi_gradient, self
         )
         self._hooks.put_on()
         take(model.parameters(), self)
         self._reselection.open_phases(self._updates)
 
     def _new_weight(self, target: Target, count: int, options: Mapping[str, Any]) -> SparseWeight:
-        indices = random_indices(target.name, target.num_elements, count, self._config.seed)
-        moments = new_moments(target, count, self._config, options)
+        indices = random_indices(target.name, target.num_elements, count, self.config.seed)
+        moments = new_moments(target, count, self.config, options)
         # A tensor that ZeRO-3 has shared out already can't be written.
         is_elsewhere = hasattr(target.parameter, "ds_id")
-        in_layer = is_elsewhere or self._config.form == "layer" or (self._config.form == "auto" and target.is_4bit)
+        in_layer = is_elsewhere or self.config.form == "layer" or (self.config.form == "auto" and target.is_4bit)
         if in_layer:
-            check_layer_form(target, self._config.phi_gradient)
+            check_layer_form(target, self.config.phi_gradient)
         elif target.is_4bit:
             raise ValueError(
                 f'{target.name} is a 4-bit weight, which form="optimizer" can\'t write; use "auto" or "layer"'
             )
-        config = self._config
+        config = self.config
         return SparseWeight(target, indices, moments, merged=not in_layer, packed=config.packed, seed=config.seed)
-
-    @property
-    def config(self) -> SFTConfig:
-        """The settings."""
-        return self._config
 
     @property
     def updates(self) -> int:
         """Updates applied so far (t); steps without a gradient do not count."""
         return self._updates
-
-    @property
-    def model(self) -> nn.Module:
-        """The model that it was built over."""
-        return self._model
 
     @property
     def total_steps(self) -> int:
@@ -182,11 +174,6 @@ class SFT(Sliver):
     def is_estimating(self) -> bool:
         """Whether the next update belongs to an estimation phase."""
         return bool(self._schedule.open_phases(self._updates))
-
-    @property
-    def grad_norm(self) -> torch.Tensor | None:
-        """Norm of the trained weights' gradient in the last step, before `max_grad_norm` applied; fp32."""
-        return self._grad_norm
 
     @property
     def num_elements(self) -> dict[str, int]:
@@ -227,17 +214,7 @@ class SFT(Sliver):
             ValueError: If a delta is not finite.
         """
         writes = self._gradient_sync.communicator.is_first
-        save(folder, self._model, self._weights, self._config, writes=writes, base_model_name=base_model_name)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: the targets of a run are fixed.
-
-        Raises:
-            RuntimeError: Always, once built.
-        """
-        if self._sealed:
-            raise RuntimeError("SFT's targets are fixed for the whole run; name all of them in SFTConfig(targets=...)")
-        super().add_param_group(param_group)
+        save(folder, self.model, self._weights, self.config, writes=writes, base_model_name=base_model_name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step; `set_to_none=False` drops them as well."""
@@ -264,11 +241,11 @@ class SFT(Sliver):
         """
         if not self._hooks.is_on:
             raise RuntimeError("step() was called after detach(), which ends SFT's training; build a new SFT to go on")
-        self._guard.check()
-        self._guard.check_shards()
+        self._hooks.check()
+        self._hooks.check_shards()
         self._gradient_sync.communicator.check()
-        self._form.check(self._updates)
-        if closure is None and self._form.is_initialising(self.param_groups):
+        self._check_awaited()
+        if closure is None and self._is_initialising():
             return None
         loss = None
         if closure is not None:
@@ -284,7 +261,7 @@ class SFT(Sliver):
                 "to synchronise gradients; step when accelerator.sync_gradients is true, and drop the gradients of a "
                 "backward that raised with zero_grad()"
             )
-        self._grad_norm = self.clip_(self._config.max_grad_norm or math.inf)
+        self.grad_norm = self.clip_(self.config.max_grad_norm or math.inf)
         self._reselection.end_estimates(self._updates, self._delta_parameters)
         for weight in self._weights:
             weight.follow(weight.pretrained.device)
@@ -330,7 +307,7 @@ class SFT(Sliver):
                 "quantised again; save deltas() and detach(merge=False), then merge them into the 16-bit model"
             )
         if merge:
-            self._guard.check_shards()
+            self._hooks.check_shards()
         for weight in self._weights:
             if not merge:
                 weight.adopt()
@@ -338,7 +315,7 @@ class SFT(Sliver):
         for weight in self._weights:
             weight.merge() if merge else weight.write_base()
         self._hooks.restore_requires_grad()
-        release(self._model.parameters(), self)
+        release(self.model.parameters(), self)
 
     @contextmanager
     def rebinding_parameters(
@@ -374,7 +351,7 @@ class SFT(Sliver):
         Raises:
             ValueError: If it was not.
         """
-        if self._model is not model:
+        if self.model is not model:
             raise ValueError(
                 "the SFT was built over another model than the one that was passed; build it over this model, before "
                 "anything wraps that"
@@ -382,7 +359,7 @@ class SFT(Sliver):
 
     def identity(self) -> dict[str, object]:
         """What a saved state has in common with every SFT that it fits: way of selection, and tensors."""
-        return {"selection": self._config.selection, "tensors": [weight.name for weight in self._weights]}
+        return {"selection": self.config.selection, "tensors": [weight.name for weight in self._weights]}
 
     def facts(self) -> dict[str, object]:
         """What every rank must have been given alike: settings, hyperparameters, tensors, and positions in them."""
@@ -394,35 +371,12 @@ class SFT(Sliver):
 
     def unsupported(self, layout: Layout) -> str | None:
         """Why this SFT can't be trained under a layout, and the way out; None if it can."""
-        clashes = (clash_with_layout(layout, each, self._config.phi_gradient) for each in self.targets)
+        clashes = (clash_with_layout(layout, each, self.config.phi_gradient) for each in self.targets)
         return next((clash for clash in clashes if clash is not None), None)
 
-    def use_sidecar(self) -> None:
-        """Let `state_dict` return a placeholder from now on: options and the number of updates, in torch's own form.
-
-        For programs that save an optimizer of sharded parameters: they know states by parameter alone, and reshape
-        them. After one was loaded, `step` raises until `load_state_dict` has brought the `whole_state`.
-        """
-        self._form.is_placeholder = True
-        self._fill_placeholder()
-
-    def _fill_placeholder(self) -> None:
-        self._form.fill(self.state, self.param_groups[0]["params"], self._updates)
-
-    @property
-    def uses_sidecar(self) -> bool:
-        """Whether `state_dict` is a placeholder, so that the state has to be saved beside it."""
-        return self._form.is_placeholder
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that continues the run at this step (`whole_state`); a placeholder where `use_sidecar` was called.
-
-        To `torch.distributed.checkpoint` it is packed (see `pack_state`).
-        """
-        if not self.uses_sidecar:
-            return self._form.save(self.whole_state, self.param_groups, self._updates)
-        self._fill_placeholder()
-        return super().state_dict()
+    def _parameters_of_state(self) -> list[torch.Tensor]:
+        parameters: list[torch.Tensor] = self.param_groups[0]["params"]
+        return parameters
 
     def whole_state(self) -> dict[str, Any]:
         """Everything that continues the run at this step: plain containers, and tensors by parameter name.
@@ -435,23 +389,17 @@ class SFT(Sliver):
             "param_groups": [
                 {**own_hyperparameters(self.param_groups[0]), "params": [weight.name for weight in self._weights]}
             ],
-            "sft": {"version": VERSION, "selection": self._config.selection, "updates": self._updates},
+            "sft": {"version": VERSION, "selection": self.config.selection, "updates": self._updates},
         }
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` or `whole_state` returned, in either form; tensors are copied.
+    def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `whole_state` returned; tensors are copied.
 
         The model may hold its pretrained weights or those of the checkpoint; it gets the checkpoint's bits.
 
         Raises:
             ValueError: If the state is of another model, pretrained value or selection, or damaged; nothing changes.
         """
-        whole = self._form.load(state_dict, self.param_groups)
-        if whole is not None:
-            self.load_whole_state(whole)
-
-    def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from what `whole_state` returned; see `load_state_dict`."""
         check_header(state_dict, self.identity(), len(self.param_groups))
         saved = state_dict["state"]
         for weight in self._weights:
@@ -465,17 +413,6 @@ class SFT(Sliver):
         self._reselection.open_phases(self._updates)
         for weight in self._weights:
             weight.load_estimates(saved[weight.name])
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused, for `copy` and `pickle`: the deltas belong to one model, whose weights and hooks no copy has.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(
-            "SFT can't be copied or pickled, as it is attached to its model; save state_dict(), and load it into an "
-            "SFT that was built over the other model"
-        )
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> torch.Tensor:

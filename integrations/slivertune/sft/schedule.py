@@ -34,7 +34,8 @@ class Schedule:
         Raises:
             ValueError: If T is not positive.
         """
-        _check_total(total_steps)
+        if type(total_steps) is not int or total_steps < 1:
+            raise ValueError(f"total_steps={total_steps!r} must be a positive integer, the updates of the whole run")
         estimates = config.selection == "accumulated_gradient"
         interval = config.reselection_interval
         first = None if interval is None else config.estimation_steps if estimates else interval
@@ -80,8 +81,3 @@ class Schedule:
     def most_replaced_later(self, num_active: int) -> int:
         """At least as many weights as any reselection after the first replaces."""
         return math.ceil(self.replacement_rate * num_active)
-
-
-def _check_total(total_steps: object) -> None:
-    if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
-        raise ValueError(f"total_steps={total_steps!r} must be a positive integer, the updates of the whole run")

@@ -59,7 +59,8 @@ class SparseWeight:
         self._dtype = target.parameter.dtype
         self.estimators: dict[int, GrowthEstimator] = {}
         """Open estimation phases by the update count at which they end."""
-        self._base = self.pretrained.read(self.indices) if merged else None
+        self.kept_base = self.pretrained.read(self.indices) if merged else None
+        """`base_values` where a copy is kept: if the weight holds the sum, or lies in shards; else None."""
         self.claim()
 
     @property
@@ -87,26 +88,25 @@ class SparseWeight:
 
         Where somebody else has set entries since, as the model's `load_state_dict` does, those are the pretrained ones.
         """
-        if self._base is None:
+        if self.kept_base is None:
             return None if self.target.is_4bit else self.pretrained.read(self.indices)
-        return self._base if self.num_foreign() == 0 else torch.where(*self._foreign(), self._base)
+        return self.kept_base if self.num_foreign() == 0 else torch.where(*self._foreign(), self.kept_base)
 
     def num_foreign(self) -> int:
         """Active entries of a merged weight that are not what was written last: somebody else has set them."""
-        if not self.merged or self._base is None:
+        if not self.merged or self.kept_base is None:
             return 0
-        self._follow_tensor()
-        return int(self.pretrained.differing(self.indices, self._sums()).sum())
+        self.check_tensor()
+        self.follow(self.pretrained.device)
+        return int(self.pretrained.differing(self.indices, self._sums(self.kept_base)).sum())
 
     def _foreign(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For each active entry whether somebody else has set it, and its present value."""
-        self._follow_tensor()
-        present = self.pretrained.read(self.indices)
-        return bits_differ(present, self._sums()), present
-
-    def _follow_tensor(self) -> None:
+        assert self.kept_base is not None
         self.check_tensor()
         self.follow(self.pretrained.device)
+        present = self.pretrained.read(self.indices)
+        return bits_differ(present, self._sums(self.kept_base)), present
 
     def is_changed_in_shards(self) -> torch.Tensor | None:
         """Whether somebody else has set active entries of this rank's share since the weight was shared out.
@@ -114,9 +114,9 @@ class SparseWeight:
         Returns:
             bool, without dimensions; nothing waits for the device. None for a weight that every rank holds.
         """
-        if self.pretrained.is_whole or self._base is None:
+        if self.pretrained.is_whole or self.kept_base is None:
             return None
-        return self.pretrained.differing(self.indices, self._base).any()
+        return self.pretrained.differing(self.indices, self.kept_base).any()
 
     def adopt(self) -> None:
         """Take active entries that somebody else has set for pretrained ones, from where training goes on.
@@ -124,9 +124,9 @@ class SparseWeight:
         Their deltas begin at zero again; moments and ages stay, as a plain optimizer's do. Nothing waits for the
         device.
         """
-        if self.merged and self._base is not None:
+        if self.merged and self.kept_base is not None:
             is_foreign, present = self._foreign()
-            self._base.copy_(torch.where(is_foreign, present, self._base))
+            self.kept_base.copy_(torch.where(is_foreign, present, self.kept_base))
             self.phi.data.masked_fill_(is_foreign, 0)
 
     def check_tensor(self) -> None:
@@ -148,11 +148,6 @@ class SparseWeight:
                 "disk_offload move weights; SFT trains weights that are in memory"
             )
 
-    @property
-    def kept_base(self) -> torch.Tensor | None:
-        """The same where a copy is kept: if the weight holds the sum, or lies in shards; else None."""
-        return self._base
-
     def place(self, merged: bool, pretrained: PretrainedValues) -> None:
         """Follow a model whose weights went elsewhere; they hold the pretrained values, and get the deltas if merged.
 
@@ -169,7 +164,7 @@ class SparseWeight:
 
     def _keep_base(self) -> None:
         keeps = self.merged or not self.pretrained.is_whole
-        self._base = self.pretrained.read(self.indices) if keeps else None
+        self.kept_base = self.pretrained.read(self.indices) if keeps else None
 
     def delta(self) -> SparseDelta:
         """A copy of positions and deltas."""
@@ -179,7 +174,7 @@ class SparseWeight:
 
     def claim(self) -> None:
         """Tell the ledger what is state; a ledger that was entered later counts phi as the model's."""
-        for tensor in (self.phi, *self._positions.tensors(), self._base, *self.moments.tensors().values()):
+        for tensor in (self.phi, *self._positions.tensors(), self.kept_base, *self.moments.tensors().values()):
             if tensor is not None:
                 claim(tensor, "state")
         for estimator in self.estimators.values():
@@ -201,7 +196,7 @@ class SparseWeight:
             return
         self.phi.data = self.phi.data.to(device)
         self._positions.set(self.indices.to(device))
-        self._base = None if self._base is None else self._base.to(device)
+        self.kept_base = None if self.kept_base is None else self.kept_base.to(device)
         self.moments.set_tensors({name: tensor.to(device) for name, tensor in self.moments.tensors().items()})
         for estimator in self.estimators.values():
             estimator.to(device)
@@ -228,13 +223,12 @@ class SparseWeight:
 
     def write(self) -> None:
         """Set the active entries of a merged weight to W0 + delta, added in fp32 and rounded once."""
-        if self.merged and self._base is not None:
-            self.pretrained.write(self.indices, self._sums())
+        if self.merged and self.kept_base is not None:
+            self.pretrained.write(self.indices, self._sums(self.kept_base))
 
-    def _sums(self) -> torch.Tensor:
+    def _sums(self, base: torch.Tensor) -> torch.Tensor:
         """W0 + delta at the active entries, added in fp32 and rounded once."""
-        assert self._base is not None
-        return (self._base.float() + self.phi.data).to(self._base.dtype)
+        return (base.float() + self.phi.data).to(base.dtype)
 
     def merge(self) -> None:
         """Give a weight that stayed W0 its deltas for good."""
@@ -242,15 +236,13 @@ class SparseWeight:
             return
         self._check_data()
         base = self.base_values()
-        if base is None:
-            return
-        sums = base.float() + self.phi.data
-        self.pretrained.write(self.indices, sums.to(base.dtype))
+        if base is not None:
+            self.pretrained.write(self.indices, self._sums(base))
 
     def write_base(self) -> None:
         """Set the active entries of a merged weight to their pretrained bits."""
-        if self.merged and self._base is not None:
-            self.pretrained.write(self.indices, self._base)
+        if self.merged and self.kept_base is not None:
+            self.pretrained.write(self.indices, self.kept_base)
 
     def replace(
         self, dropped: torch.Tensor, grown: torch.Tensor, estimate: Estimate | None, options: Mapping[str, Any]
@@ -298,8 +290,8 @@ class SparseWeight:
         self.phi.grad = None
         self.phi.data = state["delta"].to(device, copy=True)
         self.moments.set_tensors({name: state[name].to(device, copy=True) for name in self.moments.tensors()})
-        if self._base is not None:
-            self._base = state["base"].to(device, copy=True)
+        if self.kept_base is not None:
+            self.kept_base = state["base"].to(device, copy=True)
         if self.merged:
             self.write()
         elif "base" in state and not self.target.is_4bit:

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from slivertune.core.parameter_names import without_wrappers
 from slivertune.hift import HiFT
-from slivertune.hift.model_check import ModelCheck
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain, explain_saving
 from slivertune.parallel.consistency.headers import Stage
@@ -62,11 +61,9 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
     consistency = share_hift(sharded, hift)
 
-    check = _model_check(sharded, hift)
-
     def meet() -> None:
         if not hift.is_detached:
-            check()
+            _check_model(sharded, hift)
             consistency.meet(Stage.FORWARD)
 
     name_who_is_missing(accelerator, sharded, meet)
@@ -90,19 +87,14 @@ def share_hift(model: nn.Module, hift: HiFT) -> ConsistencyCheck:
     return ConsistencyCheck(hift, Heartbeat("hift"), with_weights=False, after_step=lambda: reshard(model))
 
 
-def _model_check(model: nn.Module, hift: HiFT) -> Callable[[], None]:
-    """What raises if the model no longer has what HiFT steps; to be called before a forward."""
-    check = ModelCheck(model, hift.trained_weights)
-
-    def check_model() -> None:
-        try:
-            check()
-        except RuntimeError:
-            # A forward without a backward, as of an evaluation, has left gathered weights in the place of shards.
-            reshard(model)
-            check()
-
-    return check_model
+def _check_model(model: nn.Module, hift: HiFT) -> None:
+    """Raise if the model no longer has what HiFT steps; to be called before a forward."""
+    try:
+        hift.check_model()
+    except RuntimeError:
+        # A forward without a backward, as of an evaluation, has left gathered weights in the place of shards.
+        reshard(model)
+        hift.check_model()
 
 
 def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], None]) -> None:

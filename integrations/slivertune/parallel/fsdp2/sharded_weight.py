@@ -14,29 +14,22 @@ from slivertune.hift.piece import Weight
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedWeight(Weight):
-    """Rows of a weight: `parameter` is a plain tensor on this rank's memory of `source`, a DTensor cut by rows."""
+    """Rows of a weight: `parameter` is a plain tensor on this rank's memory of `trained`, a DTensor cut by rows."""
 
-    source: nn.Parameter
     first_row: int
     """Of the whole weight, where this rank's rows begin; its number of rows if this rank has none."""
 
-    @property
     @override
-    def trained(self) -> nn.Parameter:
-        return self.source
-
-    @override
-    def take_gradient(self) -> bool:
+    def take_gradient(self) -> None:
         self.follow()
-        gradient: Any = self.source.grad
+        gradient: Any = self.trained.grad
         # Handed on, so that it is freed as soon as its last piece is stepped.
-        self.source.grad = None
+        self.trained.grad = None
         self.parameter.grad = None if gradient is None else gradient.to_local()
-        return gradient is not None
 
     def follow(self) -> None:
-        """Lie on the memory that `source` has now; FSDP2 and loaders may have replaced it."""
-        self.parameter.data = _local(self.source)
+        """Lie on the memory that `trained` has now; FSDP2 and loaders may have replaced it."""
+        self.parameter.data = _local(self.trained)
 
 
 def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight:
@@ -60,7 +53,7 @@ def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight
         )
     first_row = first_row_of(source)
     local = nn.Parameter(_local(source), requires_grad=False)
-    return ShardedWeight(name=name, parameter=local, param_group=param_group, source=source, first_row=first_row)
+    return ShardedWeight(name=name, parameter=local, trained=source, param_group=param_group, first_row=first_row)
 
 
 def first_row_of(source: Any) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,14 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.hyperparameters import PushedHyperparameters, own_hyperparameters
+from slivertune.core.hyperparameters import own_hyperparameters
 from slivertune.core.torch_internals import at_end_of_backward, mark_stepped, running_backward
 from slivertune.hift import HiFT
-from slivertune.hift.backward_watch import BackwardWatch
-from slivertune.hift.freezing import Freezer
-from slivertune.hift.model_check import ModelCheck
+from slivertune.hift.model_hooks import ModelHooks
+from slivertune.hift.piece import Instance
 from slivertune.hift.rotation import LearningRate, scheduled_lr
-from slivertune.hift.skipping import SkipNotices
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import applied_settings
@@ -83,18 +80,16 @@ class GroupSchedule:
         self.num_switches = 0
         self.switch_seconds = 0.0
         """Time in switches so far, copies included; without them it is this less `copy_seconds`."""
-        self._weights = [tuple(w.parameter for w in optimizer.weights_of(g)) for g in range(optimizer.num_groups)]
-        self._freezer = Freezer(model, [parameter for weights in self._weights for parameter in weights])
+        layers = [layer for group in optimizer.groups for layer in group.layers]
+        listeners = [self._note_backward]
+        self._hooks = ModelHooks(model, layers, optimizer.trained_weights, listeners, checks_model=False)
+        self._hooks.attach()
         self._waits_on_host = optimizer.config.state == "host"
-        self._pushed: defaultdict[tuple[int, int], PushedHyperparameters] = defaultdict(PushedHyperparameters)
         self._applied: list[LearningRate] = []
         self._heartbeat = Heartbeat(f"hift-zero-{next(_numbers)}")
         self._noted = -1
-        self._notices = SkipNotices(optimizer.groups)
         self._has_run = self._is_reached = self._is_reached_now = False
         self._task = -1
-        layers = [layer for group in optimizer.groups for layer in group.layers]
-        self._watch = BackwardWatch(model, layers, on_backward=self._note_backward)
         first = engine.optimizer
         self.children: dict[int, Any] = {self.active: first}
         self._movers = {self.active: self._mover(first)}
@@ -102,12 +97,14 @@ class GroupSchedule:
         for group in (g for g in range(optimizer.num_groups) if g != self.active):
             self._build(group, first)
         self._share_scaler()
+        self._instances: dict[int, Instance] = {}
         for group, child in self.children.items():
+            indices = [inner[PARAM_GROUP] for inner in child.optimizer.param_groups]
+            self._instances[group] = Instance(child.optimizer, indices)
             child.optimizer.register_step_pre_hook(functools.partial(self._push_hyperparameters, group))
             if self.stage == 3:
-                set_owner(self._weights[group], child)
+                set_owner((weight.parameter for weight in optimizer.weights_of(group)), child)
         self._activate(self.active)
-        self._check = ModelCheck(model, self.optimizer.trained_weights)
         self._engine_step = engine.step
         engine.step = self._step
         engine.backward = self._guarded(engine.backward, "in the backward of")
@@ -151,21 +148,18 @@ class GroupSchedule:
 
     def own_hyperparameters(self, group: int) -> list[dict[str, Any]]:
         """What a group's optimizer itself changed among its hyperparameters, by its own param groups."""
-        return [
-            self._pushed[group, inner[PARAM_GROUP]].adapted(inner)
-            for inner in self.children[group].optimizer.param_groups
-        ]
+        adapted = self._instances[group].adapted()
+        return [adapted.get(inner[PARAM_GROUP], {}) for inner in self.children[group].optimizer.param_groups]
 
-    def adopt(self, group: int, own: Sequence[Mapping[str, Any]]) -> None:
+    def adopt(self, group: int, own: Sequence[dict[str, Any]]) -> None:
         """Take over a group's optimizer whose state was loaded.
 
         Args:
             group: Its index.
             own: Its `own_hyperparameters` when it was saved.
         """
-        for inner, values in zip(self.children[group].optimizer.param_groups, own, strict=True):
-            index = inner[PARAM_GROUP]
-            self._pushed[group, index].restore(inner, self.optimizer.param_groups[index], values)
+        indices = [inner[PARAM_GROUP] for inner in self.children[group].optimizer.param_groups]
+        self._instances[group].restore(self.optimizer.param_groups, dict(zip(indices, own, strict=True)))
         if group != self.active and self._waits_on_host:
             self._movers[group].to_host()
         elif group == self.active:
@@ -192,24 +186,22 @@ class GroupSchedule:
         if not wanted:
             yield
             return
-        parameters = [parameter for weights in self._weights for parameter in weights]
-        for parameter in parameters:
-            parameter.requires_grad_(True)
+        for weight in self.optimizer.trained_weights:
+            weight.trained.requires_grad_(True)
         try:
             yield
         finally:
-            self._freezer.only(self._weights[self.active], self._note_gradient)
+            self._hooks.activate(self.optimizer.weights_of(self.active), self._note_gradient)
 
     def destroy(self) -> None:
         """Take the waiting groups' hooks from the model; the engine destroys the active group's optimizer itself."""
         for group, child in self.children.items():
             if group != self.active:
                 child.destroy()
-        self._freezer.release()
-        self._watch.release()
+        self._hooks.release()
 
     def _build(self, group: int, first: Any) -> None:
-        self._freezer.only(self._weights[group], lambda _: None)
+        self._hooks.activate(self.optimizer.weights_of(group), lambda _: None)
         child = new_zero_optimizer(self.engine, optimizer_of_group(self.optimizer, group))
         if self.stage == 3:
             # Each brings its own hooks on every module, which would gather the weights once for each group.
@@ -239,7 +231,7 @@ class GroupSchedule:
         self._movers[group].drop_gradients()
 
     def _activate(self, group: int) -> None:
-        self._freezer.only(self._weights[group], self._note_gradient)
+        self._hooks.activate(self.optimizer.weights_of(group), self._note_gradient)
         if self._waits_on_host:
             self._movers[group].to_device()
         self._movers[group].take_gradients()
@@ -250,10 +242,10 @@ class GroupSchedule:
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         self.follow_counters()
         if torch.is_grad_enabled():
-            self._check()
+            self._hooks.check()
             if self.stage < 3:
                 check_flat_memory(self.children.values(), self.optimizer.trained_weights)
-            self._freezer.settle()  # what others have thawed
+            self._hooks.settle()  # what others have thawed
         if self.optimizer.rotation.steps != self._noted:
             self._noted = self.optimizer.rotation.steps
             self._heartbeat.enter(self.optimizer.updates, f"group {self.active}")
@@ -281,7 +273,7 @@ class GroupSchedule:
 
     def _end_step(self) -> None:
         rotation = self.optimizer.rotation
-        self._notices.unreached(rotation.unreached)
+        rotation.warn_of_unreached(self.optimizer.groups)
         if rotation.starts_cycle:
             self._heartbeat.compare(
                 {"updates": rotation.updates, "order": rotation.order, "held_lr": [str(lr) for lr in rotation.held_lr]},
@@ -293,7 +285,6 @@ class GroupSchedule:
         return Header(stage, self.optimizer.updates, self.active, skipped)
 
     def _note_backward(self) -> None:
-        self._freezer.settle()
         task = running_backward()
         if task != self._task:
             self._task, self._is_reached_now = task, False
@@ -338,7 +329,7 @@ class GroupSchedule:
     def _skip(self) -> None:
         """Let a step pass that no gradient has reached on any rank; to the engine it is one that was skipped."""
         engine, rotation = self.engine, self.optimizer.rotation
-        self._notices.skipped(self.active)
+        rotation.warn_of_skip(self.optimizer.groups)
         rotation.skip(scheduled_lr(self.optimizer.param_groups))
         child = self.children[self.active]
         child.zero_grad()
@@ -358,8 +349,6 @@ class GroupSchedule:
         # Inside the step and not before it: the learning rate of a cycle is what the schedule says then.
         outer_groups = self.optimizer.param_groups
         self._applied = self.optimizer.rotation.to_apply(scheduled_lr(outer_groups))
-        for inner in stepping.param_groups:
-            index = inner[PARAM_GROUP]
-            self._pushed[group, index].push(inner, outer_groups[index], self._applied[index])
+        self._instances[group].push(outer_groups, self._applied)
         # A torch schedule built over HiFT asks whether its optimizer has stepped.
         mark_stepped(self.optimizer)
