@@ -68,8 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(tiny_base: Path, data: Path, folder: Path) -> list[dict[str, Seen]]:
     env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    paths = (str(tiny_base), str(data), str(folder))
-    return run_ranks(on_a_rank, RANKS, CASES, *paths, env=env, timeout_s=300)
+    return run_ranks(on_a_rank, RANKS, CASES, str(tiny_base), str(data), str(folder), env=env, timeout_s=300)
 
 
 @pytest.fixture(scope="module")

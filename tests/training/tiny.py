@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from slivertune.training.data.splits import load_splits
 from slivertune.training.options.data import DataArguments
 from slivertune.training.tasks.prepare import prepare_task
 from slivertune.training.tasks.task import Task
@@ -127,7 +128,7 @@ def model_for(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
     """A random model with the head that the task asks for."""
     torch.manual_seed(0)
     if task.model_kind == "sequence_classification":
-        config.num_labels = task.num_labels
+        config.num_labels = len(task.id2label or ())
         return BertForSequenceClassification(config)
     return {"causal_lm": LlamaForCausalLM, "masked_lm": BertForMaskedLM}[task.model_kind](config)
 
@@ -142,6 +143,11 @@ def splits_of(train: dict[str, list[Any]], evaluation: dict[str, list[Any]] | No
 def sentiment_splits() -> datasets.DatasetDict:
     sentences, labels = zip(*SENTIMENTS, strict=True)
     return splits_of({"sentence": list(sentences), "label": list(labels)})
+
+
+def splits_from(dataset: str | Path, *, seed: int = 0, **options: Any) -> Any:
+    """`load_splits` with data arguments from keywords."""
+    return load_splits(DataArguments(dataset=str(dataset), **options), seed=seed)
 
 
 def prepared(

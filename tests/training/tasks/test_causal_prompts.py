@@ -76,7 +76,7 @@ def test_a_training_row_ends_in_the_right_word_which_alone_has_labels(template: 
         scored = [token for token in row["labels"] if token != IGNORED]
         # Where the template ends in a space, that belongs to the prompt, as the tokenizer has a token for it.
         assert tokenizer.decode(scored) == (" " if template.endswith("was") else "") + WORDS[label]
-    assert (task.model_kind, task.metric_name, task.num_labels) == ("causal_lm", "eval_accuracy", 2)
+    assert (task.model_kind, task.id2label) == ("causal_lm", {0: "0", 1: "1"})
 
 
 def test_a_word_that_merges_with_the_space_before_it_is_whole() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 from slivertune.planning.four_bit_rules import clash_with_method
-from slivertune.training.extras import require
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
@@ -68,7 +68,7 @@ def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
                 f"{', '.join(unused)}: only --method {other.name} reads this; leave it out or choose {other.name}"
             )
     if method.requires is not None:
-        require(method.requires, f"--method {method.name}")
+        _require(method.requires, f"--method {method.name}")
 
 
 def check_4bit(method: type[TrainingMethod]) -> None:
@@ -87,8 +87,14 @@ def check_4bit(method: type[TrainingMethod]) -> None:
             or f"--load_in_4bit does not go with --method {method.name}; take --method lora or sft, which train "
             "adapters or deltas beside 4-bit weights, or leave out --load_in_4bit"
         )
-    require("bitsandbytes", "--load_in_4bit")
+    _require("bitsandbytes", "--load_in_4bit")
 
 
 def _options_of(method: type[TrainingMethod]) -> list[str]:
     return [item.name for item in dataclasses.fields(method.options_class)]
+
+
+def _require(module: str, setting: str) -> None:
+    """Say how to install a library that is not there, before anything is loaded; its extra has its name."""
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"{setting} needs {module}, which is not installed; pip install 'slivertune[{module}]'")
