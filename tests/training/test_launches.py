@@ -21,6 +21,7 @@ from tests.training.tiny_runs import (
     EVALUATED_TOKENS,
     assert_same_bits,
     final_weights,
+    results_of,
     saved_weights,
     train,
     train_arguments,
@@ -84,9 +85,7 @@ def launch(launcher: tuple[str, ...], arguments: list[str], folder: Path) -> tup
     """
     code, out, said = finish(start((*launcher, *arguments), folder))
     assert (code, said) == (0, []), out
-    output = Path(arguments[arguments.index("--output_dir") + 1])
-    results: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
-    return results, out
+    return results_of(Path(arguments[arguments.index("--output_dir") + 1])), out
 
 
 # Where a gradient is next to nothing, Adam's first step turns its rounding into a whole step.
@@ -112,8 +111,7 @@ def assert_trained_as_alone(run: Path, alone: tuple[Path, Path]) -> None:
 
 def losses_of(run: Path) -> torch.Tensor:
     """Those of the evaluations before and after."""
-    results = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    return torch.tensor([results[when]["eval_loss"] for when in ("before", "after")])
+    return torch.tensor([results_of(run)[when]["eval_loss"] for when in ("before", "after")])
 
 
 @pytest.mark.slow
@@ -128,7 +126,7 @@ def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resu
     # Beside so small a model, the batch and what ranks tell each other count for a twentieth.
     assert results["planned_peak_bytes"] == pytest.approx(results["measured_peak_bytes"], rel=0.1)
     assert out.count("evaluation before") == 1 and out.count("evaluation loss") == 1, "one process speaks"
-    one = json.loads((alone[0] / "results.json").read_text(encoding="utf-8"))
+    one = results_of(alone[0])
     assert (one["world_size"], one["layout"]) == (1, "single")
     assert_trained_as_alone(tmp_path / "two", alone)
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]

@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
 )
 
 from slivertune.training.data.splits import load_splits
@@ -131,6 +133,27 @@ def model_for(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
         config.num_labels = len(task.id2label or ())
         return BertForSequenceClassification(config)
     return {"causal_lm": LlamaForCausalLM, "masked_lm": BertForMaskedLM}[task.model_kind](config)
+
+
+def trainer_of(task: Task, model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
+    """A stock Trainer on the CPU, with a task's rows and hooks."""
+    return Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            report_to="none",
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+            **options,
+        ),
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset,
+        data_collator=task.data_collator,
+        compute_metrics=task.compute_metrics,
+        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+        compute_loss_func=task.compute_loss_func,
+    )
 
 
 def splits_of(train: dict[str, list[Any]], evaluation: dict[str, list[Any]] | None = None) -> datasets.DatasetDict:

@@ -109,6 +109,11 @@ def train(base: Path, data: Path, output: Path, *more: str, method: str = "hift"
         What is in results.json.
     """
     assert main(train_arguments(base, data, output, *more, method=method)) == 0
+    return results_of(output)
+
+
+def results_of(output: Path) -> dict[str, Any]:
+    """What is in the results.json of a run's folder."""
     results: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
     return results
 

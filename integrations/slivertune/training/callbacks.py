@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -18,8 +18,6 @@ from slivertune.interop.checkpoints import KeepManifest
 from slivertune.parallel.checkpoint.manifests import write_together
 from slivertune.parallel.consistency.heartbeat import guard, world_size
 from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, marker_entries, remove_old
-
-logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -171,22 +169,20 @@ class NonFiniteGuard(TrainerCallback):
 
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
         """What is not finite, or None."""
-        signs = [loss.float().sum() for loss in self._losses]
-        if judge_gradients:
-            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            if gradients:
-                norm: Any = torch.nn.utils.get_total_norm(gradients)
-                # Of sharded gradients it is sharded itself.
-                if hasattr(norm, "full_tensor"):
-                    with guard("adding up the norm of the gradients", computes=True):
-                        norm = norm.full_tensor()
-                signs.append(norm.float())
+        signs = [("loss", loss.float().sum()) for loss in self._losses]
+        gradients = [each.grad for each in model.parameters() if judge_gradients and each.grad is not None]
+        if gradients:
+            norm: Any = torch.nn.utils.get_total_norm(gradients)
+            # Of sharded gradients it is sharded itself.
+            if hasattr(norm, "full_tensor"):
+                with guard("adding up the norm of the gradients", computes=True):
+                    norm = norm.full_tensor()
+            signs.append(("gradient norm", norm.float()))
         if not signs:
             return None
-        values = torch.stack([sign.to(signs[-1].device) for sign in signs]).tolist()
-        names = [*["loss"] * len(self._losses), "gradient norm"]
-        for name, value in zip(names, values, strict=False):
-            if value != value or value in (float("inf"), float("-inf")):
+        values = torch.stack([sign.to(signs[-1][1].device) for _, sign in signs]).tolist()
+        for (name, _), value in zip(signs, values, strict=True):
+            if not math.isfinite(value):
                 return f"the {name} is {value}"
         return None
 

@@ -8,12 +8,20 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config
 
 from slivertune.training.tasks.task import Task
 from slivertune.training.tasks.tokenization import IGNORED
 from tests.helpers.tolerance import step_limit, sum_limit, with_exact
-from tests.training.tiny import byte_tokenizer, llama_config, prepared, splits_from, splits_of, word_tokenizer
+from tests.training.tiny import (
+    byte_tokenizer,
+    llama_config,
+    prepared,
+    splits_from,
+    splits_of,
+    trainer_of,
+    word_tokenizer,
+)
 
 EOS = 0
 TEXTS = ["short", "a text of thirty characters ...", "mid length text"]
@@ -187,15 +195,7 @@ def test_a_model_whose_name_hides_that_it_shifts_labels_gets_the_mean_over_predi
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=400, n_embd=16, n_layer=1, n_head=2, n_positions=16, initializer_range=0.3)
     model = GPT2LMHeadModel(config).eval()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_eval_batch_size=batch_size,
-        report_to="none",
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model=model, args=arguments, eval_dataset=task.eval_dataset, data_collator=task.data_collator)
+    trainer = trainer_of(task, model, tmp_path, per_device_eval_batch_size=batch_size)
 
     def losses_of_tokens() -> list[list[float]]:
         losses = []

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import EvalPrediction, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 from slivertune.training.tasks.causal_prompts import CausalPromptHooks
 from slivertune.training.tasks.task import Task
@@ -19,6 +19,7 @@ from tests.training.tiny import (
     prepared,
     sentiment_splits,
     splits_of,
+    trainer_of,
     word_tokenizer,
 )
 
@@ -43,28 +44,6 @@ def candidate_scores(model: Any, tokenizer: PreTrainedTokenizerFast, sentence: s
         length = len(f" {word}")
         scores.append(sum(float(log_probabilities[-length - 1 + i, ids[0, -length + i]]) for i in range(length)))
     return scores
-
-
-def evaluated(task: Task, model: Any, folder: Any, **options: Any) -> dict[str, float]:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        report_to="none",
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        **options,
-    )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset,
-        data_collator=task.data_collator,
-        compute_metrics=task.compute_metrics,
-        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
-        compute_loss_func=task.compute_loss_func,
-    )
-    return trainer.evaluate()
 
 
 @pytest.mark.parametrize("template", ["{sentence} It was", "{sentence} It was {mask}", "{sentence} It was "])
@@ -106,7 +85,8 @@ def test_accuracy_and_loss_are_those_of_candidates_scored_one_by_one(
         lambda: np.array([candidate_scores(model, tokenizer, sentence) for sentence, _ in SENTIMENTS])
     )
     labels = np.array([label for _, label in SENTIMENTS])
-    metrics = evaluated(task, model, tmp_path, per_device_eval_batch_size=batch_size, train_sampling_strategy=order)
+    options = {"per_device_eval_batch_size": batch_size, "train_sampling_strategy": order}
+    metrics = trainer_of(task, model, tmp_path, **options).evaluate()
     assert metrics["eval_accuracy"] == np.mean(scores.argmax(1) == labels)
     # A mean is no farther off than the farthest of its terms, and by its own rounding and that of 13 log-probabilities.
     own = sum_limit(len(labels) + 13, torch.float32)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from slivertune.training.tasks.task import Task
 from tests.helpers.tolerance import step_limit, sum_limit, with_exact
@@ -17,6 +17,7 @@ from tests.training.tiny import (
     prepared,
     sentiment_splits,
     splits_from,
+    trainer_of,
     word_tokenizer,
     write,
 )
@@ -57,8 +58,10 @@ def losses_of_rows(trainer: Trainer) -> torch.Tensor:
 )
 def test_a_stock_trainer_learns_and_judges_every_task(name: str, accumulation: int, tmp_path: Path) -> None:
     task, config = task_of(name)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
+    trainer = trainer_of(
+        task,
+        model_for(task, config),
+        tmp_path,
         max_steps=3,
         learning_rate=0.01,
         lr_scheduler_type="constant",
@@ -68,20 +71,6 @@ def test_a_stock_trainer_learns_and_judges_every_task(name: str, accumulation: i
         eval_strategy="steps",
         eval_steps=3,
         save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(
-        model=model_for(task, config),
-        args=arguments,
-        train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset,
-        data_collator=task.data_collator,
-        compute_metrics=task.compute_metrics,
-        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
-        compute_loss_func=task.compute_loss_func,
     )
     losses, exact = with_exact(lambda: losses_of_rows(trainer))
     before = trainer.evaluate()

@@ -82,10 +82,11 @@ def check_4bit(method: type[TrainingMethod]) -> None:
         ImportError: If bitsandbytes is not installed.
     """
     if not method.takes_4bit:
+        others = " or ".join(name for name, each in TRAIN_METHODS.items() if each.takes_4bit)
         raise ValueError(
             clash_with_method(method.name)
-            or f"--load_in_4bit does not go with --method {method.name}; take --method lora or sft, which train "
-            "adapters or deltas beside 4-bit weights, or leave out --load_in_4bit"
+            or f"--load_in_4bit does not go with --method {method.name}, which would change 4-bit weights; take "
+            f"--method {others}, which train beside them, or leave out --load_in_4bit"
         )
     _require("bitsandbytes", "--load_in_4bit")
 

@@ -172,7 +172,7 @@ def make_parser() -> HfArgumentParser:
         "--method",
         default=DEFAULT_METHOD.name,
         choices=TRAIN_METHODS,
-        help="; ".join(f"{name}: {method.help}" for name, method in TRAIN_METHODS.items()),
+        help="; ".join(f"{name}: {method.help}" for name, method in TRAIN_METHODS.items()).replace("%", "%%"),
     )
     return parser
 

@@ -10,7 +10,7 @@ import os
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import datasets
@@ -156,34 +156,26 @@ def one_voice(console: Console) -> Iterator[None]:
     if not torch.cuda.is_available():
         # What DeepSpeed would find out by itself, and announce, as soon as a model is saved.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    had_bars = transformers.utils.logging.is_progress_bar_enabled(), not datasets.are_progress_bars_disabled()
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    verbosity = transformers.utils.logging.get_verbosity(), datasets.logging.get_verbosity()
-    if console.quiet:
-        transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        datasets.logging.set_verbosity_error()
-    if not console.is_terminal:
-        datasets.disable_progress_bars()
-    log = logging.getLogger("slivertune")
-    level, handler = log.level, _ConsoleHandler(console)
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        with warnings.catch_warnings():
-            # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires, which can't be changed here.
-            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated")
-            warnings.showwarning = lambda message, *_, **__: _print(console, f"warning: {message}")
-            yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(level)
-        if console.quiet:
-            transformers.utils.logging.set_verbosity(verbosity[0])
-            datasets.logging.set_verbosity(verbosity[1])
-        if had_bars[0]:
-            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-        if had_bars[1]:
-            datasets.enable_progress_bars()
+    with ExitStack() as stack, warnings.catch_warnings():
+        library: Any = transformers.utils.logging
+        if library.is_progress_bar_enabled():
+            library.disable_progress_bar()
+            stack.callback(library.enable_progress_bar)
+        if not console.is_terminal and not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        for library in (transformers.utils.logging, datasets.logging) if console.quiet else ():
+            stack.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity_error()
+        log, handler = logging.getLogger("slivertune"), _ConsoleHandler(console)
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.INFO)
+        stack.callback(log.removeHandler, handler)
+        log.addHandler(handler)
+        # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires, which can't be changed here.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated")
+        warnings.showwarning = lambda message, *_, **__: _print(console, f"warning: {message}")
+        yield
 
 
 class _ConsoleHandler(logging.Handler):

@@ -26,6 +26,7 @@ from slivertune.training.tasks.tokenization import (
     IGNORED,
     Columns,
     RowEncoder,
+    as_columns,
     check_lengths,
     common_prefix_length,
     encode_rows,
@@ -94,24 +95,17 @@ class ResponseEncoder(RowEncoder):
         prompts = [prompt + self.separator for prompt in batch[str(self.columns.prompt)]]
         responses = batch[str(self.columns.response)]
         texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        encoded: Columns = {
-            "input_ids": [],
-            "labels": [],
-            "length": [],
-            "num_targets": [],
-            ROW_COLUMN: batch[ROW_COLUMN],
-        }
         pairs = zip(token_ids(self.tokenizer, texts), token_ids(self.tokenizer, prompts), strict=True)
-        for ids, prompt_ids in pairs:
-            num_silent = len(self.leading) + common_prefix_length((ids, prompt_ids))
-            row = [*self.leading, *ids, _eos(self.tokenizer)]
-            labels = [*[IGNORED] * num_silent, *row[num_silent:]]
-            end = self.max_length if self.truncate else None
-            encoded["input_ids"].append(row[:end])
-            encoded["labels"].append(labels[:end])
-            encoded["length"].append(len(row))
-            encoded["num_targets"].append(len(row[num_silent:end]))
-        return encoded
+        encoded = as_columns([self._row(ids, prompt_ids) for ids, prompt_ids in pairs])
+        return {**encoded, ROW_COLUMN: batch[ROW_COLUMN]}
+
+    def _row(self, ids: list[int], prompt_ids: list[int]) -> dict[str, Any]:
+        num_silent = len(self.leading) + common_prefix_length((ids, prompt_ids))
+        row = [*self.leading, *ids, _eos(self.tokenizer)]
+        labels = [*[IGNORED] * num_silent, *row[num_silent:]]
+        end = self.max_length if self.truncate else None
+        num_targets = len(row[num_silent:end])
+        return {"input_ids": row[:end], "labels": labels[:end], "length": len(row), "num_targets": num_targets}
 
 
 def prepare_causal(

@@ -21,7 +21,14 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import LABEL_COLUMN, ROW_COLUMN
 from slivertune.training.tasks.prompting import Template, cut_to_fit
-from slivertune.training.tasks.tokenization import IGNORED, Columns, RowEncoder, common_prefix_length, token_ids
+from slivertune.training.tasks.tokenization import (
+    IGNORED,
+    Columns,
+    RowEncoder,
+    as_columns,
+    common_prefix_length,
+    token_ids,
+)
 
 _TOKEN_BITS = 24
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
@@ -49,7 +56,7 @@ class CausalPromptEncoder(RowEncoder):
 
     def __call__(self, batch: Columns, indices: list[int]) -> Columns:
         """Encode a batch; `length` counts the tokens of the longest candidate before a cut."""
-        encoded: Columns = {"input_ids": [], "labels": [], "length": [], ROW_COLUMN: []}
+        encoded: list[dict[str, Any]] = []
         columns = self.template.columns
         texts = zip(*(batch[column] for column in columns), strict=True)
         rows = zip(texts, batch[LABEL_COLUMN], batch[ROW_COLUMN], indices, strict=True)
@@ -63,11 +70,9 @@ class CausalPromptEncoder(RowEncoder):
             for word in range(num_words) if self.candidates else [label]:
                 code = 1 + (example * num_words + word) * num_words + label if self.candidates else 0
                 targets = [token | (code << _TOKEN_BITS) for token in ids[word][num_silent:]]
-                encoded["input_ids"].append(ids[word])
-                encoded["labels"].append([*[IGNORED] * num_silent, *targets])
-                encoded["length"].append(length)
-                encoded[ROW_COLUMN].append(number)
-        return encoded
+                labels = [*[IGNORED] * num_silent, *targets]
+                encoded.append({"input_ids": ids[word], "labels": labels, "length": length, ROW_COLUMN: number})
+        return as_columns(encoded)
 
     def _encode(self, row: dict[str, str]) -> tuple[list[list[int]], int]:
         """One row of tokens per label word, and how many of them belong to the prompt."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import EvalPrediction
 
-from slivertune.training.tasks.tokenization import IGNORED
+from slivertune.training.tasks.tokenization import IGNORED, as_columns
 
 ModelKind = Literal["causal_lm", "masked_lm", "sequence_classification"]
 
@@ -43,7 +43,7 @@ class PaddingCollator:
         Returns:
             int64 tensors of shape (rows, longest); `labels` of shape (rows,) where each is one class.
         """
-        features = {name: [row[name] for row in rows] for name in rows[0]}
+        features = as_columns(rows)
         if self.causal:
             labels = features.get("labels", features["input_ids"])
             features["labels"] = [[IGNORED, *row[1:]] for row in labels]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -60,6 +60,11 @@ class RowEncoder:
     max_length: int
     truncate: bool = False
     source: str = field(default_factory=source_digest)
+
+
+def as_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """Rows as a batch of columns; all have the names of the first."""
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def usable_positions(config: PreTrainedConfig) -> tuple[int, str] | None:
