@@ -16,7 +16,7 @@ import torch
 
 from slivertune import __version__
 from slivertune.cli import main
-from slivertune.training.output.checkpoints import newest_whole
+from slivertune.training.output.folders import newest_whole
 from tests.deltas.files import UP, bits_of, damage, deltas_of, naive_sum, same_bits, write_deltas
 from tests.helpers.models import tiny_llama
 from tests.training.tiny_runs import make_tiny_base, train_arguments, write_texts

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slivertune import __version__
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 for a failure; 2 for arguments that don't hold together; 130 after Ctrl-C.
     """
-    arguments = _without_local_rank(sys.argv[1:] if argv is None else argv)
+    # `deepspeed` puts the local rank before all others; it is in the environment too.
+    words = sys.argv[1:] if argv is None else argv
+    arguments = [each for each in words if not each.startswith(("--local_rank=", "--local-rank="))]
     debug = arguments[:1] == ["--debug"]
     if debug:
         del arguments[0]
@@ -36,14 +38,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(arguments[1:], debug=debug)
     # So has `plan`, and what it plans with is torch.
     if arguments[:1] == ["plan"]:
-        return _plan(arguments[1:], debug=debug)
+        return _run("plan", lambda: _plan(arguments[1:]), (ValueError,), debug=debug)
     options = _make_parser().parse_args(arguments)
-    if options.command in ("merge", "unmerge"):
-        return _merge(options, debug=debug)
+    act = {"path": _path, "merge": _merge, "unmerge": _unmerge}[options.command]
+    bad_arguments = (ValueError, FileExistsError, FileNotFoundError)
+    return _run(options.command, lambda: act(options), bad_arguments, debug=debug, output=options.output_dir)
+
+
+def _run(
+    command: str,
+    act: Callable[[], None],
+    bad_arguments: tuple[type[Exception], ...],
+    *,
+    debug: bool,
+    output: str | None = None,
+) -> int:
+    """Do what a command does.
+
+    Args:
+        command: Its name, for messages.
+        act: Does it.
+        bad_arguments: Errors that say that something was asked for which does not hold together.
+        debug: Whether to show the whole traceback of an error.
+        output: The folder that it writes, if it does.
+
+    Returns:
+        The exit code.
+    """
     try:
-        print(preset_path(options.preset))
-    except (ValueError, FileNotFoundError) as error:
-        return _complain("path", error, _BAD_ARGUMENTS, debug=debug)
+        act()
+    except KeyboardInterrupt:
+        there = "is whole" if output is not None and Path(output).exists() else "was not written"
+        print(f"\nslivertune {command}: interrupted{'' if output is None else f'; {output} {there}'}", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception as error:
+        return _complain(command, error, _BAD_ARGUMENTS if isinstance(error, bad_arguments) else _FAILED, debug=debug)
     return 0
 
 
@@ -65,14 +94,12 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Print the path of a preset, as for accelerate launch --config_file $(slivertune path PRESET) ...",
         allow_abbrev=False,
     )
-    path.add_argument("preset", metavar="PRESET", help=_preset_help())
+    presets, examples = ", ".join(preset_names()), ", ".join(example_names())
+    preset_help = f"{presets}, whose ending may be left out; or by its whole name {examples}"
+    path.add_argument("preset", metavar="PRESET", help=preset_help)
+    path.set_defaults(output_dir=None)
     _add_merge_commands(commands)
     return parser
-
-
-def _preset_help() -> str:
-    examples = ", ".join(example_names())
-    return f"{', '.join(preset_names())}, whose ending may be left out; or by its whole name {examples}"
 
 
 def _add_merge_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -105,32 +132,31 @@ def _add_merge_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
         command.add_argument("--output_dir", required=True, metavar="FOLDER", help="folder to write; must not exist")
 
 
-def _merge(options: argparse.Namespace, *, debug: bool) -> int:
-    try:
-        from slivertune.deltas.merge_command import run_merge, run_unmerge
-
-        if options.command == "merge":
-            run_merge(
-                options.deltas,
-                options.output_dir,
-                base=options.model_name_or_path,
-                allow_quantized_base=options.allow_quantized_base,
-            )
-        else:
-            run_unmerge(options.merged, options.output_dir)
-    except KeyboardInterrupt:
-        there = "is whole" if Path(options.output_dir).exists() else "was not written"
-        print(f"\nslivertune {options.command}: interrupted; {options.output_dir} {there}", file=sys.stderr)
-        return _INTERRUPTED
-    except Exception as error:
-        is_argument = isinstance(error, (ValueError, FileExistsError, FileNotFoundError))
-        return _complain(options.command, error, _BAD_ARGUMENTS if is_argument else _FAILED, debug=debug)
-    return 0
+def _path(options: argparse.Namespace) -> None:
+    print(preset_path(options.preset))
 
 
-def _without_local_rank(argv: Sequence[str]) -> list[str]:
-    """The arguments without the one that the `deepspeed` launcher puts before them; it is in the environment too."""
-    return [each for each in argv if not each.startswith(("--local_rank=", "--local-rank="))]
+def _merge(options: argparse.Namespace) -> None:
+    from slivertune.deltas.merge_command import run_merge
+
+    run_merge(
+        options.deltas,
+        options.output_dir,
+        base=options.model_name_or_path,
+        allow_quantized_base=options.allow_quantized_base,
+    )
+
+
+def _unmerge(options: argparse.Namespace) -> None:
+    from slivertune.deltas.merge_command import run_unmerge
+
+    run_unmerge(options.merged, options.output_dir)
+
+
+def _plan(argv: list[str]) -> None:
+    from slivertune.planning.command import run_plan
+
+    run_plan(argv)
 
 
 def _train(argv: list[str], *, debug: bool) -> int:
@@ -145,7 +171,7 @@ def _train(argv: list[str], *, debug: bool) -> int:
         coordinator = join_launch()
         from slivertune.training.assemble import assemble
         from slivertune.training.options.parse import parse_train_arguments
-        from slivertune.training.output.terminal import make_console, one_voice
+        from slivertune.training.output.display import make_console, one_voice
         from slivertune.training.run import describe_finished, execute
 
         console = make_console(quiet=not coordinator.is_first)
@@ -183,19 +209,6 @@ def _train(argv: list[str], *, debug: bool) -> int:
             _complain("train", error, code, debug=debug, where=where)
             coordinator.publish_error(str(error))
         return code
-    return 0
-
-
-def _plan(argv: list[str], *, debug: bool) -> int:
-    try:
-        from slivertune.planning.command import run_plan
-
-        run_plan(argv)
-    except KeyboardInterrupt:
-        print("\nslivertune plan: interrupted", file=sys.stderr)
-        return _INTERRUPTED
-    except Exception as error:
-        return _complain("plan", error, _BAD_ARGUMENTS if isinstance(error, ValueError) else _FAILED, debug=debug)
     return 0
 
 

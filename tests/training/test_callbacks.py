@@ -13,9 +13,10 @@ from slivertune.core.manifest import MANIFEST_NAME, find_damage
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.interop import attach
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
-from slivertune.training.output.checkpoints import checkpoint_folders, read_facts
+from slivertune.training.output.folders import checkpoint_folders, read_facts
 from tests.helpers.models import tiny_llama
-from tests.training.output.test_checkpoints import make_checkpoint
+from tests.helpers.ranks import run_ranks
+from tests.training.output.test_folders import make_checkpoint
 
 ROWS = [{"input_ids": [(7 * row + 3 * i) % 97 for i in range(8)]} for row in range(16)]
 
@@ -29,7 +30,7 @@ def make_trainer(
     output: Path, *callbacks: TrainerCallback, model: nn.Module | None = None, loss: Any = None, **options: Any
 ) -> Trainer:
     options = {"max_steps": 6, "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2} | options
-    return Trainer(
+    trainer = Trainer(
         model=model or tiny_llama(),
         args=TrainingArguments(
             output_dir=str(output),
@@ -46,6 +47,10 @@ def make_trainer(
         compute_loss_func=loss,
         callbacks=list(callbacks),
     )
+    for each in callbacks:
+        if isinstance(each, NonFiniteGuard):
+            each.watch(trainer)
+    return trainer
 
 
 class Watch(TrainerCallback):
@@ -121,8 +126,7 @@ def test_an_infinite_loss_with_finite_gradients_is_seen(tmp_path: Path) -> None:
         return output
 
     model.register_forward_hook(add)
-    guard = NonFiniteGuard(10, said.append)
-    make_trainer(tmp_path, guard, model=model, max_steps=1).train()
+    make_trainer(tmp_path, NonFiniteGuard(10, said.append), model=model, max_steps=1).train()
     assert said == ["step 1: the loss is inf; this update is skipped (1 so far)"]
 
 
@@ -133,7 +137,7 @@ def test_the_loss_of_a_loss_function_is_seen(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         return outputs.logits.mean() + float("inf")
 
-    make_trainer(tmp_path, guard, loss=guard.watch_loss(loss), max_steps=2).train()
+    make_trainer(tmp_path, guard, loss=loss, max_steps=2).train()
     assert [line.split(";")[0] for line in said] == ["step 1: the loss is inf", "step 2: the loss is inf"]
 
 
@@ -144,11 +148,10 @@ def test_only_a_row_of_failures_stops_the_run(tmp_path: Path) -> None:
         make_trainer(tmp_path, NonFiniteGuard(3, lambda line: None), model=model, max_steps=9).train()
 
 
-def test_a_finite_run_is_left_alone_and_the_hook_taken_off(tmp_path: Path) -> None:
+def test_a_finite_run_is_left_alone_and_nothing_hooked_on(tmp_path: Path) -> None:
     plain, guarded = tiny_llama(), tiny_llama()
     make_trainer(tmp_path, model=plain).train()
-    guard = NonFiniteGuard(1, lambda line: pytest.fail(line))
-    make_trainer(tmp_path, guard, model=guarded).train()
+    make_trainer(tmp_path, NonFiniteGuard(1, lambda line: pytest.fail(line)), model=guarded).train()
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
     assert not guarded._forward_hooks
 
@@ -230,9 +233,51 @@ def test_the_best_checkpoint_survives_the_limit(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_that_will_be_written_over_loses_its_marker_first(tmp_path: Path) -> None:
     for step in (1, 9):
-        folder = make_checkpoint(tmp_path, step)
-        (folder / "model.bin").write_bytes(b"short")
+        (make_checkpoint(tmp_path, step) / "model.bin").write_bytes(b"short")
     whole = make_checkpoint(tmp_path, 5)
     make_trainer(tmp_path, CheckpointMarker({}), max_steps=1).train()
     assert not (tmp_path / "checkpoint-9" / MANIFEST_NAME).exists()
     assert (whole / MANIFEST_NAME).exists()
+
+
+def say_infinity(model: nn.Module, call: int) -> None:
+    """Let one training call report an infinite loss, whose gradient is that of the finite one."""
+    count = 0
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> Any:
+        nonlocal count
+        count += module.training
+        if module.training and count == call:
+            output["loss"] = output.loss + float("inf")
+            return output
+        return None
+
+    model.register_forward_hook(after)
+
+
+def on_a_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    model, watch, said = tiny_llama(), Watch(), list[str]()
+    if rank == 1:
+        say_infinity(model, 3)
+    trainer = make_trainer(Path(folder), NonFiniteGuard(10, said.append), watch, model=model)
+    hift = attach(trainer, HiFTConfig()).optimizer
+    assert hift is not None
+    trainer.train()
+    return {
+        "said": said,
+        "updates": hift.updates,
+        "moved": [watch.moved(step) for step in range(2, 7)],
+        "weights": watch.weights[-1],
+    }
+
+
+def test_all_ranks_skip_what_one_of_them_found(tmp_path: Path) -> None:
+    first, second = run_ranks(on_a_rank, 2, str(tmp_path))
+    assert first["said"] == [
+        "step 3: a loss or gradient of another rank is not finite; this update is skipped (1 so far)"
+    ]
+    assert second["said"] == ["step 3: the loss is inf; this update is skipped (1 so far)"]
+    for rank in (first, second):
+        assert rank["updates"] == 5
+        assert rank["moved"] == [True, False, True, True, True]
+    assert all(torch.equal(one, other) for one, other in zip(first["weights"], second["weights"], strict=True))

@@ -21,6 +21,7 @@ from tests.training.tiny_runs import (
     EVALUATED_TOKENS,
     assert_same_bits,
     final_weights,
+    results_of,
     saved_weights,
     train,
     train_arguments,
@@ -60,18 +61,31 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, list[str]]:
     return process.returncode, out, [line for line in err.splitlines() if line.startswith("slivertune train:")]
 
 
+def zero2_config(folder: Path, **stage: int) -> str:
+    """A configuration of DeepSpeed, whose other figures the Trainer fills in."""
+    config = folder / "zero2.json"
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    settings = {**dict.fromkeys(auto, "auto"), "zero_optimization": {"stage": 2, **stage}}
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    return str(config)
+
+
+def await_checkpoint(output: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not list(output.glob("checkpoint-*/slivertune_checkpoint.json")):
+        assert process.poll() is None and time.monotonic() < deadline, finish(process)
+        time.sleep(0.02)
+
+
 def launch(launcher: tuple[str, ...], arguments: list[str], folder: Path) -> tuple[dict[str, Any], str]:
     """Run the command, which must end well.
 
     Returns:
         What is in results.json, and what was printed.
     """
-    process = start((*launcher, *arguments), folder)
-    code, out, said = finish(process)
+    code, out, said = finish(start((*launcher, *arguments), folder))
     assert (code, said) == (0, []), out
-    output = Path(arguments[arguments.index("--output_dir") + 1])
-    results: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
-    return results, out
+    return results_of(Path(arguments[arguments.index("--output_dir") + 1])), out
 
 
 # Where a gradient is next to nothing, Adam's first step turns its rounding into a whole step.
@@ -97,16 +111,14 @@ def assert_trained_as_alone(run: Path, alone: tuple[Path, Path]) -> None:
 
 def losses_of(run: Path) -> torch.Tensor:
     """Those of the evaluations before and after."""
-    results = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    return torch.tensor([results[when]["eval_loss"] for when in ("before", "after")])
+    return torch.tensor([results_of(run)[when]["eval_loss"] for when in ("before", "after")])
 
 
 @pytest.mark.slow
 def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resume(
     tiny_base: Path, alone: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    data = write_texts(tmp_path)
-    arguments = train_arguments(tiny_base, data, tmp_path / "two", *STEPS, method="hift")
+    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "two", *STEPS, method="hift")
     results, out = launch(TORCHRUN, arguments, tmp_path)
     assert (results["world_size"], results["layout"], results["method"]) == (2, "ddp", "hift")
     assert "batch   4 rows an update: 2 at a time, on each of 2 ranks (ddp)" in out
@@ -114,7 +126,7 @@ def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resu
     # Beside so small a model, the batch and what ranks tell each other count for a twentieth.
     assert results["planned_peak_bytes"] == pytest.approx(results["measured_peak_bytes"], rel=0.1)
     assert out.count("evaluation before") == 1 and out.count("evaluation loss") == 1, "one process speaks"
-    one = json.loads((alone[0] / "results.json").read_text(encoding="utf-8"))
+    one = results_of(alone[0])
     assert (one["world_size"], one["layout"]) == (1, "single")
     assert_trained_as_alone(tmp_path / "two", alone)
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
@@ -134,10 +146,7 @@ def test_one_command_goes_on_after_all_processes_were_killed(tiny_base: Path, tm
     launch(TORCHRUN, train_arguments(tiny_base, data, tmp_path / "whole", *more), tmp_path)
     arguments = train_arguments(tiny_base, data, tmp_path / "cut", *more, "--resume_from_checkpoint", "auto")
     process = start((*TORCHRUN, *arguments), tmp_path)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not list((tmp_path / "cut").glob("checkpoint-*/slivertune_checkpoint.json")):
-        assert process.poll() is None and time.monotonic() < deadline, finish(process)
-        time.sleep(0.02)
+    await_checkpoint(tmp_path / "cut", process)
     children = [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     for each in (*children, process.pid):
         os.kill(each, signal.SIGKILL)
@@ -170,12 +179,9 @@ def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(
     tiny_base: Path, alone: tuple[Path, Path], tmp_path: Path
 ) -> None:
     build_deepspeed_collectives()
-    config = tmp_path / "zero2.json"
-    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    stage = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 20000}}
-    config.write_text(json.dumps({**dict.fromkeys(auto, "auto"), **stage}), encoding="utf-8")
+    config = zero2_config(tmp_path, reduce_bucket_size=20000)
     data = write_texts(tmp_path)
-    arguments = train_arguments(tiny_base, data, tmp_path / "two", *STEPS, "--deepspeed", str(config), method="hift")
+    arguments = train_arguments(tiny_base, data, tmp_path / "two", *STEPS, "--deepspeed", config, method="hift")
     launcher = ("deepspeed", "--num_accelerators=2", "--master_port=29581", "--module", "slivertune")
     results, _ = launch(launcher, arguments, tmp_path)
     assert (results["world_size"], results["layout"]) == (2, "zero2")
@@ -185,14 +191,19 @@ def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(
 
 @pytest.mark.slow
 def test_sft_on_zero2_goes_on_from_its_last_whole_checkpoint(tiny_base: Path, tmp_path: Path) -> None:
-    config = tmp_path / "zero2.json"
-    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    config.write_text(json.dumps({**dict.fromkeys(auto, "auto"), "zero_optimization": {"stage": 2}}), encoding="utf-8")
     reselection = ("--density", "0.1", "--reselection_interval", "4", "--estimation_steps", "2")
     more = (*reselection, "--max_steps", "6", "--save_steps", "3", "--resume_from_checkpoint", "auto")
     data = write_texts(tmp_path)
     arguments = train_arguments(
-        tiny_base, data, tmp_path / "out", *more, "--deepspeed", str(config), "--memory_ledger", "off", method="sft"
+        tiny_base,
+        data,
+        tmp_path / "out",
+        *more,
+        "--deepspeed",
+        zero2_config(tmp_path),
+        "--memory_ledger",
+        "off",
+        method="sft",
     )
     launch(TORCHRUN, arguments, tmp_path)
     wanted = final_weights(tmp_path / "out")
@@ -228,10 +239,7 @@ def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line(tiny_base: Path, tmp_path
     more = ("--max_steps", "5000", "--save_steps", "5", "--save_total_limit", "2", "--memory_ledger", "off")
     arguments = train_arguments(tiny_base, write_texts(tmp_path), output, *more, method="dense")
     process = start((*TORCHRUN, *arguments), tmp_path)
-    deadline = time.monotonic() + TIMEOUT_S
-    while not list(output.glob("checkpoint-*/slivertune_checkpoint.json")) and time.monotonic() < deadline:
-        assert process.poll() is None, finish(process)
-        time.sleep(0.1)
+    await_checkpoint(output, process)
     os.killpg(process.pid, signal.SIGINT)
     code, _, said = finish(process)
     assert code != 0

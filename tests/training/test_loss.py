@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slivertune.training import loss as loss_of_run
-from slivertune.training.assemble import assemble
+from slivertune.training.assemble import Run, assemble
 from slivertune.training.embedded.base_model import VOCABULARY_SIZE
 from slivertune.training.loss import attach_loss
 from slivertune.training.options.parse import parse_train_arguments
-from slivertune.training.ready import Run
 from tests.helpers.architectures import DECODER
 from tests.helpers.models import tiny_llama, twin, weights
 from tests.helpers.tolerance import (
@@ -29,7 +29,7 @@ from tests.helpers.tolerance import (
 )
 from tests.training.test_callbacks import make_trainer
 from tests.training.tiny import byte_tokenizer, llama_config, prepared, sentiment_splits, splits_of, word_tokenizer
-from tests.training.tiny_runs import COMBINATIONS, EVALUATED_TOKENS, train, train_arguments, write_classes, write_texts
+from tests.training.tiny_runs import COMBINATIONS, EVALUATED_TOKENS, train, train_arguments, write_texts
 
 hf: Any = transformers
 CAP = 1e-4
@@ -87,8 +87,7 @@ def test_a_loss_that_cant_be_chunked_is_said_in_one_line(options: dict[str, Any]
     if options.pop("model", None):
         model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**DECODER)).train()
     before, said = twin(model), list[str]()
-    trainer = make_trainer(tmp_path, model=model, **options)
-    assert attach_loss(trainer, CAUSAL, said.append, wanted=True) is None
+    assert attach_loss(make_trainer(tmp_path, model=model, **options), CAUSAL, said.append, wanted=True) is None
     assert len(said) == 1
     assert said[0].startswith(f"note: the loss is computed from whole logits, not in chunks, since {reason}")
     assert "forward" not in vars(model.get_output_embeddings()) and model.training  # type: ignore[operator]
@@ -146,22 +145,18 @@ def test_norms_in_fp32_under_a_head_in_bf16_score_in_chunks_with_the_gradients_o
 ) -> None:
     more = ("--lora_rank", "4", "--load_in_4bit", "--use_cpu", *words)
     arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out", *more, method="lora")[1:]
-    run = assemble(parse_train_arguments(arguments), Console(quiet=True))
-    try:
+    with closing(assemble(parse_train_arguments(arguments), Console(quiet=True))) as run:
         assert run.loss is not None
         found = loss_and_gradients(run)
         run.loss.remove()
         expected, exact = with_exact(lambda: loss_and_gradients(run))
-    finally:
-        run.close()
     # Of the same logits: the sum of a softmax over the vocabulary, and that over two rows of up to 128 tokens.
     loss, num_terms = expected.pop("loss"), VOCABULARY_SIZE + 2 * 128
     assert_sums_close(found.pop("loss"), loss, num_terms)
     del exact["loss"]
     assert all(bool(each.any()) for each in expected.values())
     # The same products in bf16, rounded at the same places; what differs is the order of the sums over the rows.
-    cap = 1e-2 if "bf16" in " ".join(words) else 1e-5
-    assert_step_close(found, expected, exact, cap=cap)
+    assert_step_close(found, expected, exact, cap=1e-2 if "bf16" in " ".join(words) else 1e-5)
 
 
 def loss_and_gradients(run: Run) -> dict[str, torch.Tensor]:
@@ -179,14 +174,6 @@ def loss_and_gradients(run: Run) -> dict[str, torch.Tensor]:
     loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     return {"loss": loss.detach(), **gradients}
-
-
-def test_a_classifiers_run_says_nothing_of_it(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = train(tiny_base, write_classes(tmp_path), tmp_path / "out", "--task", "classification")
-    assert results["settings"]["chunked_cross_entropy"] is False
-    assert "whole logits" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "zero3"])

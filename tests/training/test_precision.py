@@ -1,12 +1,21 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
+from typing import Any
 
+import bitsandbytes
 import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, PreTrainedModel
 
 from slivertune.training.methods.registry import TRAIN_METHODS
-from slivertune.training.options.arguments import WeightsDtype
-from slivertune.training.precision import choose_precision
+from slivertune.training.models import LoadedModel, load_model, open_model
+from slivertune.training.options.arguments import ModelArguments, WeightsDtype
+from slivertune.training.precision import Precision, choose_precision, num_weights
+from tests.training.test_models import make_task
+from tests.training.tiny import bert_config, word_tokenizer
 
 TABLE = {
     # method, weights_dtype, bf16 -> loading, autocast
@@ -53,3 +62,114 @@ def test_fp16_is_autocast_over_fp32_weights(method: str, weights_dtype: WeightsD
 def test_beside_4_bit_weights_sft_computes_as_lora_does(weights_dtype: WeightsDtype, bf16: bool) -> None:
     precision = choose_precision("weights", weights_dtype, bf16=bf16, fp16=False, four_bit=True)
     assert (precision.loading, precision.autocast) == TABLE["lora", weights_dtype, bf16]
+
+
+FP32 = Precision(loading="fp32", autocast="no")
+BF16 = Precision(loading="bf16", autocast="bf16")
+
+
+def load(folder: Path, kind: str = "causal_lm", precision: Precision = FP32) -> LoadedModel:
+    source = open_model(ModelArguments(), folder)
+    return load_model(source, make_task(kind), precision=precision, four_bit_device=torch.device("cpu"))
+
+
+def quantised(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)}
+
+
+@pytest.fixture(scope="module")
+def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    BertForMaskedLM(bert_config()).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "sequence_classification"])
+def test_the_linear_layers_of_the_blocks_are_nf4_with_double_quantisation_and_no_others(
+    kind: str, tiny_base: Path
+) -> None:
+    model = load(tiny_base, kind).model
+    found = quantised(model)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert {tuple(name.split(".")[1:]) for name in found} == {
+        ("layers", str(index), part, name)
+        for index in (0, 1)
+        for name in names
+        for part in ["mlp" if name in names[4:] else "self_attn"]
+    }
+    for module in found.values():
+        state = module.weight.quant_state
+        assert (state.quant_type, state.nested, module.compute_dtype) == ("nf4", True, torch.float32)
+    others = [parameter for parameter in model.parameters() if not hasattr(parameter, "quant_state")]
+    assert {parameter.dtype for parameter in others} == {torch.float32}
+
+
+@pytest.mark.parametrize("kind", ["masked_lm", "sequence_classification"])
+def test_of_an_encoder_neither_head_nor_pooler_is_quantised(kind: str, tiny_bert: Path) -> None:
+    loaded = load(tiny_bert, kind)
+    found = quantised(loaded.model)
+    assert len(found) == 2 * 6
+    assert all(".encoder.layer." in name for name in found)
+    new = ("bert.pooler.dense", "classifier") if kind == "sequence_classification" else ()
+    assert loaded.new_modules == new
+
+
+def test_bf16_multiplies_in_bf16_and_keeps_norms_in_fp32(tiny_base: Path, tiny_bert: Path) -> None:
+    model = load(tiny_base, precision=BF16).model
+    assert {module.compute_dtype for module in quantised(model).values()} == {torch.bfloat16}
+    assert model.model.norm.weight.dtype == torch.float32
+    assert model.model.layers[0].input_layernorm.weight.dtype == torch.float32
+    assert model.model.embed_tokens.weight.dtype == model.lm_head.weight.dtype == torch.bfloat16
+    bert = load(tiny_bert, "masked_lm", BF16).model
+    norms = [module for module in bert.modules() if isinstance(module, nn.LayerNorm)]
+    assert len(norms) == 2 * 2 + 2, "two in a block, one in the embedding, one in the head"
+    assert {parameter.dtype for norm in norms for parameter in norm.parameters()} == {torch.float32}
+    assert bert.bert.embeddings.word_embeddings.weight.dtype == torch.bfloat16
+
+
+def test_quantised_weights_are_counted_as_many_as_they_were(tiny_base: Path) -> None:
+    whole = AutoModelForCausalLM.from_pretrained(tiny_base)
+    expected = sum(parameter.numel() for parameter in whole.parameters())
+    assert sum(map(num_weights, load(tiny_base).model.parameters())) == expected
+
+
+def test_quantised_weights_are_those_that_were_read_rounded_to_nf4(tiny_base: Path) -> None:
+    whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_base)
+    functional = bitsandbytes.functional
+    for name, module in quantised(load(tiny_base).model).items():
+        read = whole.get_parameter(f"{name}.weight").data
+        expected = functional.dequantize_4bit(
+            *functional.quantize_4bit(read, quant_type="nf4", compress_statistics=True)
+        )
+        found = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, read)
+
+
+def test_an_evaluation_changes_neither_the_weights_nor_the_gradients(tiny_base: Path) -> None:
+    # On CPUs with AVX512-BF16 bitsandbytes would repack the weights here, for a kernel without a backward.
+    model = load(tiny_base).model
+    ids = torch.arange(12).reshape(2, 6)
+
+    def gradient() -> torch.Tensor:
+        model.zero_grad()
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        grad = model.model.embed_tokens.weight.grad
+        assert grad is not None
+        return grad.clone()
+
+    before, weights = gradient(), {name: module.weight.data.clone() for name, module in quantised(model).items()}
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids)
+    assert all(torch.equal(module.weight.data, weights[name]) for name, module in quantised(model).items())
+    assert before.abs().max() > 0
+    assert torch.equal(gradient(), before)
+
+
+def test_the_configuration_of_the_source_stays_as_it_was(tiny_base: Path) -> None:
+    source = open_model(ModelArguments(), tiny_base)
+    load_model(source, make_task(), precision=FP32, four_bit_device=torch.device("cpu"))
+    assert source.config.to_dict() == AutoConfig.from_pretrained(tiny_base).to_dict()

@@ -5,15 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
 
-from slivertune.cli import main
 from slivertune.core.manifest import find_damage, read_entries, write_manifest
 from slivertune.interop.checkpoints import TOKENS_NAME
+from slivertune.tokentune.config import TokenTune
+from slivertune.training.assemble import Run, assemble
+from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.run import execute
 from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.training.tiny_runs import (
     COMBINATIONS,
     TINY_CYCLE,
     assert_same_bits,
+    complaint,
     saved_weights,
     train,
     train_arguments,
@@ -27,9 +33,9 @@ NAMES = {"random": "drawn one by one", "chunks": "chunks of 16", "block": "one b
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_every_combination_lowers_the_loss_and_says_what_it_is(
-    name: str, tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *COMBINATIONS[name], "--max_steps", "24")
+    results = train(tiny_base, texts, tmp_path / "out", *COMBINATIONS[name], "--max_steps", "24")
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"] - 0.1
     assert results["num_skipped"] == 0
     out, settings = capsys.readouterr().out, results["settings"]
@@ -48,13 +54,12 @@ def test_every_combination_lowers_the_loss_and_says_what_it_is(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
-    name: str, tiny_base: Path, tmp_path: Path
+    name: str, tiny_base: Path, texts: Path, tmp_path: Path
 ) -> None:
-    data = write_texts(tmp_path)
     more = (*COMBINATIONS[name], "--max_steps", str(TINY_CYCLE + 3), "--save_steps", "3", "--sample_tokens", "0")
-    whole = train(tiny_base, data, tmp_path / "whole", *more)
+    whole = train(tiny_base, texts, tmp_path / "whole", *more)
     checkpoint = tmp_path / "whole" / "checkpoint-3"
-    again = train(tiny_base, data, tmp_path / "again", *more, "--resume_from_checkpoint", str(checkpoint))
+    again = train(tiny_base, texts, tmp_path / "again", *more, "--resume_from_checkpoint", str(checkpoint))
     assert again["before"] == whole["before"]
     assert again["after"]["eval_loss"] == whole["after"]["eval_loss"]
     assert_same_bits(tmp_path / "whole", tmp_path / "again")
@@ -62,11 +67,10 @@ def test_a_resumed_run_ends_with_the_same_bits_as_one_that_was_not_stopped(
 
 @pytest.mark.slow
 def test_the_selection_is_part_of_a_whole_checkpoint_and_decides_what_comes_next(
-    tiny_base: Path, tmp_path: Path
+    tiny_base: Path, texts: Path, tmp_path: Path
 ) -> None:
-    data = write_texts(tmp_path)
     more = ("--method", "dense", "--token_ratio", "0.4", "--max_steps", "4", "--save_steps", "2")
-    train(tiny_base, data, tmp_path / "whole", *more, "--gradient_accumulation_steps", "2")
+    train(tiny_base, texts, tmp_path / "whole", *more, "--gradient_accumulation_steps", "2")
     checkpoint = tmp_path / "whole" / "checkpoint-2"
     state = checkpoint / TOKENS_NAME
     assert json.loads(state.read_text())["num_draws"] == 4, "two updates of two batches"
@@ -77,51 +81,103 @@ def test_the_selection_is_part_of_a_whole_checkpoint_and_decides_what_comes_next
     assert find_damage(checkpoint) is not None
     write_manifest(checkpoint, {"facts": values["facts"]})
     resume = ("--resume_from_checkpoint", str(checkpoint), "--gradient_accumulation_steps", "2")
-    train(tiny_base, data, tmp_path / "again", *more, *resume)
+    train(tiny_base, texts, tmp_path / "again", *more, *resume)
     first, second = saved_weights(tmp_path / "whole" / "model"), saved_weights(tmp_path / "again" / "model")
     assert not all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_checkpoint_without_its_selection_is_not_whole(tiny_base: Path, tmp_path: Path) -> None:
-    more = ("--method", "dense", "--token_ratio", "0.4", "--max_steps", "1")
-    train(tiny_base, write_texts(tmp_path), tmp_path / "out", *more)
-    checkpoint = tmp_path / "out" / "checkpoint-1"
-    assert find_damage(checkpoint) is None
-    (checkpoint / TOKENS_NAME).unlink()
-    assert find_damage(checkpoint) == f"{TOKENS_NAME} is missing"
+LORA = ("--method", "lora", "--lora_rank", "4")
+SFT = ("--method", "sft", "--density", "0.1")
+TOKENS = ("--token_ratio", "0.4", "--token_pattern", "block")
+FOUR_BIT = "load_in_4bit=None, and this run asks for load_in_4bit=True"
 
 
-def test_other_settings_cannot_resume_a_run(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, output = write_texts(tmp_path), tmp_path / "out"
-    lora = ("--method", "lora", "--lora_rank", "4")
-    tokens = ("--token_ratio", "0.4", "--token_pattern", "block")
-    train(tiny_base, data, output, *lora, *tokens, "--max_steps", "2")
-    for more, message in (
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
         (
-            (*lora, "--token_ratio", "0.3", "--token_pattern", "block"),
-            "token_ratio=0.4, and this run asks for token_ratio=0.3",
+            (*LORA, *TOKENS),
+            {
+                (*LORA, *TOKENS, "--token_ratio", "0.3"): "token_ratio=0.4, and this run asks for token_ratio=0.3",
+                (*LORA, *TOKENS[:2]): "token_pattern=block, and this run asks for token_pattern=None",
+                LORA: "token_ratio=0.4, and this run asks for token_ratio=None",
+                ("--method", "lora", *TOKENS): "'rank': 16",
+                (*LORA, *TOKENS, "--load_in_4bit"): FOUR_BIT,
+                ("--method", "dense", *TOKENS): "method=lora, and this run asks for method=dense",
+            },
         ),
-        ((*lora, "--token_ratio", "0.4"), "token_pattern=block, and this run asks for token_pattern=None"),
-        (lora, "token_ratio=0.4, and this run asks for token_ratio=None"),
-        (("--method", "lora", *tokens), "'rank': 16"),
-        ((*lora, *tokens, "--load_in_4bit"), "load_in_4bit=None, and this run asks for load_in_4bit=True"),
-        (("--method", "dense", *tokens), "method=lora, and this run asks for method=dense"),
-    ):
-        arguments = train_arguments(tiny_base, data, output, *more, "--resume_from_checkpoint", "true")
-        assert main(arguments) == 2
-        assert message in capsys.readouterr().err
+        (
+            SFT,
+            {
+                ("--method", "sft", "--density", "0.2"): "'density': 0.2",
+                (*SFT, "--replacement_rate", "0.3"): "'replacement_rate': 0.2",
+                (*SFT, "--selection", "momentum"): "'selection': 'momentum'",
+                (*SFT, "--load_in_4bit"): FOUR_BIT,
+            },
+        ),
+        (
+            (),
+            {
+                ("--method", "dense"): "was trained with method=hift, and this run asks for method=dense",
+                ("--layers_per_group", "2"): "'layers_per_group': 1",
+            },
+        ),
+    ],
+    ids=["lora", "sft", "hift"],
+)
+def test_other_settings_cannot_resume_a_run(
+    first: tuple[str, ...],
+    others: dict[tuple[str, ...], str],
+    tiny_base: Path,
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    train(tiny_base, texts, tmp_path / "out", *first, "--max_steps", "2")
+    for words, message in others.items():
+        more = (*words, "--resume_from_checkpoint", "true")
+        assert message in complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "out", *more))
+
+
+KINDS_OF_CHECKPOINTING = [("--gradient_checkpointing",), ("--activation_checkpointing",)] + [
+    ("--activation_checkpointing", "--activation_checkpointing_kwargs", f'{{"use_reentrant": {flag}}}')
+    for flag in ("true", "false")
+]
 
 
 @pytest.mark.slow
-def test_all_tokens_are_dense_training(tiny_base: Path, tmp_path: Path) -> None:
-    data = write_texts(tmp_path)
+@pytest.mark.parametrize(
+    ("method", "checkpointing"),
+    [
+        *(((), checkpointing) for checkpointing in KINDS_OF_CHECKPOINTING[:2]),
+        *(
+            ((*method, *four_bit), checkpointing)
+            for method in (LORA, (*SFT, "--reselection_interval", "6"))
+            for four_bit in ((), ("--load_in_4bit",))
+            for checkpointing in KINDS_OF_CHECKPOINTING[2:]
+        ),
+    ],
+)
+def test_activation_checkpointing_of_either_kind_and_name_changes_memory_and_no_bit(
+    method: tuple[str, ...], checkpointing: tuple[str, ...], tiny_base: Path, texts: Path, tmp_path: Path
+) -> None:
+    # The old name of the argument must not bring up its deprecation; warnings of it are errors here.
+    plain, less = (
+        train(tiny_base, texts, tmp_path / name, *method, "--max_steps", "8", *more)
+        for name, more in (("plain", ()), ("less", checkpointing))
+    )
+    assert less["settings"]["activation_checkpointing"] is True
+    assert less["highest_bytes"]["residual"] < plain["highest_bytes"]["residual"]
+    assert_same_bits(tmp_path / "plain", tmp_path / "less")
+
+
+@pytest.mark.slow
+def test_all_tokens_are_dense_training(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
     more = ("--method", "dense", "--optim", "sgd", "--max_steps", "6", "--learning_rate", "0.1")
-    train(tiny_base, data, tmp_path / "dense", *more)
+    train(tiny_base, texts, tmp_path / "dense", *more)
     with exact_sums():
-        train(tiny_base, data, tmp_path / "exact", *more)
-    train(tiny_base, data, tmp_path / "all", *more, "--token_ratio", "1")
+        train(tiny_base, texts, tmp_path / "exact", *more)
+    train(tiny_base, texts, tmp_path / "all", *more, "--token_ratio", "1")
     before = saved_weights(tiny_base)
 
     def moved(name: str) -> dict[str, torch.Tensor]:
@@ -133,11 +189,10 @@ def test_all_tokens_are_dense_training(tiny_base: Path, tmp_path: Path) -> None:
     assert_step_close(moved("all"), expected, moved("exact"), cap=3e-4)
 
 
-def test_a_selection_saves_activations(tiny_base: Path, tmp_path: Path) -> None:
-    data = write_texts(tmp_path)
+def test_a_selection_saves_activations(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
     more = ("--method", "dense", "--max_steps", "8")
-    dense = train(tiny_base, data, tmp_path / "dense", *more)
-    some = train(tiny_base, data, tmp_path / "some", *more, "--token_ratio", "0.25")
+    dense = train(tiny_base, texts, tmp_path / "dense", *more)
+    some = train(tiny_base, texts, tmp_path / "some", *more, "--token_ratio", "0.25")
     assert some["highest_bytes"]["residual"] < 0.6 * dense["highest_bytes"]["residual"]
     assert some["highest_bytes"]["gradients"] == dense["highest_bytes"]["gradients"]
 
@@ -159,3 +214,42 @@ def test_responses_of_which_few_are_selected_give_no_loss_that_is_not_finite(tin
     results = train(tiny_base, path, tmp_path / "out", *more)
     assert results["num_skipped"] == 0
     assert results["after"]["eval_loss"] < results["before"]["eval_loss"]
+
+
+def make_run(base: Path, folder: Path, *more: str) -> Run:
+    arguments = train_arguments(base, write_texts(folder), folder / "out", *more, "--max_steps", "2")
+    return assemble(parse_train_arguments(arguments[1:]), Console(quiet=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", [name for name in COMBINATIONS if "tokens" in name])
+def test_a_run_takes_the_selection_off_its_model_in_the_end(
+    name: str, fails: bool, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tiny_base, tmp_path, *COMBINATIONS[name])
+    model = run.trainer.model
+    assert model is not None
+    with pytest.raises(RuntimeError, match="has TokenTune attached already"):
+        TokenTune(ratio=0.5).attach(model)
+    if fails:
+        monkeypatch.setattr(run.trainer, "train", lambda **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            execute(run, Console(quiet=True))
+    else:
+        execute(run, Console(quiet=True))
+    TokenTune(ratio=0.5).attach(model).remove()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("method", ["hift", "sft"])
+def test_a_run_unfreezes_what_its_method_froze(method: str, tiny_base: Path, tmp_path: Path) -> None:
+    run = make_run(tiny_base, tmp_path, "--method", method, *(("--density", "0.1") if method == "sft" else ()))
+    model = run.trainer.model
+    assert isinstance(model, torch.nn.Module)
+    assert not all(parameter.requires_grad for parameter in model.parameters())
+    run.close()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    names = {name for name, _ in model.named_parameters()}
+    assert names == {name for name, _ in AutoModelForCausalLM.from_pretrained(tiny_base).named_parameters()}

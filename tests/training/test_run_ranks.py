@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.training.tiny_runs import (
     EVALUATED_TOKENS,
     TINY_RECIPE,
     final_weights,
+    results_of,
     saved_weights,
     train,
     train_arguments,
@@ -68,8 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(tiny_base: Path, data: Path, folder: Path) -> list[dict[str, Seen]]:
     env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    paths = (str(tiny_base), str(data), str(folder))
-    return run_ranks(on_a_rank, RANKS, CASES, *paths, env=env, timeout_s=300)
+    return run_ranks(on_a_rank, RANKS, CASES, str(tiny_base), str(data), str(folder), env=env, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +88,6 @@ def alone(tiny_base: Path, data: Path, folder: Path) -> dict[str, dict[str, Any]
     with exact_sums():
         of_all_methods("exact")
     return of_all_methods("alone")
-
-
-def results_of(run: Path) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    return results
 
 
 @pytest.mark.slow

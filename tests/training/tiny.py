@@ -18,8 +18,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
 )
 
+from slivertune.training.data.splits import load_splits
 from slivertune.training.options.data import DataArguments
 from slivertune.training.tasks.prepare import prepare_task
 from slivertune.training.tasks.task import Task
@@ -127,9 +130,30 @@ def model_for(task: Task, config: PreTrainedConfig) -> PreTrainedModel:
     """A random model with the head that the task asks for."""
     torch.manual_seed(0)
     if task.model_kind == "sequence_classification":
-        config.num_labels = task.num_labels
+        config.num_labels = len(task.id2label or ())
         return BertForSequenceClassification(config)
     return {"causal_lm": LlamaForCausalLM, "masked_lm": BertForMaskedLM}[task.model_kind](config)
+
+
+def trainer_of(task: Task, model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
+    """A stock Trainer on the CPU, with a task's rows and hooks."""
+    return Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            report_to="none",
+            use_cpu=True,
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+            **options,
+        ),
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset,
+        data_collator=task.data_collator,
+        compute_metrics=task.compute_metrics,
+        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+        compute_loss_func=task.compute_loss_func,
+    )
 
 
 def splits_of(train: dict[str, list[Any]], evaluation: dict[str, list[Any]] | None = None) -> datasets.DatasetDict:
@@ -142,6 +166,11 @@ def splits_of(train: dict[str, list[Any]], evaluation: dict[str, list[Any]] | No
 def sentiment_splits() -> datasets.DatasetDict:
     sentences, labels = zip(*SENTIMENTS, strict=True)
     return splits_of({"sentence": list(sentences), "label": list(labels)})
+
+
+def splits_from(dataset: str | Path, *, seed: int = 0, **options: Any) -> Any:
+    """`load_splits` with data arguments from keywords."""
+    return load_splits(DataArguments(dataset=str(dataset), **options), seed=seed)
 
 
 def prepared(

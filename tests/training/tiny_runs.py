@@ -73,8 +73,7 @@ def sentences(count: int) -> list[str]:
 
 def make_tiny_base(folder: Path) -> Path:
     """Make a byte-level Llama of two blocks and its tokenizer, by the package's own code."""
-    model = train_base_model(TINY_RECIPE, sentences(60), lambda step, loss: None)
-    save_base_model(model, TINY_RECIPE, folder)
+    save_base_model(train_base_model(TINY_RECIPE, sentences(60), lambda step, loss: None), TINY_RECIPE, folder)
     return folder
 
 
@@ -109,10 +108,20 @@ def train(base: Path, data: Path, output: Path, *more: str, method: str = "hift"
     Returns:
         What is in results.json.
     """
-    code = main(train_arguments(base, data, output, *more, method=method))
-    assert code == 0
+    assert main(train_arguments(base, data, output, *more, method=method)) == 0
+    return results_of(output)
+
+
+def results_of(output: Path) -> dict[str, Any]:
+    """What is in the results.json of a run's folder."""
     results: dict[str, Any] = json.loads((output / "results.json").read_text(encoding="utf-8"))
     return results
+
+
+def complaint(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int = 2) -> str:
+    """Run the command in this process; what it says on standard error when it ends with a code."""
+    assert main(arguments) == code
+    return capsys.readouterr().err
 
 
 def saved_weights(folder: Path) -> dict[str, Any]:

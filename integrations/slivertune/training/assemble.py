@@ -1,38 +1,95 @@
-"""From checked arguments to a Trainer that is ready to train: model, data, method and callbacks."""
+"""From checked arguments to a run that is ready to train: model, data, method, Trainer and callbacks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
+from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.core.transformers_internals import use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
+from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, EvaluateFirst, NonFiniteGuard
-from slivertune.training.data.splits import load_from_arguments
+from slivertune.training.data.splits import load_splits
 from slivertune.training.embedded.default import prepare_base_model, reference_splits
-from slivertune.training.four_bit import num_weights
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import attach_tokens
 from slivertune.training.models import ModelSource, load_model, open_model
 from slivertune.training.options.defaults import BASE_RECIPE
 from slivertune.training.options.parse import TrainArguments
-from slivertune.training.output.checkpoints import read_facts
-from slivertune.training.output.describe import describe
 from slivertune.training.output.display import Display
+from slivertune.training.output.folders import read_facts
 from slivertune.training.output.ledger_lines import LedgerLines
+from slivertune.training.precision import num_weights
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.layouts import settle_layout
-from slivertune.training.ready import Run
 from slivertune.training.tasks.prepare import prepare_task
-from slivertune.training.tasks.samples import make_probe
+from slivertune.training.tasks.samples import Probe, make_probe
 from slivertune.training.tasks.task import Task
 
 _COUNTED_CYCLES = 2
 """Cycles of `--memory_ledger first_cycles`: the first creates the state, the second is like all later ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run that is ready to start."""
+
+    arguments: TrainArguments
+    coordinator: LaunchCoordinator
+    """The processes of the run; one is alone."""
+    layout: str
+    """How they share the work."""
+    source: ModelSource
+    task: Task
+    trainer: Trainer
+    loss: ChunkedCrossEntropyHandle | None
+    """None where the loss is computed from whole logits, or by no causal language model."""
+    tokens: TokenTuneHandle | None
+    """None where all tokens carry gradient."""
+    num_parameters: int
+    """Weights of the model, adapters included."""
+    num_trained: int
+    """Those of them that the method trains."""
+    display: Display
+    guard: NonFiniteGuard
+    evaluate_first: EvaluateFirst
+    ledger: LedgerLines | None
+    probe: Probe | None
+    """Asked before and after."""
+    facts: dict[str, Any]
+    """What every checkpoint's marker carries; `before` and `sample_before` are filled in when they are known."""
+
+    @property
+    def method(self) -> TrainingMethod:
+        """How it trains."""
+        return self.arguments.method
+
+    @property
+    def model_name(self) -> str:
+        """What to call the model."""
+        return self.arguments.model.model_name_or_path or "the embedded base model"
+
+    @property
+    def dataset_name(self) -> str:
+        """What to call the data."""
+        return self.arguments.data.dataset or "the Python language reference"
+
+    def close(self) -> None:
+        """Take everything off the model and the screen, also after a failure."""
+        self.display.close()
+        if self.ledger is not None:
+            self.ledger.close()
+        if self.loss is not None:
+            self.loss.remove()
+        if self.tokens is not None:
+            self.tokens.remove()
+        self.method.close()
 
 
 def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoordinator | None = None) -> Run:
@@ -79,19 +136,19 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     training.save_total_limit = None
     guard = NonFiniteGuard(arguments.run.non_finite_limit, display.say, stops=method.steps_in_backward)
     evaluate_first = EvaluateFirst()
-    with method.admit(model):
-        trainer = Trainer(
-            model=model,
-            args=training,
-            processing_class=source.tokenizer,
-            train_dataset=task.train_dataset,
-            eval_dataset=task.eval_dataset,
-            data_collator=task.data_collator,
-            compute_metrics=task.compute_metrics,
-            preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
-            compute_loss_func=None if task.compute_loss_func is None else guard.watch_loss(task.compute_loss_func),
-            callbacks=[guard, evaluate_first, display],
-        )
+    trainer = Trainer(
+        model=model,
+        args=training,
+        processing_class=source.tokenizer,
+        train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset,
+        data_collator=task.data_collator,
+        compute_metrics=task.compute_metrics,
+        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+        compute_loss_func=task.compute_loss_func,
+        callbacks=[guard, evaluate_first, display],
+    )
+    guard.watch(trainer)
     layout = settle_layout(trainer)
     guard.can_skip = not layout.startswith("zero")
     # The display takes the place of either.
@@ -104,14 +161,13 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     # Last of all that write into checkpoints.
     keep_manifest_last(trainer, marker)
     stop_at_the_end(trainer)
-    run = Run(
+    return Run(
         arguments=arguments,
         coordinator=coordinator,
         layout=layout,
         source=source,
         task=task,
         trainer=trainer,
-        method=method,
         loss=loss,
         tokens=tokens,
         num_parameters=num_parameters,
@@ -130,8 +186,6 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         ),
         facts=facts,
     )
-    describe(run)
-    return run
 
 
 def _count_weights(model: torch.nn.Module) -> tuple[int, int]:
@@ -164,10 +218,8 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
 
 
 def _prepare_data(arguments: TrainArguments, source: ModelSource) -> Task:
-    if arguments.data.dataset is None:
-        splits = reference_splits()
-    else:
-        splits = load_from_arguments(arguments.data, seed=arguments.training.seed)
+    is_embedded = arguments.data.dataset is None
+    splits = reference_splits() if is_embedded else load_splits(arguments.data, seed=arguments.training.seed)
     return prepare_task(arguments.data, source.tokenizer, source.config, splits)
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slivertune.core.manifest import find_damage, remove_manifest
 from slivertune.interop.checkpoints import KeepManifest
 from slivertune.parallel.checkpoint.manifests import write_together
 from slivertune.parallel.consistency.heartbeat import guard, world_size
-from slivertune.training.output.checkpoints import checkpoint_folders, checkpoint_step, marker_entries, remove_old
-
-logger = logging.getLogger(__name__)
+from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, marker_entries, remove_old
 
 Say = Callable[[str], None]
 
@@ -85,7 +84,8 @@ class NonFiniteGuard(TrainerCallback):
     all-reduce where there are several ranks: all skip, or none. A skipped update still counts as a step of the Trainer
     and of its schedule; the optimizer keeps its state, and HiFT its group. Under fp16 autocast gradients overflow by
     design and the scaler skips those updates itself: only the loss is judged there. DeepSpeed has made the update by
-    the time that a Trainer asks its callbacks, so there the first one ends the run.
+    the time that a Trainer asks its callbacks, so there the first one ends the run. It sees losses once it watches the
+    Trainer.
 
     Args:
         limit: Updates in a row after which training stops.
@@ -102,33 +102,26 @@ class NonFiniteGuard(TrainerCallback):
         self._say = say
         self._num_in_a_row = 0
         self._losses: list[torch.Tensor] = []
-        self._hook: torch.utils.hooks.RemovableHandle | None = None
         self.num_skipped = 0
         """Updates that were skipped so far."""
 
-    def watch_loss(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Wrap a Trainer's `compute_loss_func`, whose loss no model output carries.
+    def watch(self, trainer: Trainer) -> None:
+        """See every loss that a Trainer trains on, the model's own or that of a function, on this instance alone.
 
         Args:
-            function: Computes the loss.
-
-        Returns:
-            The same function, whose losses are judged.
+            trainer: Has not trained yet.
         """
+        compute_loss = trainer.compute_loss
 
-        def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
-            loss = function(*args, **kwargs)
-            self._see(loss)
-            return loss
+        @wraps(compute_loss)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            computed = compute_loss(*args, **kwargs)
+            loss = computed[0] if isinstance(computed, tuple) else computed
+            if loss.requires_grad:
+                self._see(loss.detach())
+            return computed
 
-        return watched
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Begin to see the losses that the model returns."""
-        self.close()
-        self._hook = kwargs["model"].register_forward_hook(self._after_forward)
+        trainer.compute_loss = watched  # type: ignore[method-assign]
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -166,52 +159,30 @@ class NonFiniteGuard(TrainerCallback):
         if self._stops:
             kwargs["logs"].pop("grad_norm", None)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Stop seeing losses."""
-        self.close()
-
-    def close(self) -> None:
-        """Take the hook off the model; harmless where there is none."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
-        self._losses.clear()
-
-    def _after_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        loss = output.get("loss") if isinstance(output, dict) else None
-        if model.training and loss is not None:
-            self._see(loss)
-
     def _see(self, loss: torch.Tensor) -> None:
-        if not loss.requires_grad:
-            return
-        if self._stops and not bool(loss.detach().isfinite().all()):
+        if self._stops and not bool(loss.isfinite().all()):
             raise RuntimeError(
-                f"the loss is {loss.detach().float().sum().item()}, and --step_in_backward can't skip an update; lower "
+                f"the loss is {loss.float().sum().item()}, and --step_in_backward can't skip an update; lower "
                 "--learning_rate, look for broken rows, or leave out --step_in_backward"
             )
-        self._losses.append(loss.detach())
+        self._losses.append(loss)
 
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
         """What is not finite, or None."""
-        signs = [loss.float().sum() for loss in self._losses]
-        if judge_gradients:
-            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-            if gradients:
-                norm: Any = torch.nn.utils.get_total_norm(gradients)
-                # Of sharded gradients it is sharded itself.
-                if hasattr(norm, "full_tensor"):
-                    with guard("adding up the norm of the gradients", computes=True):
-                        norm = norm.full_tensor()
-                signs.append(norm.float())
+        signs = [("loss", loss.float().sum()) for loss in self._losses]
+        gradients = [each.grad for each in model.parameters() if judge_gradients and each.grad is not None]
+        if gradients:
+            norm: Any = torch.nn.utils.get_total_norm(gradients)
+            # Of sharded gradients it is sharded itself.
+            if hasattr(norm, "full_tensor"):
+                with guard("adding up the norm of the gradients", computes=True):
+                    norm = norm.full_tensor()
+            signs.append(("gradient norm", norm.float()))
         if not signs:
             return None
-        values = torch.stack([sign.to(signs[-1].device) for sign in signs]).tolist()
-        names = [*["loss"] * len(self._losses), "gradient norm"]
-        for name, value in zip(names, values, strict=False):
-            if value != value or value in (float("inf"), float("-inf")):
+        values = torch.stack([sign.to(signs[-1][1].device) for _, sign in signs]).tolist()
+        for (name, _), value in zip(signs, values, strict=True):
+            if not math.isfinite(value):
                 return f"the {name} is {value}"
         return None
 

@@ -17,9 +17,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from slivertune.training.four_bit import four_bit_options, prepare_four_bit
 from slivertune.training.options.arguments import ModelArguments
-from slivertune.training.precision import Precision
+from slivertune.training.precision import Precision, four_bit_options, prepare_four_bit
 from slivertune.training.tasks.task import Task
 
 _CLASS_OF_KIND: dict[str, Any] = {
@@ -106,7 +105,9 @@ def load_model(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     if task.model_kind == "sequence_classification":
-        options |= {"id2label": task.id2label, "label2id": task.label2id, "pad_token_id": task.pad_token_id}
+        id2label = task.id2label or {}
+        label2id = {name: index for index, name in id2label.items()}
+        options |= {"id2label": id2label, "label2id": label2id, "pad_token_id": task.pad_token_id}
     model_class = _CLASS_OF_KIND[task.model_kind]
     try:
         if four_bit_device is not None:

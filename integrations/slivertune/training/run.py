@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from slivertune.core import atomic
+from slivertune.training.assemble import Run
 from slivertune.training.options.checks import enum_value
 from slivertune.training.options.parse import TrainArguments
-from slivertune.training.output.checkpoints import newest_whole
 from slivertune.training.output.display import describe_metrics
-from slivertune.training.output.folders import START_NAME, read_results
-from slivertune.training.output.plan_line import PlanLine
-from slivertune.training.output.report import Results, Sample, print_results, write_results
-from slivertune.training.ready import Run
-from slivertune.training.tasks.samples import Probe
+from slivertune.training.output.folders import START_NAME, newest_whole, read_results
+from slivertune.training.output.plan_line import DevicePeak, plan_run
+from slivertune.training.output.report import Results, Sample, describe, print_results, write_results
 
 _SET_BY_LAUNCHERS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """Environment variables of processes that torchrun, deepspeed and accelerate launch start."""
@@ -38,10 +37,8 @@ def execute(run: Run, console: Console) -> Results:
     Raises:
         RuntimeError: If too many updates in a row are not finite.
     """
-    try:
+    with closing(run):
         return _execute(run, console)
-    finally:
-        run.close()
 
 
 def describe_interruption(arguments: TrainArguments) -> str:
@@ -110,7 +107,12 @@ def _execute(run: Run, console: Console) -> Results:
     if run.coordinator.is_first:
         output_folder.mkdir(parents=True, exist_ok=True)
         atomic.write_json(output_folder / START_NAME, {"command": run.arguments.command})
-    plan_line = PlanLine(run)
+    describe(run)
+    # The figures are the first rank's, and so is what is said.
+    is_measured = run.arguments.run.memory_ledger != "off" and run.coordinator.is_first
+    plan, device_peak = plan_run(run) if is_measured else None, DevicePeak()
+    if is_measured:
+        run.trainer.add_callback(device_peak)
     if run.layout == "single":
         _evaluate_before(run)
     else:
@@ -121,7 +123,11 @@ def _execute(run: Run, console: Console) -> Results:
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     after = _evaluate(run)
     saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path, coordinator=run.coordinator)
-    sample = None if run.probe is None else _ask_again(run, run.probe)
+    sample, probe = None, run.probe
+    if probe is not None:
+        before = run.facts["sample_before"]
+        sample = Sample(prompt=probe.prompt, before=before, after=probe.ask(), expected=probe.expected)
+    peak = None if run.ledger is None else run.ledger.peak
     results = Results(
         method=run.method.name,
         model=run.model_name,
@@ -137,11 +143,13 @@ def _execute(run: Run, console: Console) -> Results:
         num_steps=output.global_step,
         steps_per_second=run.display.num_updates / run.display.seconds if run.display.seconds else None,
         num_skipped=run.guard.num_skipped,
-        peak=None if run.ledger is None else run.ledger.peak,
+        peak=peak,
         highest=None if run.ledger is None else run.ledger.highest,
-        peaks=plan_line.peaks(),
-        model_folder=saved.model,
-        delta_folder=saved.deltas,
+        planned_peak_bytes=None if plan is None else plan.peak_bytes,
+        # On CUDA what the allocator had, elsewhere what the ledger counted.
+        measured_peak_bytes=device_peak.num_bytes or (None if peak is None else peak.device),
+        model_folder=saved.model_folder,
+        delta_folder=saved.delta_folder,
         merge_command=saved.merge_command,
         checkpoint=newest_whole(output_folder, read_files=False)[0] if run.coordinator.is_first else None,
         sample=sample,
@@ -159,11 +167,6 @@ def _evaluate_before(run: Run) -> None:
     run.display.say(f"evaluation before: {describe_metrics(run.facts['before'])}")
 
 
-def _ask_again(run: Run, probe: Probe) -> Sample:
-    before = run.facts["sample_before"]
-    return Sample(prompt=probe.prompt, before=before, after=probe.ask(), expected=probe.expected)
-
-
 def _evaluate(run: Run) -> dict[str, float]:
     metrics = run.trainer.evaluate()
     return {name: float(metrics[name]) for name in ("eval_loss", "eval_accuracy") if name in metrics}
@@ -171,25 +174,26 @@ def _evaluate(run: Run) -> dict[str, float]:
 
 def _settings(run: Run) -> dict[str, Any]:
     """What decides the figures, beside the model and the data."""
-    training = run.arguments.training
-    settings: dict[str, Any] = {
-        name: getattr(training, name)
-        for name in (
-            "learning_rate",
-            "weight_decay",
-            "max_grad_norm",
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "activation_checkpointing",
-            "seed",
-        )
-    }
-    settings |= {
+    training, precision = run.arguments.training, run.arguments.precision
+    names = (
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "activation_checkpointing",
+        "seed",
+    )
+    return {
+        **{name: getattr(training, name) for name in names},
         "optim": run.method.optimizer_name(training),
         "lr_scheduler_type": enum_value(training.lr_scheduler_type),
+        "weights": precision.loading,
+        "autocast": precision.autocast,
+        "max_length": run.task.max_length,
+        "load_in_4bit": run.arguments.model.load_in_4bit,
+        "chunked_cross_entropy": run.loss is not None,
+        "token_ratio": run.arguments.tokens.token_ratio,
+        "token_pattern": None if run.tokens is None else run.tokens.pattern,
+        **run.method.settings(),
     }
-    settings |= {"weights": run.arguments.precision.loading, "autocast": run.arguments.precision.autocast}
-    settings |= {"max_length": run.task.max_length, "load_in_4bit": run.arguments.model.load_in_4bit}
-    settings |= {"chunked_cross_entropy": run.loss is not None}
-    settings |= {"token_ratio": None, "token_pattern": None} if run.tokens is None else run.tokens.settings()
-    return {**settings, **run.method.settings()}

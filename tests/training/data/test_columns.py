@@ -64,18 +64,41 @@ def test_half_of_a_sentence_pair_is_not_guessed() -> None:
     assert sentence_columns(named, table("sentence", "question", "label")) == ("question", "sentence")
 
 
-def test_an_absent_column_is_an_error_that_lists_those_there_are() -> None:
-    rows = table("one", "two")
-    with pytest.raises(ValueError, match=r"--text_column names the column 'three'.* its columns are one, two \(if"):
-        causal_columns(DataArguments(text_column="three"), rows)
-    with pytest.raises(ValueError, match="--response_column names the column 'three'"):
-        causal_columns(DataArguments(prompt_column="one", response_column="three"), rows)
-    with pytest.raises(ValueError, match="--label_column names the column 'three'"):
-        label_column(DataArguments(task="classification", label_column="three"), rows)
-    with pytest.raises(ValueError, match="give no plain choice; name what to read with --label_column"):
-        label_column(DataArguments(task="classification"), rows)
+@pytest.mark.parametrize(
+    ("choose", "options", "message"),
+    [
+        (
+            causal_columns,
+            {"text_column": "three"},
+            r"--text_column names the column 'three'.* its columns are one, two \(if",
+        ),
+        (
+            causal_columns,
+            {"prompt_column": "one", "response_column": "three"},
+            "--response_column names the column 'three'",
+        ),
+        (
+            label_column,
+            {"task": "classification", "label_column": "three"},
+            "--label_column names the column 'three'",
+        ),
+        (
+            label_column,
+            {"task": "classification"},
+            "give no plain choice; name what to read with --label_column",
+        ),
+    ],
+)
+def test_an_absent_column_is_an_error_that_lists_those_there_are(
+    choose: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose(DataArguments(**options), table("one", "two"))
+
+
+def test_a_column_that_only_training_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="the eval split has no column 'three', which the train split has"):
-        require_columns(rows, ("one", "three"), "eval")
+        require_columns(table("one", "two"), ("one", "three"), "eval")
 
 
 def test_a_column_of_numbers_is_no_text() -> None:

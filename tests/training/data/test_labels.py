@@ -40,8 +40,7 @@ def test_named_classes_keep_their_own_order_even_where_one_is_unused() -> None:
 
 
 def test_labels_written_differently_in_another_file_are_the_same_labels() -> None:
-    labels = read_labels(rows(["0", "1"]), "label")
-    assert labels.encode(rows([1, 0]), split="eval") == [1, 0]
+    assert read_labels(rows(["0", "1"]), "label").encode(rows([1, 0]), split="eval") == [1, 0]
     named = read_labels(rows(["neg", "pos"]), "label")
     assert named.encode(rows([0, 1], datasets.ClassLabel(names=["pos", "neg"])), split="eval") == [1, 0]
 

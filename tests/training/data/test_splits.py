@@ -12,21 +12,21 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from slivertune.training.data.columns import ROW_COLUMN
-from slivertune.training.data.splits import load_from_arguments, load_splits
+from slivertune.training.data.splits import load_splits
 from slivertune.training.options.data import DataArguments
-from tests.training.tiny import bert_config, prepared, word_tokenizer, write
+from tests.training.tiny import bert_config, prepared, splits_from, word_tokenizer, write
 
 NUMBERED = "text\n" + "".join(f"row {number}\n" for number in range(20))
 
 
 def test_without_evaluation_rows_a_seeded_fraction_is_held_out_and_rows_keep_their_number(tmp_path: Path) -> None:
     file = write(tmp_path / "rows.csv", NUMBERED)
-    splits = load_splits(file, eval_fraction=0.2, seed=3)
+    splits = splits_from(file, eval_fraction=0.2, seed=3)
     assert (len(splits["train"]), len(splits["eval"])) == (16, 4)
     assert set(splits["train"]["text"]).isdisjoint(splits["eval"]["text"])
     for split in splits.values():
         assert [f"row {number}" for number in split[ROW_COLUMN]] == list(split["text"])
-    again, other = load_splits(file, eval_fraction=0.2, seed=3), load_splits(file, eval_fraction=0.2, seed=4)
+    again, other = splits_from(file, eval_fraction=0.2, seed=3), splits_from(file, eval_fraction=0.2, seed=4)
     assert list(again["eval"]["text"]) == list(splits["eval"]["text"])
     assert list(other["eval"]["text"]) != list(splits["eval"]["text"])
 
@@ -36,10 +36,10 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
     folder.mkdir()
     write(folder / "train.csv", NUMBERED)
     write(folder / "dev.csv", "text\nfrom dev\n")
-    assert list(load_splits(str(folder), eval_split="validation")["eval"]["text"]) == ["from dev"]
-    sliced = load_splits(str(folder / "train.csv"), train_split="train[:5]", eval_split="train[18:]")
+    assert list(splits_from(folder, eval_split="validation")["eval"]["text"]) == ["from dev"]
+    sliced = splits_from(folder / "train.csv", train_split="train[:5]", eval_split="train[18:]")
     assert (len(sliced["train"]), list(sliced["eval"]["text"])) == (5, ["row 18", "row 19"])
-    elsewhere = load_splits(str(folder / "train.csv"), eval_file=write(tmp_path / "e.jsonl", '{"text": "from json"}\n'))
+    elsewhere = splits_from(folder / "train.csv", eval_file=write(tmp_path / "e.jsonl", '{"text": "from json"}\n'))
     assert (len(elsewhere["train"]), list(elsewhere["eval"]["text"])) == (20, ["from json"])
 
 
@@ -61,12 +61,12 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
 def test_what_is_not_there_is_named_with_the_way_out(options: dict[str, str], message: str, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.csv", NUMBERED)
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_splits(**{"dataset": file, **options})
+        splits_from(**{"dataset": file, **options})
 
 
 def test_one_row_can_not_be_split(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"1 rows are too few to hold out 0\.1 of them.*--sample_by"):
-        load_splits(write(tmp_path / "one.txt", "one line\n"))
+        splits_from(write(tmp_path / "one.txt", "one line\n"))
 
 
 def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(ConnectionError, match=r"'owner/name' is no local file or folder.*no route.*name a local file"):
-        load_splits("owner/name", cache_dir=str(tmp_path))
+        splits_from("owner/name", dataset_cache_dir=str(tmp_path))
     assert waits == [], "the datasets library's own retries wait for half a minute in all"
 
 
@@ -87,7 +87,7 @@ def test_an_unknown_hub_dataset_is_told_from_an_unreachable_hub(monkeypatch: pyt
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", not_found)
     with pytest.raises(ValueError, match="neither a local file or folder nor a dataset that the hub shows you"):
-        load_splits("owner/name")
+        splits_from("owner/name")
 
 
 def test_a_cached_hub_dataset_is_used_when_the_hub_is_unreachable(
@@ -96,7 +96,7 @@ def test_a_cached_hub_dataset_is_used_when_the_hub_is_unreachable(
     loaded = datasets.Dataset.from_dict({"text": ["one", "two"]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [loaded])
     (tmp_path / "owner___some_name" / "default").mkdir(parents=True)
-    splits = load_splits("owner/someName", cache_dir=str(tmp_path), eval_fraction=0.5)
+    splits = splits_from("owner/someName", dataset_cache_dir=str(tmp_path), eval_fraction=0.5)
     assert {*splits["train"]["text"], *splits["eval"]["text"]} == {"one", "two"}
     assert "taking owner/someName from the cache" in caplog.text
 
@@ -108,7 +108,7 @@ def test_a_wrong_configuration_of_a_hub_dataset_is_passed_on_with_the_option(mon
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     monkeypatch.setattr(datasets, "load_dataset", missing)
     with pytest.raises(ValueError, match=r"pick one among \['sst2', 'mnli'\]; see --dataset_config"):
-        load_splits("nyu-mll/glue")
+        splits_from("nyu-mll/glue")
 
 
 def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch: pytes
     data.mkdir()
     write(data / "rows.csv", "sentence,label\n" + "a good film,1\na bad film,0\n" * 10)
     monkeypatch.chdir(data)
-    splits = load_from_arguments(DataArguments(dataset="rows.csv", dataset_cache_dir=str(cache)), seed=0)
+    splits = splits_from("rows.csv", dataset_cache_dir=str(cache))
     task = prepared(splits, word_tokenizer(), bert_config(), task="classification")
     assert [file.name for file in data.iterdir()] == ["rows.csv"]
     files = [file["filename"] for file in (*task.train_dataset.cache_files, *task.eval_dataset.cache_files)]
@@ -126,12 +126,12 @@ def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch: pytes
 
 def test_a_run_without_a_dataset_says_which_option_is_missing() -> None:
     with pytest.raises(ValueError, match="give --dataset a hub id or a local file"):
-        load_from_arguments(DataArguments(), seed=0)
+        load_splits(DataArguments(), seed=0)
 
 
 def test_the_sentiment_treebank_is_read_without_a_header_line(shared_data: Path) -> None:
     folder = shared_data / "sst2"
-    splits = load_splits(str(folder), column_names=["sentence", "label"], eval_split="validation")
+    splits = splits_from(folder, column_names=["sentence", "label"], eval_split="validation")
     assert (len(splits["train"]), len(splits["eval"])) == (6920, 872)
     assert splits["eval"][0] == {"sentence": "one long string of cliches", "label": "0", ROW_COLUMN: 0}
     lines = (folder / "dev.tsv").read_text(encoding="utf-8").splitlines()
@@ -142,7 +142,7 @@ def test_the_restaurant_descriptions_are_read_with_their_quoted_commas(
     shared_data: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "slivertune"):
-        splits = load_splits(str(shared_data / "e2e" / "devset.csv"), eval_fraction=0.1, seed=0)
+        splits = splits_from(shared_data / "e2e" / "devset.csv", eval_fraction=0.1)
     assert "held out 467 of 4672 rows for evaluation (seed 0)" in caplog.text
     assert (len(splits["train"]), len(splits["eval"])) == (4205, 467)
     by_number = {row[ROW_COLUMN]: row for split in splits.values() for row in split}

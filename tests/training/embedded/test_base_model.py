@@ -32,8 +32,7 @@ def few_docstrings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_the_model_is_trained_once_and_found_again(tmp_path: Path, few_docstrings: list[int]) -> None:
     steps: list[int] = []
     first = ensure_base_model(TINY_RECIPE, cache=tmp_path, report=lambda step, loss: steps.append(step))
-    second = ensure_base_model(TINY_RECIPE, cache=tmp_path, report=lambda step, loss: steps.append(step))
-    assert first == second
+    assert first == ensure_base_model(TINY_RECIPE, cache=tmp_path, report=lambda step, loss: steps.append(step))
     assert steps == [1, 2, 3]
     assert len(few_docstrings) == 1
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 1
@@ -90,8 +89,7 @@ CHANGES: tuple[dict[str, Any], ...] = ({"num_steps": 7}, {"seed": 1}, {"hidden_s
 
 def test_the_cache_follows_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = base_model_folder(TINY_RECIPE)
-    assert folder == tmp_path / "slivertune" / "base_models" / TINY_RECIPE.key()
+    assert base_model_folder(TINY_RECIPE) == tmp_path / "slivertune" / "base_models" / TINY_RECIPE.key()
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert base_model_folder(TINY_RECIPE).parents[2] == tmp_path / "home" / ".cache"

@@ -21,8 +21,7 @@ def test_a_rate_that_nobody_chose_for_hift_is_pointed_at(tmp_path: Path) -> None
     assert note.startswith(f"HiFT updates a parameter once in {LAYERS} updates here")
     assert note.endswith("--learning_rate was not given, so 5e-05 is used")
     assert method.notes(tiny_llama(), learning_rate=None) == []
-    whole = attached(tmp_path, layers_per_group=LAYERS)
-    assert whole.notes(tiny_llama(), learning_rate=5e-5) == []
+    assert attached(tmp_path, layers_per_group=LAYERS).notes(tiny_llama(), learning_rate=5e-5) == []
 
 
 @pytest.mark.parametrize(("settings", "updates"), [({}, 2 * LAYERS), ({"steps_per_group": 2}, 2 * LAYERS)])

@@ -78,8 +78,7 @@ def test_what_is_trained_is_fp32_beside_16_bit_weights() -> None:
     model, _ = adapt(
         BertForSequenceClassification(bert_config()).to(torch.bfloat16), "sequence_classification", ("classifier",)
     )
-    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    assert dtypes == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
     assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {torch.bfloat16}
 
 

@@ -15,9 +15,11 @@ from transformers import Trainer, TrainingArguments
 from slivertune.cli import main
 from slivertune.core.layers import find_layers
 from slivertune.training.methods import TrainingMethod, register_train_method
+from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.parse import parse_train_arguments
-from slivertune.training.output.checkpoints import read_facts
+from slivertune.training.output.folders import read_facts
+from tests.helpers.models import tiny_llama
 from tests.training.tiny_runs import saved_weights, train, train_arguments, write_texts
 
 
@@ -151,3 +153,9 @@ def test_a_name_or_an_option_that_is_taken_is_refused() -> None:
     with pytest.raises(ValueError, match="--num_random_layers is read by --method random_layers; name other_order's"):
         register_train_method(OtherOrder)
     assert list(TRAIN_METHODS) == ["dense", "hift", "sft", "lora", "random_layers"]
+
+
+def test_dense_warns_of_bf16_weights_without_masters() -> None:
+    assert DenseMethod().notes(tiny_llama(), learning_rate=1.0) == []
+    (note,) = DenseMethod().notes(tiny_llama(torch.bfloat16), learning_rate=None)
+    assert note.startswith("dense fine-tuning of bf16 weights keeps no fp32 masters")

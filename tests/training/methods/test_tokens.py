@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.core.manifest import find_damage
+from slivertune.core.manifest import find_damage, read_entries
 from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.tokentune.config import TokenTune
 from slivertune.training.callbacks import CheckpointMarker
-from slivertune.training.methods.tokens import attach_tokens
+from slivertune.training.methods.tokens import attach_tokens, tokens_line
 from slivertune.training.options.arguments import TokenArguments
 from tests.helpers.models import tiny_bert, tiny_llama
 from tests.training.test_callbacks import make_trainer
@@ -27,9 +27,9 @@ def test_a_training_forward_selects_the_share_asked_for(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=3)
     tokens = attach(trainer)
     trainer.train()
-    assert tokens.handle.num_draws == 3
-    assert tokens.handle.last_selection.shape == (2, 4), "two rows of eight tokens"
-    assert tokens.settings() == {"token_ratio": 0.5, "token_pattern": "chunks"}
+    assert tokens.num_draws == 3
+    assert tokens.last_selection.shape == (2, 4), "two rows of eight tokens"
+    assert (tokens.settings.ratio, tokens.pattern) == (0.5, "chunks")
 
 
 def test_no_share_attaches_nothing(tmp_path: Path) -> None:
@@ -56,8 +56,8 @@ def test_the_pattern_suits_the_model_unless_it_is_given(
     trainer.model = build()
     tokens = attach_tokens(trainer, arguments, checkpoint=None)
     assert tokens is not None
-    assert tokens.settings()["token_pattern"] == pattern
-    assert tokens.line() == f"  tokens  {line}"
+    assert tokens.pattern == pattern
+    assert tokens_line(tokens) == f"  tokens  {line}"
 
 
 def test_a_checkpoint_holds_the_selections_state_and_gives_it_back(tmp_path: Path) -> None:
@@ -67,9 +67,9 @@ def test_a_checkpoint_holds_the_selections_state_and_gives_it_back(tmp_path: Pat
     trainer.train()
     checkpoint = tmp_path / "checkpoint-2"
     assert find_damage(checkpoint) is None
+    assert TOKENS_NAME in read_entries(checkpoint)["files"]
     assert json.loads((checkpoint / TOKENS_NAME).read_text())["num_draws"] == 2
-    again = make_trainer(tmp_path, seed=9)
-    assert attach(again, checkpoint=checkpoint).handle.num_draws == 2
+    assert attach(make_trainer(tmp_path, seed=9), checkpoint=checkpoint).num_draws == 2
     other = make_trainer(tmp_path, seed=8)
     with pytest.raises(ValueError, match="was saved with seed=9, and this run has seed=8"):
         attach(other, checkpoint=checkpoint)
@@ -85,7 +85,7 @@ def test_what_is_not_selected_carries_no_gradient(tmp_path: Path) -> None:
     model(inputs_embeds=embedded, labels=ids).loss.backward()
     assert embedded.grad is not None
     with_gradient = {tuple(place) for place in embedded.grad.abs().sum(-1).nonzero().tolist()}
-    selected = {(row, int(place)) for row in (0, 1) for place in tokens.handle.last_selection[row]}
+    selected = {(row, int(place)) for row in (0, 1) for place in tokens.last_selection[row]}
     assert with_gradient
     assert with_gradient <= selected
     assert len(selected) == 4

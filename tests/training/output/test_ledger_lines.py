@@ -8,14 +8,26 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from slivertune.core.ledger import claim
+from slivertune.core.ledger import Census, claim
 from slivertune.hift.rotation import Rotation
 from slivertune.training.methods import hift as hift_method
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
 from slivertune.training.output.ledger_lines import LedgerLines
 from tests.helpers.models import LAYERS, tiny_llama
-from tests.training.test_callbacks import ROWS, make_trainer
+from tests.training.test_callbacks import make_trainer
+
+
+def counted(
+    folder: Path, *callbacks: TrainerCallback, say: Any = print, num_cycles: int | None = None, **options: Any
+) -> tuple[Census, Census]:
+    """The peak, and each kind's highest, of a dense run."""
+    trainer = make_trainer(folder, *callbacks, **options)
+    ledger = LedgerLines(trainer.model, DenseMethod().cycle, say, num_cycles)  # type: ignore[arg-type]
+    trainer.add_callback(ledger)
+    trainer.train()
+    assert ledger.peak is not None and ledger.highest is not None
+    return ledger.peak, ledger.highest
 
 
 def test_cycles_are_counted_by_steps_or_by_log_lines() -> None:
@@ -34,16 +46,8 @@ def test_a_leak_shows_as_bytes_that_no_one_claimed(tmp_path: Path) -> None:
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             leaked.append(torch.zeros(2**20, dtype=torch.uint8))
 
-    peaks = []
-    for callbacks in ([], [Leak()]):
-        model = tiny_llama()
-        trainer = make_trainer(tmp_path, *callbacks, model=model, max_steps=4)
-        ledger = LedgerLines(model, DenseMethod().cycle, lambda line: None)
-        trainer.add_callback(ledger)
-        trainer.train()
-        assert ledger.highest is not None
-        peaks.append(ledger.highest.residual)
-    assert peaks[1] - peaks[0] >= 3 * 2**20
+    (_, without), (_, leaking) = (counted(tmp_path, *callbacks, max_steps=4) for callbacks in ([], [Leak()]))
+    assert leaking.residual - without.residual >= 3 * 2**20
 
 
 def test_a_line_is_about_its_own_cycle_alone_and_the_peak_about_all(tmp_path: Path) -> None:
@@ -53,30 +57,18 @@ def test_a_line_is_about_its_own_cycle_alone_and_the_peak_about_all(tmp_path: Pa
                 claim(torch.zeros(50_000_000, dtype=torch.uint8), "state")
 
     said: list[str] = []
-    model = tiny_llama()
-    trainer = make_trainer(tmp_path, Borrow(), model=model, max_steps=2, optim="sgd")
-    ledger = LedgerLines(model, DenseMethod().cycle, said.append)
-    trainer.add_callback(ledger)
-    trainer.train()
+    peak, highest = counted(tmp_path, Borrow(), say=said.append, max_steps=2, optim="sgd")
     assert ["state on the device 50.0 MB" in line for line in said] == [True, False]
-    assert ledger.highest is not None and ledger.peak is not None
-    assert ledger.highest.state == 50_000_000
-    assert ledger.peak.device >= 50_000_000
+    assert highest.state == 50_000_000
+    assert peak.device >= 50_000_000
 
 
 def test_evaluation_is_not_counted(tmp_path: Path) -> None:
-    residual = []
-    for num_rows in (2, 16):
-        model = tiny_llama()
-        trainer = make_trainer(tmp_path, model=model, max_steps=4, eval_strategy="steps", eval_steps=1)
-        trainer.args.per_device_eval_batch_size = num_rows
-        trainer.eval_dataset = ROWS
-        ledger = LedgerLines(model, DenseMethod().cycle, lambda line: None)
-        trainer.add_callback(ledger)
-        trainer.train()
-        assert ledger.highest is not None
-        residual.append(ledger.highest.residual)
-    assert residual[0] == residual[1]
+    (_, few), (_, many) = (
+        counted(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=num_rows)
+        for num_rows in (1, 4)
+    )
+    assert few.residual == many.residual
 
 
 def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(
@@ -106,9 +98,6 @@ def test_it_stops_after_the_cycles_asked_for_and_leaves_the_dispatcher_clean(tmp
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     said: list[str] = []
-    model = tiny_llama()
-    trainer = make_trainer(tmp_path, model=model, max_steps=6)
-    trainer.add_callback(LedgerLines(model, DenseMethod().cycle, said.append, num_cycles=2))
-    trainer.train()
+    counted(tmp_path, say=said.append, num_cycles=2, max_steps=6)
     assert len(said) == 2
     assert _get_current_dispatch_mode() is None

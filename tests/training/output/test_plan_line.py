@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,12 @@ from rich.console import Console
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
-from slivertune.training.assemble import assemble
+from slivertune.training.assemble import Run, assemble
 from slivertune.training.embedded.base_model import save_base_model, train_base_model
 from slivertune.training.options.defaults import BASE_RECIPE
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.output import plan_line, plan_process
-from slivertune.training.output.plan_line import DevicePeak, PlanLine, request_of
-from slivertune.training.ready import Run
+from slivertune.training.output.plan_line import DevicePeak, plan_run, request_of
 from tests.training.tiny_runs import train, train_arguments, write_classes, write_texts
 
 TOLERANCE = 0.03
@@ -72,8 +72,7 @@ def test_a_run_says_what_is_planned_before_and_what_was_measured_after(
 ) -> None:
     results = train(tiny_base, write_texts(tmp_path), tmp_path / "out")
     planned, measured = results["planned_peak_bytes"], results["measured_peak_bytes"]
-    out = capsys.readouterr().out
-    start, _, end = out.partition("evaluation before")
+    start, _, end = capsys.readouterr().out.partition("evaluation before")
     assert f"  memory  {planned / 1e6:,.1f} MB planned at the peak (weights " in start
     difference = f"{planned / measured - 1:+.1%}"
     assert f"{measured / 1e6:,.1f} MB, planned {planned / 1e6:,.1f} MB ({difference})" in end
@@ -89,13 +88,10 @@ def test_a_plan_that_draws_leaves_the_runs_random_state_as_it_was(
         return make_plan(*args)
 
     monkeypatch.setattr(plan_line, "make_plan", draw_and_plan)
-    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")
-    before = torch.get_rng_state()
-    try:
-        line = PlanLine(run)
-    finally:
-        run.close()
-    assert line.plan is not None and len(drawn) == 1
+    with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")) as run:
+        before = torch.get_rng_state()
+        plan = plan_run(run)
+    assert plan is not None and len(drawn) == 1
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -117,8 +113,7 @@ def test_a_plan_that_fails_is_one_line_and_the_run_goes_on(
     monkeypatch.setattr(plan_line, "make_plan", fail)
     results = train(tiny_base, write_texts(tmp_path), tmp_path / "out")
     assert results["planned_peak_bytes"] is None and results["measured_peak_bytes"] > 0
-    out = capsys.readouterr().out
-    assert "  memory  not planned: an operator without sizes\n" in out
+    assert "  memory  not planned: an operator without sizes\n" in capsys.readouterr().out
 
 
 def die(*args: Any) -> None:
@@ -129,16 +124,13 @@ def die(*args: Any) -> None:
 def test_on_ranks_a_plan_is_made_apart_and_may_die(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")
-    planned = make_plan(request_of(run), run.source.config)
-    capfd.readouterr()
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    try:
-        assert PlanLine(run).plan == planned
+    with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")) as run:
+        planned = make_plan(request_of(run), run.source.config)
+        capfd.readouterr()
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        assert plan_run(run) == planned
         monkeypatch.setattr(plan_process, "_plan", die)
-        assert PlanLine(run).plan is None
-    finally:
-        run.close()
+        assert plan_run(run) is None
     assert capfd.readouterr() == ("", "")
 
 
@@ -175,36 +167,26 @@ def assembled(base: Path, data: Path, output: Path, *more: str, method: str = "h
 def test_a_run_is_planned_as_what_it_is(
     method: Any, words: tuple[str, ...], changes: dict[str, Any], tiny_base: Path, tmp_path: Path
 ) -> None:
-    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method=method)
-    try:
+    with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method=method)) as run:
         request = request_of(run)
-    finally:
-        run.close()
     longest = max(len(row["input_ids"]) for row in run.task.train_dataset)
     assert longest < 128, "the rows are shorter than --max_length, and padded to the longest at most"
-    defaults = {"method": method, "batch_size": 2, "seq_length": longest}
-    assert request == PlanRequest(**{**defaults, **changes})
+    assert request == PlanRequest(**{"method": method, "batch_size": 2, "seq_length": longest, **changes})
 
 
 def test_sft_is_planned_with_its_share_of_the_weights(tiny_base: Path, tmp_path: Path) -> None:
     words = ("--equivalent_lora_rank", "2", "--selection", "momentum")
-    run = assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method="sft")
-    try:
+    with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method="sft")) as run:
         request = request_of(run)
         optimizer: Any = run.trainer.optimizer
         assert request.density == optimizer.num_weights / sum(optimizer.num_elements.values())
-    finally:
-        run.close()
     assert (request.method, request.selection) == ("sft", "momentum")
 
 
 def test_a_classifier_is_planned_with_its_classes(tiny_base: Path, tmp_path: Path) -> None:
     words = ("--task", "classification", "--chunked_cross_entropy", "false")
-    run = assembled(tiny_base, write_classes(tmp_path), tmp_path / "out", *words)
-    try:
+    with closing(assembled(tiny_base, write_classes(tmp_path), tmp_path / "out", *words)) as run:
         request = request_of(run)
-    finally:
-        run.close()
     assert (request.task, request.num_labels) == ("classification", 2)
 
 

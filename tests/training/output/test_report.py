@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from slivertune.core.ledger import Census
-from slivertune.training.output.plan_line import Peaks
 from slivertune.training.output.report import Results, Sample, print_results, write_results
 
 RESULTS = Results(
@@ -29,7 +28,8 @@ RESULTS = Results(
     num_skipped=2,
     peak=Census(parameters=1_000_000, residual=2_500_000),
     highest=Census(parameters=1_000_000, residual=3_000_000, disk=4_000_000),
-    peaks=Peaks(planned=3_570_000, measured=3_500_000),
+    planned_peak_bytes=3_570_000,
+    measured_peak_bytes=3_500_000,
     model_folder=Path("runs/hift/model"),
     checkpoint=Path("runs/hift/checkpoint-3"),
     sample=Sample(prompt="[bold]Q", before="no", after="yes", expected="maybe"),
@@ -54,7 +54,8 @@ def test_what_was_not_measured_is_not_printed(tmp_path: Path) -> None:
         RESULTS,
         peak=None,
         highest=None,
-        peaks=Peaks(planned=None, measured=None),
+        planned_peak_bytes=None,
+        measured_peak_bytes=None,
         checkpoint=None,
         sample=None,
         num_skipped=0,
@@ -67,7 +68,7 @@ def test_what_was_not_measured_is_not_printed(tmp_path: Path) -> None:
 
 def test_a_measured_peak_without_a_plan_stands_alone(tmp_path: Path) -> None:
     out = io.StringIO()
-    results = replace(RESULTS, peaks=Peaks(planned=None, measured=3_500_000))
+    results = replace(RESULTS, planned_peak_bytes=None)
     print_results(results, Console(file=out, width=100), tmp_path / "results.json")
     assert "3.5 MB" in out.getvalue() and "planned" not in out.getvalue()
 

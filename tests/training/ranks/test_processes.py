@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.training.ranks.processes import asks_for_deepspeed, asks_for_fsdp, check_processes, device_values
+from slivertune.training.ranks.processes import asks_for, check_processes, device_values
 
 
 @pytest.fixture(autouse=True)
@@ -46,15 +46,18 @@ def test_deepspeed_on_cpus_talks_by_gloo(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    ("variable", "asks"), [("ACCELERATE_USE_DEEPSPEED", asks_for_deepspeed), ("ACCELERATE_USE_FSDP", asks_for_fsdp)]
+    ("variable", "engine", "other"),
+    [("ACCELERATE_USE_DEEPSPEED", "deepspeed", "fsdp"), ("ACCELERATE_USE_FSDP", "fsdp", "deepspeed")],
 )
-def test_what_the_launcher_asks_for_counts_too(variable: str, asks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not asks({})
-    assert asks({"deepspeed": "zero2.json", "fsdp": "full_shard"})
-    monkeypatch.setenv(variable, "true")
-    assert asks({})
-    monkeypatch.setenv(variable, "false")
-    assert not asks({})
+def test_what_the_launcher_asks_for_counts_too(
+    variable: str, engine: Any, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = {"deepspeed": "zero2.json", "fsdp": "full_shard"}
+    for value, asked in ((None, False), ("true", True), ("false", False)):
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+        assert asks_for(engine, {}) is asked and not asks_for(other, {})
+        assert asks_for(engine, {engine: typed[engine]}) and not asks_for(other, {engine: typed[engine]})
 
 
 def test_fsdp_without_gpus_is_refused_since_accelerate_would_fall_to_ddp(monkeypatch: pytest.MonkeyPatch) -> None:

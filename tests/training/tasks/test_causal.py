@@ -8,13 +8,20 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, T5Config
 
-from slivertune.training.data.splits import load_splits
 from slivertune.training.tasks.task import Task
 from slivertune.training.tasks.tokenization import IGNORED
 from tests.helpers.tolerance import step_limit, sum_limit, with_exact
-from tests.training.tiny import byte_tokenizer, llama_config, prepared, splits_of, word_tokenizer
+from tests.training.tiny import (
+    byte_tokenizer,
+    llama_config,
+    prepared,
+    splits_from,
+    splits_of,
+    trainer_of,
+    word_tokenizer,
+)
 
 EOS = 0
 TEXTS = ["short", "a text of thirty characters ...", "mid length text"]
@@ -36,14 +43,13 @@ def test_a_document_ends_with_the_end_of_text_token_and_begins_as_the_tokenizer_
         expected = [("<bos>" if bos else "") + text + "<eos>" for text in TEXTS]
         assert [tokenizer.decode(ids) for ids in task.train_dataset["input_ids"]] == expected
         assert task.train_dataset.column_names == ["input_ids"]
-    assert (task.metric_name, task.model_kind, task.compute_metrics) == ("eval_loss", "causal_lm", None)
+    assert (task.model_kind, task.compute_metrics) == ("causal_lm", None)
 
 
 @pytest.mark.parametrize("max_length", [2, 5, 11, 16, 32])
 def test_a_long_document_is_cut_so_that_every_token_is_predicted_once(max_length: int) -> None:
     tokenizer = byte_tokenizer()
-    task = causal({"text": TEXTS}, tokenizer, max_length=max_length)
-    rows = task.train_dataset["input_ids"]
+    rows = causal({"text": TEXTS}, tokenizer, max_length=max_length).train_dataset["input_ids"]
     assert all(2 <= len(row) <= max_length for row in rows)
     # A model predicts all but the first token of a row.
     predicted = [token for row in rows for token in row[1:]]
@@ -92,8 +98,7 @@ def test_only_the_response_carries_a_loss(separator: str, bos: bool) -> None:
 def test_packed_prompts_stay_silent_and_blocks_without_a_loss_are_left_out() -> None:
     tokenizer = byte_tokenizer()
     data = {"prompt": ["p" * 20, "q"], "response": ["one", "two"]}
-    task = causal(data, tokenizer, packing=True, max_length=26)
-    (row,) = task.train_dataset
+    (row,) = causal(data, tokenizer, packing=True, max_length=26).train_dataset
     assert tokenizer.decode(row["input_ids"]) == "p" * 20 + "\none<eos>q"
     assert decoded(tokenizer, row) == "one<eos>"
 
@@ -103,8 +108,7 @@ def test_a_packed_block_without_a_loss_is_left_out() -> None:
     # predicted by nothing, and 25 tokens of a prompt.
     tokenizer = byte_tokenizer()
     data = {"prompt": ["p" * 14, "q", "r" * 24], "response": ["abcd", "abcd", "xyz"]}
-    task = causal(data, tokenizer, packing=True, max_length=26, truncate=True)
-    (row,) = task.train_dataset
+    (row,) = causal(data, tokenizer, packing=True, max_length=26, truncate=True).train_dataset
     assert decoded(tokenizer, row) == "abcd<eos>abcd"
 
 
@@ -131,8 +135,7 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_not_trained_on(caplog: p
         ValueError, match=r"1 of 2 rows .* leave no room for a response in max_length=24 tokens \(row 1,"
     ):
         causal(PAIRS, max_length=24, truncate=True)
-    task = causal(PAIRS, max_length=24, truncate=True, skip_empty_rows=True)
-    assert len(task.train_dataset) == 1
+    assert len(causal(PAIRS, max_length=24, truncate=True, skip_empty_rows=True).train_dataset) == 1
     assert "they are left out" in caplog.text
 
 
@@ -155,19 +158,27 @@ def test_several_processes_make_the_same_rows(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [None, None, 2, 2]
 
 
-def test_what_can_not_be_trained_so_is_refused() -> None:
-    with pytest.raises(ValueError, match="the eval split has no column 'text', which the train split has"):
-        prepared(splits_of({"text": TEXTS}, {"words": TEXTS}), byte_tokenizer(), llama_config())
-    with pytest.raises(ValueError, match="has no EOS token to end a text with"):
-        causal({"text": TEXTS}, word_tokenizer())
-    with pytest.raises(ValueError, match="t5 is an encoder-decoder; choose another model"):
-        prepared(splits_of({"text": TEXTS}), byte_tokenizer(), T5Config())
-    with pytest.raises(ValueError, match="max_length=65 is more than the 64 positions of the model"):
-        causal({"text": TEXTS}, max_length=65)
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"splits": splits_of({"text": TEXTS}, {"words": TEXTS})},
+            {},
+            "the eval split has no column 'text', which the train split has",
+        ),
+        ({"tokenizer": word_tokenizer()}, {}, "has no EOS token to end a text with"),
+        ({"config": T5Config()}, {}, "t5 is an encoder-decoder; choose another model"),
+        ({}, {"max_length": 65}, "max_length=65 is more than the 64 positions of the model"),
+    ],
+)
+def test_what_can_not_be_trained_so_is_refused(changes: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    given = {"splits": splits_of({"text": TEXTS}), "tokenizer": byte_tokenizer(), "config": llama_config()}
+    with pytest.raises(ValueError, match=message):
+        prepared(**{**given, **changes}, **options)
 
 
 def test_the_restaurant_descriptions_become_prompts_and_responses(shared_data: Path) -> None:
-    splits = load_splits(str(shared_data / "e2e" / "devset.csv"), seed=0)
+    splits = splits_from(shared_data / "e2e" / "devset.csv")
     tokenizer = byte_tokenizer()
     task = prepared(splits, tokenizer, llama_config(positions=1024), max_train_samples=50, max_eval_samples=5)
     for row, source in zip(task.train_dataset, splits["train"], strict=False):
@@ -184,15 +195,7 @@ def test_a_model_whose_name_hides_that_it_shifts_labels_gets_the_mean_over_predi
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=400, n_embd=16, n_layer=1, n_head=2, n_positions=16, initializer_range=0.3)
     model = GPT2LMHeadModel(config).eval()
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_eval_batch_size=batch_size,
-        report_to="none",
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(model=model, args=arguments, eval_dataset=task.eval_dataset, data_collator=task.data_collator)
+    trainer = trainer_of(task, model, tmp_path, per_device_eval_batch_size=batch_size)
 
     def losses_of_tokens() -> list[list[float]]:
         losses = []

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import EvalPrediction, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 from slivertune.training.tasks.causal_prompts import CausalPromptHooks
 from slivertune.training.tasks.task import Task
@@ -19,6 +19,7 @@ from tests.training.tiny import (
     prepared,
     sentiment_splits,
     splits_of,
+    trainer_of,
     word_tokenizer,
 )
 
@@ -45,28 +46,6 @@ def candidate_scores(model: Any, tokenizer: PreTrainedTokenizerFast, sentence: s
     return scores
 
 
-def evaluated(task: Task, model: Any, folder: Any, **options: Any) -> dict[str, float]:
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        report_to="none",
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
-        **options,
-    )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset,
-        data_collator=task.data_collator,
-        compute_metrics=task.compute_metrics,
-        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
-        compute_loss_func=task.compute_loss_func,
-    )
-    return trainer.evaluate()
-
-
 @pytest.mark.parametrize("template", ["{sentence} It was", "{sentence} It was {mask}", "{sentence} It was "])
 def test_a_training_row_ends_in_the_right_word_which_alone_has_labels(template: str) -> None:
     tokenizer = byte_tokenizer(bos=True)
@@ -76,7 +55,7 @@ def test_a_training_row_ends_in_the_right_word_which_alone_has_labels(template: 
         scored = [token for token in row["labels"] if token != IGNORED]
         # Where the template ends in a space, that belongs to the prompt, as the tokenizer has a token for it.
         assert tokenizer.decode(scored) == (" " if template.endswith("was") else "") + WORDS[label]
-    assert (task.model_kind, task.metric_name, task.num_labels) == ("causal_lm", "eval_accuracy", 2)
+    assert (task.model_kind, task.id2label) == ("causal_lm", {0: "0", 1: "1"})
 
 
 def test_a_word_that_merges_with_the_space_before_it_is_whole() -> None:
@@ -106,7 +85,8 @@ def test_accuracy_and_loss_are_those_of_candidates_scored_one_by_one(
         lambda: np.array([candidate_scores(model, tokenizer, sentence) for sentence, _ in SENTIMENTS])
     )
     labels = np.array([label for _, label in SENTIMENTS])
-    metrics = evaluated(task, model, tmp_path, per_device_eval_batch_size=batch_size, train_sampling_strategy=order)
+    options = {"per_device_eval_batch_size": batch_size, "train_sampling_strategy": order}
+    metrics = trainer_of(task, model, tmp_path, **options).evaluate()
     assert metrics["eval_accuracy"] == np.mean(scores.argmax(1) == labels)
     # A mean is no farther off than the farthest of its terms, and by its own rounding and that of 13 log-probabilities.
     own = sum_limit(len(labels) + 13, torch.float32)

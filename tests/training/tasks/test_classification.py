@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import EvalPrediction
 
-from slivertune.training.data.splits import load_splits
 from slivertune.training.tasks.classification import accuracy, predicted_classes
 from slivertune.training.tasks.task import Task
 from tests.training.tiny import (
@@ -18,6 +17,7 @@ from tests.training.tiny import (
     llama_config,
     prepared,
     sentiment_splits,
+    splits_from,
     splits_of,
     word_tokenizer,
 )
@@ -32,8 +32,8 @@ def test_rows_are_what_the_tokenizer_makes_of_a_sentence_with_its_class() -> Non
     task = classified(sentiment_splits())
     for row, (sentence, label) in zip(task.train_dataset, SENTIMENTS, strict=True):
         assert row == {**tokenizer(sentence), "labels": label}
-    assert (task.num_labels, task.id2label, task.label2id) == (2, {0: "0", 1: "1"}, {"0": 0, "1": 1})
-    assert (task.metric_name, task.model_kind, task.pad_token_id) == ("eval_accuracy", "sequence_classification", 0)
+    assert task.id2label == {0: "0", 1: "1"}
+    assert (task.model_kind, task.pad_token_id) == ("sequence_classification", 0)
 
 
 def test_pairs_carry_the_tokenizers_marks_for_the_second_text() -> None:
@@ -46,7 +46,7 @@ def test_pairs_carry_the_tokenizers_marks_for_the_second_text() -> None:
 
 def test_labels_are_known_from_all_training_rows_though_few_are_used() -> None:
     task = classified(sentiment_splits(), max_train_samples=1)
-    assert (len(task.train_dataset), task.num_labels) == (1, 2)
+    assert (len(task.train_dataset), len(task.id2label)) == (1, 2)
 
 
 def test_labels_that_only_evaluation_has_are_an_error() -> None:
@@ -68,8 +68,7 @@ def test_a_long_row_is_an_error_or_cut_and_said(caplog: pytest.LogCaptureFixture
     data = {"text": ["a " * 10, "b"], "label": [0, 1]}
     with pytest.raises(ValueError, match=r"1 of 2 rows .* longer than max_length=6 tokens \(row 0, .* with 12 tokens"):
         classified(splits_of(data), max_length=6)
-    task = classified(splits_of(data), max_length=6, truncate=True)
-    first = list(task.train_dataset[0]["input_ids"])
+    first = list(classified(splits_of(data), max_length=6, truncate=True).train_dataset[0]["input_ids"])
     assert (len(first), first[0], first[-1]) == (6, 2, 3), "[CLS] and [SEP] stay"
     assert "they are cut" in caplog.text
 
@@ -80,8 +79,7 @@ def test_a_causal_classifier_is_padded_with_what_its_configuration_must_name() -
 
 
 def test_a_column_of_the_data_may_have_any_name() -> None:
-    data = {"labels": ["a film", "a play"], "label": [1, 0]}
-    task = classified(splits_of(data), text_column="labels")
+    task = classified(splits_of({"labels": ["a film", "a play"], "label": [1, 0]}), text_column="labels")
     assert list(task.train_dataset["labels"]) == [1, 0]
 
 
@@ -95,8 +93,7 @@ def test_accuracy_is_the_share_of_right_classes() -> None:
 
 
 def test_the_sentiment_treebank_gets_its_two_classes(shared_data: Path) -> None:
-    splits = load_splits(str(shared_data / "sst2" / "dev.tsv"), column_names=["sentence", "label"])
+    splits = splits_from(shared_data / "sst2" / "dev.tsv", column_names=["sentence", "label"])
     task = prepared(splits, word_tokenizer(), bert_config(positions=128), task="classification")
     assert task.id2label == {0: "0", 1: "1"}
-    counts = np.bincount([*task.train_dataset["labels"], *task.eval_dataset["labels"]])
-    assert counts.tolist() == [428, 444]
+    assert np.bincount([*task.train_dataset["labels"], *task.eval_dataset["labels"]]).tolist() == [428, 444]

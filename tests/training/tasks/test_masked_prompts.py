@@ -39,7 +39,7 @@ def test_a_row_is_the_filled_template_with_its_label_word_at_the_mask() -> None:
         (place,) = [place for place, token in enumerate(row["labels"]) if token != IGNORED]
         assert row["input_ids"][place] == tokenizer.mask_token_id
         assert tokenizer.decode([row["labels"][place]]) == ("terrible", "great")[label]
-    assert (task.model_kind, task.metric_name, task.num_labels) == ("masked_lm", "eval_accuracy", 2)
+    assert (task.model_kind, task.id2label) == ("masked_lm", {0: "0", 1: "1"})
 
 
 def test_the_paper_s_pair_and_leading_mask_templates_can_be_written() -> None:

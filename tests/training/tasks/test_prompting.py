@@ -26,8 +26,7 @@ def test_a_template_is_filled_and_nothing_in_a_value_is_a_placeholder() -> None:
 
 
 def test_the_part_before_the_mask_is_what_a_causal_model_reads() -> None:
-    template = Template.parse("{sentence} It was {mask}")
-    assert template.before_mask.fill({"sentence": "Fun."}) == "Fun. It was "
+    assert Template.parse("{sentence} It was {mask}").before_mask.fill({"sentence": "Fun."}) == "Fun. It was "
     assert Template.parse("{a} is {mask} for {b}").before_mask.columns == ("a",)
     assert Template.parse("{sentence} It was").before_mask.fill({"sentence": "Fun."}) == "Fun. It was"
 

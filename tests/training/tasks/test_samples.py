@@ -15,7 +15,7 @@ from slivertune.training.tasks.task import Task
 
 def make_task(rows: list[dict[str, Any]], *, labels: dict[int, str] | None = None) -> Task:
     return Task(
-        train_dataset=None, eval_dataset=rows, data_collator=None, metric_name="eval_loss", model_kind="causal_lm",
+        train_dataset=None, eval_dataset=rows, data_collator=None, model_kind="causal_lm",
         max_length=64, pad_token_id=0, id2label=labels,
     )  # type: ignore[arg-type]  # fmt: skip
 

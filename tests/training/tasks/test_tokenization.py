@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import BloomConfig, GPT2Config, LlamaConfig, RobertaConfig, RobertaForMaskedLM
@@ -15,6 +16,8 @@ from slivertune.training.tasks.tokenization import (
     usable_positions,
 )
 from tests.training.tiny import byte_tokenizer, word_tokenizer
+
+LLAMA = LlamaConfig(max_position_embeddings=64)
 
 
 def test_the_positions_of_a_model_are_read_under_every_name() -> None:
@@ -36,24 +39,37 @@ def test_positions_that_start_after_the_padding_id_are_not_counted() -> None:
         model(input_ids=model.dummy_inputs["input_ids"].new_full((1, found[0] + 1), 5))
 
 
-def test_a_length_beyond_the_models_positions_is_an_error_that_names_both() -> None:
-    tokenizer = byte_tokenizer()
-    with pytest.raises(ValueError, match=r"max_length=65 is more than the 64 positions .*max_position_embeddings=64"):
-        resolve_max_length(65, LlamaConfig(max_position_embeddings=64), tokenizer)
-    with pytest.raises(ValueError, match=r"max_length=2000 is more than the 1024 positions .*n_positions=1024"):
-        resolve_max_length(2000, GPT2Config(), tokenizer)
-    with pytest.raises(ValueError, match=r"max_length=1 must be at least 2"):
-        resolve_max_length(1, GPT2Config(), tokenizer)
-    assert resolve_max_length(64, LlamaConfig(max_position_embeddings=64), tokenizer) == 64
-    assert resolve_max_length(4096, BloomConfig(), tokenizer) == 4096
+@pytest.mark.parametrize(
+    ("length", "config", "message"),
+    [
+        (65, LLAMA, r"max_length=65 is more than the 64 positions .*max_position_embeddings=64"),
+        (2000, GPT2Config(), r"max_length=2000 is more than the 1024 positions .*n_positions=1024"),
+        (1, GPT2Config(), r"max_length=1 must be at least 2"),
+    ],
+)
+def test_a_length_beyond_the_models_positions_is_an_error_that_names_both(
+    length: int, config: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_max_length(length, config, byte_tokenizer())
 
 
-def test_the_default_length_is_the_least_of_what_all_sides_take() -> None:
+@pytest.mark.parametrize(
+    ("asked", "config", "tokenizers_limit", "expected"),
+    [
+        (64, LLAMA, None, 64),
+        (4096, BloomConfig(), None, 4096),
+        (None, LlamaConfig(max_position_embeddings=131072), None, 1024),
+        (None, LLAMA, None, 64),
+        (None, LLAMA, 48, 48),
+    ],
+)
+def test_a_length_that_fits_is_taken_and_by_default_the_least_of_what_all_sides_take(
+    asked: int | None, config: Any, tokenizers_limit: int | None, expected: int
+) -> None:
     tokenizer = byte_tokenizer()
-    assert resolve_max_length(None, LlamaConfig(max_position_embeddings=131072), tokenizer) == 1024
-    assert resolve_max_length(None, LlamaConfig(max_position_embeddings=64), tokenizer) == 64
-    tokenizer.model_max_length = 48
-    assert resolve_max_length(None, LlamaConfig(max_position_embeddings=64), tokenizer) == 48
+    tokenizer.model_max_length = tokenizers_limit or tokenizer.model_max_length
+    assert resolve_max_length(asked, config, tokenizer) == expected
 
 
 def test_special_tokens_before_a_text_are_told_from_those_after_it() -> None:

@@ -22,7 +22,6 @@ LABEL_COLUMN = "__label__"
 
 _TEXTS = ("text", "sentence", "content")
 _PROMPTS_AND_RESPONSES = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("mr", "ref"))
-_LABELS = ("label",)
 # Beside one of these a single text column is only half of what a row says.
 _SECOND_TEXTS = frozenset(
     (
@@ -207,11 +206,10 @@ def label_column(arguments: DataArguments, rows: Any) -> str:
     if arguments.label_column is not None:
         return require_column(rows, arguments.label_column, "--label_column", text=False)
     there = user_columns(rows)
-    found = [name for name in _LABELS if name in there]
-    if len(found) != 1:
-        raise ValueError(_ambiguous(there, [(name,) for name in found], "--label_column"))
-    logger.info("class labels from column %r of %s", found[0], there)
-    return found[0]
+    if "label" not in there:
+        raise ValueError(_ambiguous(there, [], "--label_column"))
+    logger.info("class labels from column %r of %s", "label", there)
+    return "label"
 
 
 def drop_empty_rows(rows: Any, columns: Iterable[str], *, split: str, skip: bool) -> Any:
@@ -230,33 +228,30 @@ def drop_empty_rows(rows: Any, columns: Iterable[str], *, split: str, skip: bool
         ValueError: If there are empty rows and `skip` is off, or nothing is left.
     """
     columns = list(dict.fromkeys(columns))
-    kept, empty, where = [], [], set()
-    position = 0
-    for batch in rows.select_columns([*columns, ROW_COLUMN]).iter(batch_size=1000):
-        for index, number in enumerate(batch[ROW_COLUMN]):
-            blank = [name for name in columns if _is_blank(batch[name][index])]
-            where.update(blank)
-            if blank:
-                empty.append(number)
-            else:
-                kept.append(position)
-            position += 1
-    if not empty:
+    is_blank = np.array(
+        [
+            [_is_blank(value) for batch in rows.select_columns([name]).iter(batch_size=1000) for value in batch[name]]
+            for name in columns
+        ]
+    )
+    is_empty = is_blank.any(axis=0)
+    if not is_empty.any():
         return rows
-    named = ", ".join(repr(name) for name in columns if name in where)
+    named = ", ".join(repr(name) for name, marks in zip(columns, is_blank, strict=True) if marks.any())
+    numbers = column_values(rows.select(np.flatnonzero(is_empty)), ROW_COLUMN)
     found = (
-        f"{len(empty)} of {len(rows)} rows of the {split} split have nothing in column {named} "
-        f"({name_rows(empty)}, counted from 0)"
+        f"{len(numbers)} of {len(rows)} rows of the {split} split have nothing in column {named} "
+        f"({name_rows(numbers)}, counted from 0)"
     )
     if not skip:
         raise ValueError(
             f"{found}; fill them, or leave them out with --skip_empty_rows (a txt file with blank lines may "
             "rather want --sample_by paragraph)"
         )
-    if not kept:
+    if is_empty.all():
         raise ValueError(f"{found}; no row is left")
     logger.warning("%s; they are left out", found)
-    return rows.select(kept)
+    return rows.select(np.flatnonzero(~is_empty))
 
 
 def _is_blank(value: Any) -> bool:

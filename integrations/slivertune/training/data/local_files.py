@@ -97,15 +97,10 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
     )
     if not files:
         raise ValueError(f"folder {folder} holds no data file; put in {', '.join(FORMATS)} files, or name a file")
-    groups: dict[str, list[Path]] = {}
-    unnamed = []
-    for file in files:
-        words = re.findall("[a-z]+", file.stem.lower())
-        split = next((_SPLIT_OF_WORD[word] for word in words if word in _SPLIT_OF_WORD), None)
-        if split is None:
-            unnamed.append(file)
-        else:
-            groups.setdefault(split, []).append(file)
+    words = {file: re.findall("[a-z]+", file.stem.lower()) for file in files}
+    split_of = {file: next(filter(None, map(_SPLIT_OF_WORD.get, words[file])), None) for file in files}
+    unnamed = [file for file in files if split_of[file] is None]
+    groups = {name: [file for file in files if split_of[file] == name] for name in split_of.values() if name}
     if not groups:
         return {"train": unnamed}
     if unnamed:

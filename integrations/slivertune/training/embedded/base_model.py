@@ -12,11 +12,10 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -79,11 +78,8 @@ class BaseRecipe:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class StepReport(Protocol):
-    """Called after each update of the base model with the number of updates done and the update's loss in nats."""
-
-    def __call__(self, step: int, loss: float) -> None:
-        """Show it."""
+StepReport: TypeAlias = Callable[[int, float], None]
+"""Called after each update of the base model with the number of updates done and the update's loss in nats."""
 
 
 def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
@@ -95,8 +91,7 @@ def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
             (`XDG_CACHE_HOME`, or `~/.cache`).
     """
     if cache is None:
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        cache = Path(home).expanduser() / "slivertune" / "base_models"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "slivertune" / "base_models"
     return cache / recipe.key()
 
 
@@ -117,9 +112,10 @@ def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: 
     folder = base_model_folder(recipe, cache)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # A second run started meanwhile waits for the first one's model. The lock dies with the process that holds it.
-    with _locked(folder.with_suffix(".lock")):
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir() or find_damage(folder) is not None:
-            model = train_base_model(recipe, collect_docstrings(), report or _silent)
+            model = train_base_model(recipe, collect_docstrings(), report or (lambda step, loss: None))
             save_base_model(model, recipe, folder)
     return folder
 
@@ -171,7 +167,8 @@ def train_base_model(recipe: BaseRecipe, texts: list[str], report: StepReport) -
         schedule = LambdaLR(optimizer, lambda step: _warm_up_and_cosine(step, recipe.num_steps))
         model.train()
         for step in range(1, recipe.num_steps + 1):
-            windows = _draw_windows(tokens, recipe.batch_size, recipe.sequence_length)
+            starts = torch.randint(0, len(tokens) - recipe.sequence_length, (recipe.batch_size, 1))
+            windows = tokens[starts + torch.arange(recipe.sequence_length)]
             loss = model(input_ids=windows, labels=windows).loss
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -211,23 +208,6 @@ def _as_tokens(texts: list[str], limit: int | None) -> torch.Tensor:
     return torch.tensor(ids[:limit])
 
 
-def _draw_windows(tokens: torch.Tensor, num_windows: int, length: int) -> torch.Tensor:
-    """Windows at random places, int64, shape (num_windows, length)."""
-    starts = torch.randint(0, len(tokens) - length, (num_windows, 1))
-    return tokens[starts + torch.arange(length)]
-
-
 def _warm_up_and_cosine(step: int, num_steps: int) -> float:
     warm_up = max(1, num_steps // 20)
     return min(1.0, (step + 1) / warm_up) * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _silent(step: int, loss: float) -> None:
-    pass

@@ -149,5 +149,4 @@ class LoraMethod(TrainingMethod):
 def _modules_to_save(task: Task, new_modules: Collection[str]) -> list[str] | None:
     """Modules that are trained whole, since nothing is known to them: what PEFT does not find by itself."""
     found_by_peft = _HEADS if task.model_kind == "sequence_classification" else frozenset[str]()
-    names = [path for path in sorted(new_modules) if not found_by_peft.intersection(path.split("."))]
-    return names or None
+    return [path for path in sorted(new_modules) if not found_by_peft.intersection(path.split("."))] or None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,9 +33,9 @@ MODEL_FOLDER = "model"
 class Saved:
     """What a run leaves behind, beside its checkpoints."""
 
-    model: Path | None
+    model_folder: Path | None
     """Folder of the trained model, or None where deltas are all there is."""
-    deltas: Path | None = None
+    delta_folder: Path | None = None
     """Folder of SFT's deltas."""
     merge_command: tuple[str, ...] | None = None
     """Makes a model of the deltas, where there is none."""
@@ -50,8 +50,8 @@ class TrainingMethod:
     """How a run trains; a subclass overrides what its method does otherwise than the stock Trainer.
 
     What stands on the class is asked before there is a method: the command line and its help are made of it. Then the
-    method is made of its options, and the calls come in this order: `check`, `adapt` with the model, `admit` around the
-    making of the Trainer, `attach` with it, then the rest.
+    method is made of its options, and the calls come in this order: `check`, `adapt` with the model, `attach` with the
+    Trainer that was made for it, then the rest.
 
     Args:
         options: What was given for it; an instance of `options_class`.
@@ -64,7 +64,7 @@ class TrainingMethod:
     options_class: ClassVar[type] = NoOptions
     """A dataclass made for `transformers.HfArgumentParser`: options that this method alone reads."""
     requires: ClassVar[str | None] = None
-    """A module that it needs and that an extra of this package installs."""
+    """A module that it needs, and that an extra of this package of the same name installs."""
     bf16_use: ClassVar[Bf16Use] = "autocast"
     """What `--bf16` means."""
     takes_4bit: ClassVar[bool] = False
@@ -122,14 +122,6 @@ class TrainingMethod:
             ValueError: If the options don't fit the model.
         """
         return loaded.model
-
-    def admit(self, model: Any) -> AbstractContextManager[None]:
-        """What the Trainer must be made in, to take this model.
-
-        Args:
-            model: What `adapt` returned.
-        """
-        return nullcontext()
 
     def attach(self, trainer: Trainer) -> None:
         """Take part in a Trainer that has not trained yet.
@@ -222,7 +214,7 @@ class TrainingMethod:
                 "temporary folder of the model", lambda: stack.enter_context(atomic.atomic_folder(folder))
             )
             save_whole_model(trainer, temporary)
-        return Saved(model=folder)
+        return Saved(model_folder=folder)
 
     def close(self) -> None:
         """Take everything off the model, also after a failure."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 from slivertune.interop.methods import register_method
 from slivertune.planning.four_bit_rules import clash_with_method
-from slivertune.training.extras import require
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod
@@ -71,7 +71,7 @@ def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
                 f"{', '.join(unused)}: only --method {other.name} reads this; leave it out or choose {other.name}"
             )
     if method.requires is not None:
-        require(method.requires, f"--method {method.name}")
+        _require(method.requires, f"--method {method.name}")
 
 
 def check_4bit(method: type[TrainingMethod]) -> None:
@@ -85,13 +85,20 @@ def check_4bit(method: type[TrainingMethod]) -> None:
         ImportError: If bitsandbytes is not installed.
     """
     if not method.takes_4bit:
+        others = " or ".join(name for name, each in TRAIN_METHODS.items() if each.takes_4bit)
         raise ValueError(
             clash_with_method(method.name)
-            or f"--load_in_4bit does not go with --method {method.name}; take --method lora or sft, which train "
-            "adapters or deltas beside 4-bit weights, or leave out --load_in_4bit"
+            or f"--load_in_4bit does not go with --method {method.name}, which would change 4-bit weights; take "
+            f"--method {others}, which train beside them, or leave out --load_in_4bit"
         )
-    require("bitsandbytes", "--load_in_4bit")
+    _require("bitsandbytes", "--load_in_4bit")
 
 
 def _options_of(method: type[TrainingMethod]) -> list[str]:
     return [item.name for item in dataclasses.fields(method.options_class)]
+
+
+def _require(module: str, setting: str) -> None:
+    """Say how to install a library that is not there, before anything is loaded; its extra has its name."""
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"{setting} needs {module}, which is not installed; pip install 'slivertune[{module}]'")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from slivertune.interop.refusals import check_best_model
 from slivertune.parallel.layout import layout_of
 from slivertune.sft.config import DEFAULT_LORA_RANK, SelectionCriterion, SFTConfig
 from slivertune.sft.targets import is_4bit
-from slivertune.training.four_bit import SilenceAboutCodes, admitted_by_trainer
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, SliverMethod
 from slivertune.training.models import LoadedModel
+from slivertune.training.precision import is_not_about_codes
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import Task
 
@@ -32,6 +32,7 @@ RATE_HINT = (
     "given, so {rate:g} is used"
 )
 _OPTIMIZER_FILE = "optimizer.pt"
+_TRAINER_LOG = logging.getLogger(Trainer.__module__)
 
 _DEFAULTS = SFTConfig()
 _ONLY_ESTIMATED = ("estimation_steps", "adam_beta1", "adam_beta2", "adam_epsilon")
@@ -172,7 +173,6 @@ class SFTMethod(SliverMethod):
         self.momentum = options.sft_momentum
         self._has_4bit = False
         self._is_sharded = False
-        self._silence = SilenceAboutCodes()
 
     @property
     def _is_merged(self) -> bool:
@@ -224,19 +224,19 @@ class SFTMethod(SliverMethod):
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Refuse a model with weights that were never trained; deltas of a share of them would not make them useful."""
+        model: Any = loaded.model
         if loaded.new_modules:
             raise ValueError(
-                f"{', '.join(loaded.new_modules)} of {type(loaded.model).__name__} is new, and --method sft trains a "
+                f"{', '.join(loaded.new_modules)} of {type(model).__name__} is new, and --method sft trains a "
                 "few of each tensor's weights, which can't make up for pretrained ones; take --task "
                 "prompt_classification, which needs no new head, or --method lora or hift, or a checkpoint that has "
                 "the head"
             )
-        self._has_4bit = any(map(is_4bit, loaded.model.parameters()))
-        return loaded.model
-
-    def admit(self, model: Any) -> AbstractContextManager[None]:
-        """Let the Trainer take 4-bit weights."""
-        return admitted_by_trainer(model) if self._has_4bit else nullcontext()
+        self._has_4bit = any(map(is_4bit, model.parameters()))
+        if self._has_4bit:
+            # The Trainer refuses quantised models without PEFT, and looks for this mark once, when it is made.
+            model.is_quantized = False
+        return model
 
     def attach(self, trainer: Trainer) -> None:
         """Make SFT the Trainer's optimizer.
@@ -247,14 +247,16 @@ class SFTMethod(SliverMethod):
         _check_checkpoint(trainer.args.resume_from_checkpoint)
         self._is_sharded = layout_of(trainer.accelerator) in ("fsdp2", "zero3")
         names = self.options.sft_target_modules
+        if self._has_4bit:
+            model: Any = trainer.model
+            model.is_quantized = True
+            _TRAINER_LOG.addFilter(is_not_about_codes)
         try:
             super().attach(trainer)
         except ValueError as error:
             if names is None or "targets has" not in str(error):
                 raise
             raise ValueError(f"--sft_target_modules {' '.join(names)}: {error}") from error
-        if self._has_4bit:
-            self._silence.begin()
 
     def num_trained(self, num_trainable: int) -> int:
         """The weights that are active at any time."""
@@ -297,14 +299,18 @@ class SFTMethod(SliverMethod):
         self.optimizer.save_pretrained(folder, base_model_name=base_name)
         if self._is_merged:
             saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)
-            return Saved(model=saved.model, deltas=folder)
+            return Saved(model_folder=saved.model_folder, delta_folder=folder)
         command = ["slivertune", "merge", str(folder), "--model_name_or_path", base_name]
         command += ["--allow_quantized_base"] if self._has_4bit else []
-        return Saved(model=None, deltas=folder, merge_command=(*command, "--output_dir", str(output_folder / "merged")))
+        return Saved(
+            model_folder=None,
+            delta_folder=folder,
+            merge_command=(*command, "--output_dir", str(output_folder / "merged")),
+        )
 
     def close(self) -> None:
         """Take SFT off the model; dense weights keep the deltas."""
-        self._silence.end()
+        _TRAINER_LOG.removeFilter(is_not_about_codes)
         if self._attached is not None:
             self._attached.detach(merge=self._is_merged)
 

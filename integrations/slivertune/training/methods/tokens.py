@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import Trainer
 
@@ -17,26 +15,18 @@ from slivertune.training.options.arguments import TokenArguments
 _NAMES: dict[Pattern, str] = {"random": "drawn one by one", "chunks": "chunks of {chunk_size}", "block": "one block"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TokenSelection:
-    """A selection that is attached to a run's model."""
+def tokens_line(tokens: TokenTuneHandle) -> str:
+    """What to say of a selection before training.
 
-    ratio: float
-    """Share of each sequence that carries gradient, in (0, 1]."""
-    handle: TokenTuneHandle
-    """Takes it off again."""
-
-    def line(self) -> str:
-        """What to say of it before training."""
-        name = _NAMES[self.handle.pattern].format(chunk_size=self.handle.settings.chunk_size)
-        return f"  tokens  {self.ratio * 100:g} % of each sequence carry gradient ({name})"
-
-    def settings(self) -> dict[str, Any]:
-        """What decides the figures; plain JSON."""
-        return {"token_ratio": self.ratio, "token_pattern": self.handle.pattern}
+    Args:
+        tokens: Attached to the run's model.
+    """
+    settings = tokens.settings
+    name = _NAMES[tokens.pattern].format(chunk_size=settings.chunk_size)
+    return f"  tokens  {(settings.ratio or 1) * 100:g} % of each sequence carry gradient ({name})"
 
 
-def attach_tokens(trainer: Trainer, arguments: TokenArguments, *, checkpoint: Path | None) -> TokenSelection | None:
+def attach_tokens(trainer: Trainer, arguments: TokenArguments, *, checkpoint: Path | None) -> TokenTuneHandle | None:
     """Let only a share of each sequence carry gradient, from here on until the handle is removed.
 
     Args:
@@ -45,7 +35,7 @@ def attach_tokens(trainer: Trainer, arguments: TokenArguments, *, checkpoint: Pa
         checkpoint: Where the run continues from.
 
     Returns:
-        The selection, or None where all tokens are trained on.
+        The selection, which `remove` takes off again, or None where all tokens are trained on.
 
     Raises:
         ValueError: If the model can't be trained so, or the checkpoint is of another seed.
@@ -62,4 +52,4 @@ def attach_tokens(trainer: Trainer, arguments: TokenArguments, *, checkpoint: Pa
         except BaseException:
             attachment.detach()
             raise
-    return TokenSelection(ratio=arguments.token_ratio, handle=attachment.tokens)
+    return attachment.tokens

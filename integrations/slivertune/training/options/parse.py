@@ -21,7 +21,7 @@ from slivertune.training.output.folders import RunFolder, choose_run_folder
 from slivertune.training.precision import Precision, choose_precision
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
-    asks_for_deepspeed,
+    asks_for,
     check_engine_precision,
     check_four_bit,
     check_processes,
@@ -105,7 +105,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         bf16=mixed == "bf16",
         fp16=mixed == "fp16",
         four_bit=model.load_in_4bit,
-        deepspeed=asks_for_deepspeed(values),
+        deepspeed=asks_for("deepspeed", values),
     )
     check_engine_precision(values, precision.autocast)
     asked = values.get("output_dir"), values.get("resume_from_checkpoint")
@@ -172,7 +172,7 @@ def make_parser() -> HfArgumentParser:
         "--method",
         default=DEFAULT_METHOD.name,
         choices=TRAIN_METHODS,
-        help="; ".join(f"{name}: {method.help}" for name, method in TRAIN_METHODS.items()),
+        help="; ".join(f"{name}: {method.help}" for name, method in TRAIN_METHODS.items()).replace("%", "%%"),
     )
     return parser
 

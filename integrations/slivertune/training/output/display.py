@@ -1,16 +1,28 @@
-"""What a run shows while it goes on: lines above, a progress bar below; lines alone where there is no terminal."""
+"""What a run shows while it goes on: lines above, a progress bar below; lines alone where there is no terminal.
+
+One voice: the run's own lines, and nothing that libraries print for their own sake.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import datasets
+import torch
+import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 _SUMMARIES = ("train_loss", "eval_runtime")
 """What tells the Trainer's summary of a run, and an evaluation, from an ordinary log."""
+_WIDTH_WITHOUT_TERMINAL = 120
 _NAMES = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
 
 
@@ -35,7 +47,7 @@ class Display(TrainerCallback):
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print(self._console, line)
 
     def close(self) -> None:
         """Take the bar away; harmless when there is none."""
@@ -122,3 +134,59 @@ def describe_metrics(metrics: dict[str, float]) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """The console of a run, on standard output.
+
+    Args:
+        quiet: Whether another process of the run speaks.
+    """
+    console = Console(highlight=False, quiet=quiet)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL, quiet=quiet)
+
+
+@contextmanager
+def one_voice(console: Console) -> Iterator[None]:
+    """While the block runs, let this package's log and all warnings speak in the console, and libraries' bars be still.
+
+    Args:
+        console: Where lines go.
+    """
+    if not torch.cuda.is_available():
+        # What DeepSpeed would find out by itself, and announce, as soon as a model is saved.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with ExitStack() as stack, warnings.catch_warnings():
+        library: Any = transformers.utils.logging
+        if library.is_progress_bar_enabled():
+            library.disable_progress_bar()
+            stack.callback(library.enable_progress_bar)
+        if not console.is_terminal and not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            stack.callback(datasets.enable_progress_bars)
+        for library in (transformers.utils.logging, datasets.logging) if console.quiet else ():
+            stack.callback(library.set_verbosity, library.get_verbosity())
+            library.set_verbosity_error()
+        log, handler = logging.getLogger("slivertune"), _ConsoleHandler(console)
+        stack.callback(log.setLevel, log.level)
+        log.setLevel(logging.INFO)
+        stack.callback(log.removeHandler, handler)
+        log.addHandler(handler)
+        # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 retires, which can't be changed here.
+        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated")
+        warnings.showwarning = lambda message, *_, **__: _print(console, f"warning: {message}")
+        yield
+
+
+class _ConsoleHandler(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        prefix = "note" if record.levelno < logging.WARNING else record.levelname.lower()
+        _print(self._console, f"{prefix}: {record.getMessage()}")
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

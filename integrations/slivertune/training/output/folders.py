@@ -1,17 +1,23 @@
-"""Where a run writes and what it continues: never over an earlier run, never from half a checkpoint."""
+"""Where a run writes and what it continues: never over an earlier run, never from half a checkpoint.
+
+Which of its checkpoints are whole, which is the newest of them, and which may go.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
 from slivertune.core.atomic import is_partial
-from slivertune.core.manifest import find_damage
-from slivertune.training.output.checkpoints import checkpoint_folders, checkpoint_step, newest_whole
+from slivertune.core.manifest import find_damage, read_entries, remove_manifest
 
 RESULTS_NAME = "results.json"
 """The file that a run writes into its folder when it ends."""
@@ -51,35 +57,33 @@ def choose_run_folder(method: str, asked: str | None, resume: str | None) -> Run
         ValueError: If it can't be written, there is nothing to resume, that is not whole, or newer checkpoints would be
             written over.
     """
+    folder = None if asked is None else Path(asked).expanduser()
+    if folder is not None:
+        _check_place(folder)
     if resume is None or resume.lower() == "false":
-        return RunFolder(path=_fresh_folder(method, asked))
+        return RunFolder(path=_fresh_folder(method, folder))
     if resume.lower() == "true":
-        return _continue_newest(method, asked)
+        return _continue_newest(method, folder)
     if resume.lower() == "auto":
-        return _start_or_continue(method, asked)
-    return _continue_from(Path(resume).expanduser(), asked)
+        return _start_or_continue(method, folder)
+    return _continue_from(Path(resume).expanduser(), folder)
 
 
-def _fresh_folder(method: str, asked: str | None) -> Path:
-    folder = Path(asked or _RUNS / method).expanduser()
-    _check_place(folder)
+def _fresh_folder(method: str, asked: Path | None) -> Path:
     if asked is None:
+        _check_place(_RUNS / method)
         return next(folder for folder in _default_folders(method) if not _is_occupied(folder))
-    if _is_occupied(folder):
+    if _is_occupied(asked):
         raise FileExistsError(
-            f"output_dir {folder} already holds something, which is never written over; name another folder, or "
+            f"output_dir {asked} already holds something, which is never written over; name another folder, or "
             "continue what lies there with --resume_from_checkpoint true, or auto"
         )
-    return folder
+    return asked
 
 
-def _continue_newest(method: str, asked: str | None) -> RunFolder:
-    if asked is not None:
-        folder = Path(asked).expanduser()
-        _check_place(folder)
-    else:
-        existing = itertools.takewhile(Path.exists, _default_folders(method))
-        folder = next((path for path in reversed(list(existing)) if checkpoint_folders(path)), _RUNS / method)
+def _continue_newest(method: str, asked: Path | None) -> RunFolder:
+    existing = list(itertools.takewhile(Path.exists, _default_folders(method)))
+    folder = asked or next((path for path in reversed(existing) if checkpoint_folders(path)), _RUNS / method)
     checkpoint, passed_over = newest_whole(folder)
     if checkpoint is None:
         reasons = "; ".join(passed_over) or "it holds no checkpoint"
@@ -89,19 +93,17 @@ def _continue_newest(method: str, asked: str | None) -> RunFolder:
     return RunFolder(path=folder, checkpoint=checkpoint, notes=tuple(f"passed over: {line}" for line in passed_over))
 
 
-def _start_or_continue(method: str, asked: str | None) -> RunFolder:
+def _start_or_continue(method: str, asked: Path | None) -> RunFolder:
     """The newest whole checkpoint of a run, or its start; a run that has ended is left alone."""
-    if asked is not None:
-        folder = Path(asked).expanduser()
-        _check_place(folder)
-    else:
-        # The one that the first of these commands has made, be it empty; not another for each.
-        existing = itertools.takewhile(Path.exists, _default_folders(method))
-        ours = [path for path in existing if not _is_occupied(path) or _is_of_a_run(path)]
-        folder = ours[-1] if ours else _fresh_folder(method, None)
+    # By default the folder that the first of these commands has made, be it empty; not another for each.
+    existing = itertools.takewhile(Path.exists, _default_folders(method))
+    ours = [path for path in existing if not _is_occupied(path) or _is_of_a_run(path)]
+    folder = asked or (ours[-1] if ours else _fresh_folder(method, None))
     checkpoint, passed_over = newest_whole(folder)
     notes = tuple(f"passed over: {line}" for line in passed_over)
-    if _has_finished(folder, checkpoint):
+    results = read_results(folder)
+    # Resumed with more steps, it has checkpoints beyond its first results.
+    if results is not None and (checkpoint is None or checkpoint_step(checkpoint) <= results["num_steps"]):
         return RunFolder(path=folder, checkpoint=checkpoint, is_finished=True)
     if checkpoint is not None:
         return RunFolder(path=folder, checkpoint=checkpoint, notes=notes)
@@ -116,13 +118,6 @@ def _start_or_continue(method: str, asked: str | None) -> RunFolder:
 def _is_of_a_run(folder: Path) -> bool:
     """Whether a folder holds what a run of this command has made of it."""
     return folder.is_dir() and ((folder / START_NAME).is_file() or bool(checkpoint_folders(folder)))
-
-
-def _has_finished(folder: Path, checkpoint: Path | None) -> bool:
-    """Whether the run in a folder has written its results, and no later checkpoint."""
-    results = read_results(folder)
-    # Resumed with more steps, it has checkpoints beyond its first results.
-    return results is not None and (checkpoint is None or checkpoint_step(checkpoint) <= results["num_steps"])
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
@@ -156,7 +151,7 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     )
 
 
-def _continue_from(checkpoint: Path, asked: str | None) -> RunFolder:
+def _continue_from(checkpoint: Path, asked: Path | None) -> RunFolder:
     if not checkpoint.is_dir():
         raise ValueError(
             f"resume_from_checkpoint={str(checkpoint)!r} is not a folder; give a checkpoint's path, true for the "
@@ -167,9 +162,9 @@ def _continue_from(checkpoint: Path, asked: str | None) -> RunFolder:
         whole, _ = newest_whole(checkpoint.parent)
         instead = "no checkpoint beside it is whole" if whole is None else f"{whole} is the newest whole one"
         raise ValueError(f"{checkpoint} can't be resumed: {damage}; {instead}")
-    folder = checkpoint.parent if asked is None else Path(asked).expanduser()
+    folder = asked or checkpoint.parent
     if folder.resolve() != checkpoint.parent.resolve():
-        return RunFolder(path=_fresh_folder("", str(folder)), checkpoint=checkpoint)
+        return RunFolder(path=_fresh_folder("", folder), checkpoint=checkpoint)
     newer = [path for path in checkpoint_folders(folder) if checkpoint_step(path) > checkpoint_step(checkpoint)]
     for path in newer:
         if find_damage(path, read_files=False) is None:
@@ -200,3 +195,74 @@ def _is_occupied(folder: Path) -> bool:
         return folder.exists()
     # Nor is what a kill has left of a write.
     return any(path.name != START_NAME and not is_partial(path) for path in folder.iterdir())
+
+
+def checkpoint_folders(output_folder: Path) -> list[Path]:
+    """The Trainer's checkpoints in a run's folder, whole or not, oldest first."""
+    pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    found = [path for path in output_folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if pattern.fullmatch(path.name)]
+    return sorted((path for path in found if path.is_dir()), key=checkpoint_step)
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The update after which a checkpoint was taken, from its name."""
+    return int(folder.name.rpartition("-")[2])
+
+
+def marker_entries(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """What the manifest of a checkpoint says beside its files.
+
+    Args:
+        folder: The checkpoint.
+        facts: What a resumed run should know.
+    """
+    return {"global_step": checkpoint_step(folder), "facts": facts}
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """The facts that stand in a checkpoint's manifest; it must be whole."""
+    return dict(read_entries(folder).get("facts", {}))
+
+
+def newest_whole(output_folder: Path, *, read_files: bool = True) -> tuple[Path | None, list[str]]:
+    """Find the newest whole checkpoint of a run.
+
+    Args:
+        output_folder: The run's folder.
+        read_files: As for `find_damage`.
+
+    Returns:
+        The checkpoint, or None, and a line about each newer one that was passed over.
+    """
+    passed_over: list[str] = []
+    for folder in reversed(checkpoint_folders(output_folder)):
+        damage = find_damage(folder, read_files=read_files)
+        if damage is None:
+            return folder, passed_over
+        passed_over.append(f"{folder} is not whole: {damage}")
+    return None, passed_over
+
+
+def remove_old(output_folder: Path, limit: int, best: Path | None) -> list[Path]:
+    """Delete the oldest checkpoints; the newest whole one and the best one stay, whatever the limit.
+
+    Args:
+        output_folder: The run's folder.
+        limit: Checkpoints to keep, at least 1.
+        best: The checkpoint with the best metric, if there is one.
+
+    Returns:
+        What was deleted.
+    """
+    folders = checkpoint_folders(output_folder)
+    whole, _ = newest_whole(output_folder, read_files=False)
+    if whole is None:
+        return []
+    protected = {whole.resolve()} if best is None else {whole.resolve(), best.resolve()}
+    candidates = [folder for folder in folders if folder.resolve() not in protected]
+    old = candidates[: max(0, len(folders) - max(limit, len(protected)))]
+    for folder in old:
+        # Without its marker first: a deletion that is cut short must not leave what looks whole.
+        remove_manifest(folder)
+        shutil.rmtree(folder)
+    return old

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
-from transformers import PreTrainedConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest, PrecisionName
+from slivertune.training.assemble import Run
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.checks import enum_value
-from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.plan_process import plan_in_process
-from slivertune.training.ready import Run
 
 _OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw_torch": "adamw",
@@ -30,14 +28,6 @@ _OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw_8bit": "adamw8bit",
 }
 """Names of `TrainingArguments.optim` that a plan knows."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Peaks:
-    """The planned and the measured peak on the device, in bytes; None for what there is not."""
-
-    planned: int | None
-    measured: int | None
 
 
 class DevicePeak(TrainerCallback):
@@ -63,51 +53,30 @@ class DevicePeak(TrainerCallback):
             self.num_bytes = max(self.num_bytes or 0, torch.cuda.max_memory_allocated(args.device))
 
 
-class PlanLine:
-    """Plans a run that is ready to start, says so, and compares in the end. No failure of a plan breaks a run.
-
-    With `--memory_ledger off` nothing is planned or measured.
+def plan_run(run: Run) -> Plan | None:
+    """Plan a run that is ready to start, and say so. No failure of a plan breaks a run.
 
     Args:
         run: Not yet training.
+
+    Returns:
+        The plan; None where there can be none.
     """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        # The figures are the first rank's, and so is what is said.
-        self._is_on = run.arguments.run.memory_ledger != "off" and run.coordinator.is_first
-        self._device_peak = DevicePeak()
-        self.plan = self._make() if self._is_on else None
-        """What was planned; None where nothing is, or can be."""
-        if self._is_on:
-            run.trainer.add_callback(self._device_peak)
-
-    def peaks(self) -> Peaks:
-        """Both peaks, when the run is over: on CUDA what the allocator had, elsewhere what the ledger counted."""
-        ledger = self._run.ledger
-        counted = None if ledger is None or ledger.peak is None else ledger.peak.device
-        measured = counted if self._device_peak.num_bytes is None else self._device_peak.num_bytes
-        return Peaks(planned=None if self.plan is None else self.plan.peak_bytes, measured=measured)
-
-    def _make(self) -> Plan | None:
-        say = self._run.display.say
-        try:
-            request = request_of(self._run)
-            plan = _plan(request, self._run.source.config)
-        # Whatever a plan stumbles over, the run may do.
-        except Exception as error:
-            say(f"  memory  not planned: {' '.join(str(error).split()) or type(error).__name__}")
-            return None
-        say(_line(plan))
-        return plan
-
-
-def _plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
-    if dist.is_available() and dist.is_initialized():
-        return plan_in_process(request, config)
-    # A plan builds a model, whose initial weights must not move the run's random state.
-    with torch.random.fork_rng(devices=[]):
-        return make_plan(request, config)
+    say = run.display.say
+    try:
+        request = request_of(run)
+        if dist.is_available() and dist.is_initialized():
+            plan = plan_in_process(request, run.source.config)
+        else:
+            # A plan builds a model, whose initial weights must not move the run's random state.
+            with torch.random.fork_rng(devices=[]):
+                plan = make_plan(request, run.source.config)
+    # Whatever a plan stumbles over, the run may do.
+    except Exception as error:
+        say(f"  memory  not planned: {' '.join(str(error).split()) or type(error).__name__}")
+        return None
+    say(_line(plan))
+    return plan
 
 
 def _offloads(run: Run) -> bool:
@@ -129,8 +98,7 @@ def request_of(run: Run) -> PlanRequest:
         ValueError: If the run has settings that a plan has no word for.
     """
     arguments, training = run.arguments, run.arguments.training
-    _check(arguments)
-    _check_layout(run)
+    _check(run)
     settings: dict[str, Any] = {
         "layout": run.layout,
         "num_gpus": training.world_size,
@@ -146,37 +114,33 @@ def request_of(run: Run) -> PlanRequest:
         "token_ratio": arguments.tokens.token_ratio,
         "load_in_4bit": arguments.model.load_in_4bit,
     }
-    if run.task.num_labels is not None:
-        settings["num_labels"] = run.task.num_labels
+    if run.task.id2label is not None:
+        settings["num_labels"] = len(run.task.id2label)
     if not run.method.is_optimizer:
-        settings["optimizer"] = _optimizer(arguments)
+        settings["optimizer"] = _optimizer(training)
     return PlanRequest(**settings, **run.method.plan_settings(settings["precision"]))
 
 
-def _check(arguments: TrainArguments) -> None:
+def _check(run: Run) -> None:
+    arguments, method = run.arguments, run.method
     if arguments.data.task == "prompt_classification":
         raise ValueError("a plan knows causal_lm and classification, not prompt_classification")
     if arguments.training.torch_compile:
         raise ValueError("a plan can't see into what torch.compile makes")
-    others = [f"--{name}" for name in arguments.method.not_planned if name in arguments.given]
+    others = [f"--{name}" for name in method.not_planned if name in arguments.given]
     if others:
         raise ValueError(f"a plan has no word for {', '.join(others)}")
+    if run.layout != "single" and not method.is_planned_on_ranks:
+        planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
+        raise ValueError(f"on several GPUs this line knows {planned}; for {method.name} see slivertune plan --layout")
 
 
-def _check_layout(run: Run) -> None:
-    if run.layout != "single" and not run.method.is_planned_on_ranks:
-        planned = " and ".join(name for name, method in TRAIN_METHODS.items() if method.is_planned_on_ranks)
-        raise ValueError(
-            f"on several GPUs this line knows {planned}; for {run.method.name} see slivertune plan --layout"
-        )
-
-
-def _optimizer(arguments: TrainArguments) -> OptimizerName:
-    optim = enum_value(arguments.training.optim)
+def _optimizer(training: TrainingArguments) -> OptimizerName:
+    optim = enum_value(training.optim)
     if optim not in _OPTIMIZERS:
         raise ValueError(f"a plan does not know --optim {optim}, but {', '.join(_OPTIMIZERS)}")
     name = _OPTIMIZERS[optim]
-    has_momentum = name == "sgd" and "momentum=" in (arguments.training.optim_args or "")
+    has_momentum = name == "sgd" and "momentum=" in (training.optim_args or "")
     return "sgd_momentum" if has_momentum else name
 
 

@@ -1,4 +1,4 @@
-"""What a run ends with: a table for people, and `results.json` with the same figures."""
+"""What a run says of itself before it starts, and ends with: a table, and `results.json` with the same figures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from rich.text import Text
 from slivertune import __version__
 from slivertune.core import atomic
 from slivertune.core.ledger import Census
+from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
+from slivertune.training.assemble import Run
+from slivertune.training.methods.method import Saved
+from slivertune.training.methods.tokens import tokens_line
+from slivertune.training.options.checks import enum_value
 from slivertune.training.output.folders import RESULTS_NAME
-from slivertune.training.output.plan_line import Peaks
 
 _PEAK_ROWS = {
     "parameters": "weights",
@@ -52,7 +56,7 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Results:
+class Results(Saved):
     """The figures of a run. Measured, each; what was not measured is None."""
 
     method: str
@@ -80,16 +84,12 @@ class Results:
     """Bytes alive at the moment of the largest total on the device, during updates."""
     highest: Census | None
     """Each kind's own highest value during updates; the moments differ."""
-    peaks: Peaks
-    """The planned peak on the device, and the measured one to hold against it."""
-    model_folder: Path | None
-    """None where deltas are all that was saved."""
+    planned_peak_bytes: int | None
+    """The planned peak on the device."""
+    measured_peak_bytes: int | None
+    """The measured one to hold against it."""
     checkpoint: Path | None
     sample: Sample | None
-    delta_folder: Path | None = None
-    """Where SFT's deltas lie."""
-    merge_command: tuple[str, ...] | None = None
-    """Makes a model of the deltas, where there is none."""
     command: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=platform_versions)
 
@@ -97,9 +97,8 @@ class Results:
         """Plain containers; the peak in bytes by kind."""
         values = asdict(self)
         values["peak_bytes"] = None if self.peak is None else {**values["peak"], "device": self.peak.device}
-        values["highest_bytes"] = values["highest"]
-        values["planned_peak_bytes"], values["measured_peak_bytes"] = self.peaks.planned, self.peaks.measured
-        del values["peak"], values["highest"], values["peaks"]
+        values["highest_bytes"] = values.pop("highest")
+        del values["peak"]
         for name in ("model_folder", "delta_folder", "checkpoint"):
             values[name] = None if values[name] is None else str(values[name])
         return values
@@ -149,40 +148,36 @@ def print_results(results: Results, console: Console, results_path: Path) -> Non
 
 
 def _figures(results: Results, results_path: Path) -> Table:
+    highest, merge_command = results.highest, results.merge_command
+    sizes = {} if highest is None else {title: getattr(highest, name) for name, title in _PEAK_ROWS.items()}
+    reason = "sharded weights don't hold the deltas; it comes by: "
+    if merge_command is not None and "--allow_quantized_base" in merge_command:
+        reason = "4-bit weights can't hold the deltas; nearly the same, on the base's weights, comes by: "
+    rows = (
+        ("peak on the device", _measured_and_planned(results)),
+        *((f"  most {title}", _megabytes(size)) for title, size in sizes.items() if size or title != "state on disk"),
+        ("updates a second", results.steps_per_second and f"{results.steps_per_second:.2f}"),
+        ("updates skipped", results.num_skipped and f"{results.num_skipped} (a loss or gradient was not finite)"),
+        ("model", results.model_folder),
+        ("deltas", results.delta_folder),
+        ("model", merge_command and f"not saved, as {reason}{shlex.join(merge_command)}"),
+        ("last checkpoint", results.checkpoint),
+        ("figures", results_path),
+    )
     grid = Table.grid(padding=(0, 2))
     grid.add_column()
     grid.add_column(overflow="fold")
-    if results.peaks.measured is not None:
-        grid.add_row("peak on the device", _measured_and_planned(results.peaks))
-    if results.highest is not None:
-        for name, title in _PEAK_ROWS.items():
-            num_bytes = getattr(results.highest, name)
-            if num_bytes or name != "disk":
-                grid.add_row(f"  most {title}", _megabytes(num_bytes))
-    if results.steps_per_second is not None:
-        grid.add_row("updates a second", f"{results.steps_per_second:.2f}")
-    if results.num_skipped:
-        grid.add_row("updates skipped", f"{results.num_skipped} (a loss or gradient was not finite)")
-    if results.model_folder is not None:
-        grid.add_row("model", Text(str(results.model_folder)))
-    if results.delta_folder is not None:
-        grid.add_row("deltas", Text(str(results.delta_folder)))
-    if results.merge_command is not None:
-        reason = "sharded weights don't hold the deltas; it comes by: "
-        if "--allow_quantized_base" in results.merge_command:
-            reason = "4-bit weights can't hold the deltas; nearly the same, on the base's weights, comes by: "
-        grid.add_row("model", Text(f"not saved, as {reason}{shlex.join(results.merge_command)}"))
-    if results.checkpoint is not None:
-        grid.add_row("last checkpoint", Text(str(results.checkpoint)))
-    grid.add_row("figures", Text(str(results_path)))
+    for name, value in rows:
+        if value:
+            grid.add_row(name, Text(str(value)))
     return grid
 
 
-def _measured_and_planned(peaks: Peaks) -> str:
-    measured = peaks.measured or 0
-    if peaks.planned is None:
-        return _megabytes(measured)
-    return f"{_megabytes(measured)}, planned {_megabytes(peaks.planned)} ({peaks.planned / measured - 1:+.1%})"
+def _measured_and_planned(results: Results) -> str | None:
+    measured, planned = results.measured_peak_bytes, results.planned_peak_bytes
+    if measured is None or planned is None:
+        return None if measured is None else _megabytes(measured)
+    return f"{_megabytes(measured)}, planned {_megabytes(planned)} ({planned / measured - 1:+.1%})"
 
 
 def _megabytes(num_bytes: int) -> str:
@@ -196,3 +191,67 @@ def _print_sample(sample: Sample, console: Console) -> None:
         if text is not None:
             console.print(f"[{name}]", style="bold", markup=False, highlight=False)
             console.print(Text(text.strip("\n")), soft_wrap=True)
+
+
+def describe(run: Run) -> None:
+    """Say what is about to be done.
+
+    Args:
+        run: What `assemble` made.
+    """
+    say, training, arguments = run.display.say, run.arguments.training, run.arguments
+    model: Any = run.trainer.model
+    say(f"slivertune {__version__}: {run.method.name} on {run.model_name}")
+    say(f"  model   {run.num_parameters:,} weights in {_kinds_of_weights(model)} on {training.device}{_trained(run)}")
+    say(
+        f"  data    {run.dataset_name}: {len(run.task.train_dataset):,} rows to train on, "
+        f"{len(run.task.eval_dataset):,} to evaluate on, up to {run.task.max_length} tokens each"
+    )
+    say(_batch(run))
+    for line in run.method.lines():
+        say(line)
+    if run.tokens is not None:
+        say(tokens_line(run.tokens))
+    schedule = enum_value(training.lr_scheduler_type)
+    say(f"  rate    {training.learning_rate:g}, {run.method.optimizer_name(training)}, {schedule} schedule")
+    say(f"  writes  {training.output_dir}")
+    is_own_rate = arguments.model.model_name_or_path is None or "learning_rate" in arguments.given
+    notes = run.method.notes(model, learning_rate=None if is_own_rate else training.learning_rate)
+    for note in (*notes, *arguments.folder.notes):
+        say(f"note: {note}")
+    if arguments.folder.checkpoint is not None:
+        say(f"note: continuing from {arguments.folder.checkpoint}")
+
+
+def _batch(run: Run) -> str:
+    """How many rows an update sees, and what that is the product of."""
+    training = run.arguments.training
+    rows, accumulated, ranks = (
+        training.per_device_train_batch_size,
+        training.gradient_accumulation_steps,
+        training.world_size,
+    )
+    parts = [f"{rows} at a time"]
+    parts += [f"{accumulated} times"] if accumulated > 1 else []
+    parts += [f"on each of {ranks} ranks ({run.layout})"] if ranks > 1 else []
+    return f"  batch   {rows * accumulated * ranks} rows an update: {', '.join(parts)}"
+
+
+def _kinds_of_weights(model: torch.nn.Module) -> str:
+    """What the weights are held in, as "float32" or "bfloat16/nf4"; SFT's deltas are none."""
+    return "/".join(
+        sorted(
+            {
+                str(parameter.dtype).removeprefix("torch.") if quantised is None else str(quantised.quant_type)
+                for name, parameter in model.named_parameters()
+                if DELTA_PARAMETERS_NAME not in name.split(".")
+                for quantised in [getattr(parameter, "quant_state", None)]
+            }
+        )
+    )
+
+
+def _trained(run: Run) -> str:
+    if run.num_trained == run.num_parameters:
+        return ""
+    return f", {run.num_trained:,} of them trained ({run.num_trained / run.num_parameters:.2%})"

@@ -48,19 +48,13 @@ class LaunchCoordinator:
     def __init__(self, rank: int = 0, world_size: int = 1, local_rank: int = 0, store: Any = None) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.is_first = rank == 0
+        """Whether this process prints, decides and writes."""
+        self.name = "" if world_size == 1 else f" on rank {rank}"
+        """What to call it in an error: nothing where it is alone."""
         self._local_rank = local_rank
         self._store = store
         self._stage = 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process prints, decides and writes."""
-        return self.rank == 0
-
-    @property
-    def name(self) -> str:
-        """What to call it in an error: nothing where it is alone."""
-        return "" if self.world_size == 1 else f" on rank {self.rank}"
 
     def agree_on(self, name: str, value: Any) -> None:
         """Compare what all processes must share.
@@ -91,7 +85,7 @@ class LaunchCoordinator:
         Raises:
             SilentError: On the others, if it failed there.
         """
-        chosen: _Value = self._lead(name, choose, lambda value: value) if self.is_first else self._follow(name)
+        chosen: _Value = self._led(name, choose, leads=self.is_first, is_shared=True)
         return chosen
 
     def first_here(self, name: str, do: Callable[[], _Value]) -> _Value:
@@ -104,11 +98,9 @@ class LaunchCoordinator:
         Raises:
             SilentError: On those that wait, if it failed.
         """
-        place = f"{name} on {socket.gethostname()}"
-        if self._local_rank > 0:
-            self._follow(place)
-            return do()
-        return self._lead(place, do, lambda value: None)
+        is_led = self._local_rank > 0
+        done: _Value = self._led(f"{name} on {socket.gethostname()}", do, leads=not is_led, is_shared=False)
+        return do() if is_led else done
 
     def reach(self, stage: int) -> None:
         """Note that this process has come so far: 1, its arguments hold together; 2, it is ready to train.
@@ -155,19 +147,19 @@ class LaunchCoordinator:
             self._put("error", text)
             time.sleep(1.0)
 
-    def _lead(self, name: str, do: Callable[[], _Value], shared: Callable[[_Value], Any]) -> _Value:
+    def _led(self, name: str, do: Callable[[], _Value], *, leads: bool, is_shared: bool) -> Any:
+        """Let one process do something, and all others wait for it; what it made they get only where it is shared."""
+        if not leads:
+            has_succeeded, value = self._wait_for(name)
+            if not has_succeeded:
+                raise SilentError(f"another process failed in: {name}")
+            return value
+        told: tuple[bool, Any] = (False, None)
         try:
             value = do()
-        except BaseException:
-            self._put(name, (False, None))
-            raise
-        self._put(name, (True, shared(value)))
-        return value
-
-    def _follow(self, name: str) -> Any:
-        has_succeeded, value = self._wait_for(name)
-        if not has_succeeded:
-            raise SilentError(f"another process failed in: {name}")
+            told = (True, value if is_shared else None)
+        finally:
+            self._put(name, told)
         return value
 
     def _put(self, name: str, value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
@@ -15,22 +15,15 @@ from slivertune.parallel.zero.shm_comm import check_build
 from slivertune.planning.four_bit_rules import clash_with_zero3
 
 
-def asks_for_deepspeed(values: dict[str, Any]) -> bool:
-    """Whether the command line or the launcher asks for DeepSpeed.
+def asks_for(engine: Literal["deepspeed", "fsdp"], values: dict[str, Any]) -> bool:
+    """Whether the command line or the launcher asks for DeepSpeed, or for FSDP.
 
     Args:
+        engine: Which of the two.
         values: What the user typed, by name.
     """
-    return bool(values.get("deepspeed")) or _is_set("ACCELERATE_USE_DEEPSPEED")
-
-
-def asks_for_fsdp(values: dict[str, Any]) -> bool:
-    """Whether the command line or the launcher asks for FSDP.
-
-    Args:
-        values: What the user typed, by name.
-    """
-    return bool(values.get("fsdp")) or _is_set("ACCELERATE_USE_FSDP")
+    is_set = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() in ("1", "true", "yes")
+    return bool(values.get(engine)) or is_set
 
 
 def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -49,7 +42,7 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
     """
     has_gpu = torch.cuda.is_available() and not values.get("use_cpu", False)
     if world_size == 1:
-        for name, is_asked in (("DeepSpeed", asks_for_deepspeed(values)), ("FSDP", asks_for_fsdp(values))):
+        for name, is_asked in (("DeepSpeed", asks_for("deepspeed", values)), ("FSDP", asks_for("fsdp", values))):
             if is_asked and not has_gpu:
                 raise ValueError(
                     f"{name} is asked for, and one process without a GPU has nothing to share; leave it out"
@@ -59,9 +52,9 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
     settled = {"ddp_find_unused_parameters": values.get("ddp_find_unused_parameters", False)}
     if has_gpu:
         return settled
-    if asks_for_fsdp(values):
+    if asks_for("fsdp", values):
         raise ValueError("FSDP is asked for, and accelerate shards weights over GPUs alone; take DDP or DeepSpeed here")
-    if asks_for_deepspeed(values):
+    if asks_for("deepspeed", values):
         check_build(_say_once)
         return {**settled, "use_cpu": False, "ddp_backend": "gloo", **_configured(values)}
     return {**settled, "use_cpu": True}
@@ -77,7 +70,7 @@ def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
     Raises:
         ValueError: If DeepSpeed is to train in bf16 where no GPU does.
     """
-    if autocast == "bf16" and asks_for_deepspeed(values) and not is_torch_bf16_gpu_available():
+    if autocast == "bf16" and asks_for("deepspeed", values) and not is_torch_bf16_gpu_available():
         raise ValueError(
             "bf16 is asked for, by --bf16, --weights_dtype or the launcher, and under DeepSpeed the Trainer takes it "
             "on GPUs with bf16 alone, of which none is here; leave it out, as by accelerate launch --mixed_precision no"
@@ -130,7 +123,3 @@ def _configured(values: dict[str, Any]) -> dict[str, Any]:
 def _say_once(line: str) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(line, file=sys.stderr, flush=True)
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "false").lower() in ("1", "true", "yes")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,10 +21,12 @@ from slivertune.training.data.columns import (
     require_columns,
 )
 from slivertune.training.options.data import DataArguments
-from slivertune.training.tasks.collator import PaddingCollator
-from slivertune.training.tasks.task import Task
+from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import (
     IGNORED,
+    Columns,
+    RowEncoder,
+    as_columns,
     check_lengths,
     common_prefix_length,
     encode_rows,
@@ -37,32 +39,26 @@ from slivertune.training.tasks.tokenization import (
 
 logger = logging.getLogger(__name__)
 
-Columns = dict[str, list[Any]]
-
 _ROWS_PACKED_TOGETHER = 10_000
 """Packing concatenates this many rows at a time, and drops what is left over of each such stretch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DocumentEncoder:
-    """Texts to token ids with an EOS token; long ones are cut into rows of `block_length`.
+class DocumentEncoder(RowEncoder):
+    """Texts to token ids with an EOS token; long ones are cut into rows of `max_length`.
 
     Successive rows of one text share one token, so that every token but the text's first is predicted exactly once (the
     first token of a row never is).
 
     Args:
-        tokenizer: The tokenizer.
         column: The column of texts.
         leading: Special tokens before a text.
-        block_length: Longest row in tokens, or None to leave texts whole (for packing).
-        source: Digest of the code, for the cache.
+        whole: Leave texts whole, for packing.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     column: str
     leading: tuple[int, ...]
-    block_length: int | None
-    source: str = field(default_factory=source_digest)
+    whole: bool
 
     def __call__(self, batch: Columns) -> Columns:
         """Encode a batch; it may get more rows, or fewer where a text has no tokens."""
@@ -72,58 +68,44 @@ class DocumentEncoder:
         return {"input_ids": rows}
 
     def _blocks(self, ids: list[int]) -> list[list[int]]:
-        if self.block_length is None:
+        if self.whole:
             return [ids]
-        return [ids[start : start + self.block_length] for start in range(0, len(ids) - 1, self.block_length - 1)]
+        return [ids[start : start + self.max_length] for start in range(0, len(ids) - 1, self.max_length - 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResponseEncoder:
+class ResponseEncoder(RowEncoder):
     """Prompt, separator, response and EOS token in one row, with labels on the response and the EOS token alone.
 
     The row is tokenised in one piece; the response begins where its tokens part from those of the prompt alone.
 
     Args:
-        tokenizer: The tokenizer.
         columns: The columns of prompts and responses.
         separator: Text between the two.
         leading: Special tokens before a text.
-        max_length: Longest row in tokens.
         truncate: Cut the end of longer rows.
-        source: Digest of the code, for the cache.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     columns: CausalColumns
     separator: str
     leading: tuple[int, ...]
-    max_length: int
-    truncate: bool
-    source: str = field(default_factory=source_digest)
 
     def __call__(self, batch: Columns) -> Columns:
         """Encode a batch, row by row; `length` counts tokens before a cut, `num_targets` labels after it."""
         prompts = [prompt + self.separator for prompt in batch[str(self.columns.prompt)]]
         responses = batch[str(self.columns.response)]
         texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        encoded: Columns = {
-            "input_ids": [],
-            "labels": [],
-            "length": [],
-            "num_targets": [],
-            ROW_COLUMN: batch[ROW_COLUMN],
-        }
         pairs = zip(token_ids(self.tokenizer, texts), token_ids(self.tokenizer, prompts), strict=True)
-        for ids, prompt_ids in pairs:
-            num_silent = len(self.leading) + common_prefix_length((ids, prompt_ids))
-            row = [*self.leading, *ids, _eos(self.tokenizer)]
-            labels = [*[IGNORED] * num_silent, *row[num_silent:]]
-            end = self.max_length if self.truncate else None
-            encoded["input_ids"].append(row[:end])
-            encoded["labels"].append(labels[:end])
-            encoded["length"].append(len(row))
-            encoded["num_targets"].append(len(row[num_silent:end]))
-        return encoded
+        encoded = as_columns([self._row(ids, prompt_ids) for ids, prompt_ids in pairs])
+        return {**encoded, ROW_COLUMN: batch[ROW_COLUMN]}
+
+    def _row(self, ids: list[int], prompt_ids: list[int]) -> dict[str, Any]:
+        num_silent = len(self.leading) + common_prefix_length((ids, prompt_ids))
+        row = [*self.leading, *ids, _eos(self.tokenizer)]
+        labels = [*[IGNORED] * num_silent, *row[num_silent:]]
+        end = self.max_length if self.truncate else None
+        num_targets = len(row[num_silent:end])
+        return {"input_ids": row[:end], "labels": labels[:end], "length": len(row), "num_targets": num_targets}
 
 
 def prepare_causal(
@@ -156,7 +138,6 @@ def prepare_causal(
         train_dataset=encode(first_rows(splits["train"], args.max_train_samples), split="train"),
         eval_dataset=encode(first_rows(splits["eval"], args.max_eval_samples), split="eval"),
         data_collator=PaddingCollator(pad_token_id=padding_id(tokenizer), causal=True, masked=not args.packing),
-        metric_name="eval_loss",
         model_kind="causal_lm",
         max_length=max_length,
         pad_token_id=padding_id(tokenizer),
@@ -217,10 +198,10 @@ def _encode_split(
         encode_rows, num_workers=args.preprocessing_num_workers, description=f"Tokenising the {split} split"
     )
     if columns.text is not None:
-        block_length = None if args.packing else max_length
-        encoded = encode(
-            rows, DocumentEncoder(tokenizer=tokenizer, column=columns.text, leading=leading, block_length=block_length)
+        documents = DocumentEncoder(
+            tokenizer=tokenizer, column=columns.text, leading=leading, max_length=max_length, whole=args.packing
         )
+        encoded = encode(rows, documents)
         if not args.packing and len(encoded) > len(rows):
             logger.info(
                 "%d texts of the %s split make %d rows of at most %d tokens", len(rows), split, len(encoded), max_length

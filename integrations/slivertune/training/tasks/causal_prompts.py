@@ -12,7 +12,7 @@ evaluation row. The hooks take the two apart; no model sees these labels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,44 +21,42 @@ from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import LABEL_COLUMN, ROW_COLUMN
 from slivertune.training.tasks.prompting import Template, cut_to_fit
-from slivertune.training.tasks.tokenization import IGNORED, common_prefix_length, source_digest, token_ids
-
-Columns = dict[str, list[Any]]
+from slivertune.training.tasks.tokenization import (
+    IGNORED,
+    Columns,
+    RowEncoder,
+    as_columns,
+    common_prefix_length,
+    token_ids,
+)
 
 _TOKEN_BITS = 24
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CausalPromptEncoder:
+class CausalPromptEncoder(RowEncoder):
     """Rows to prompts that end in a label word, with labels on the label word's tokens alone.
 
     A label word stands after the white space that the template ends with, or after one space. Prompt and word are
     tokenised in one piece, and the word begins where the candidates' tokens part from the prompt's.
 
     Args:
-        tokenizer: The tokenizer.
         template: Ends where the label word stands.
         words: The label word of each class.
         leading: Special tokens before a text.
-        max_length: Longest row in tokens.
         truncate: Shorten the texts of longer rows, never the template or the word.
         candidates: Make one row per label word, for evaluation, in place of one row with the right word.
-        source: Digest of the code, for the cache.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     template: Template
     words: tuple[str, ...]
     leading: tuple[int, ...]
-    max_length: int
-    truncate: bool
     candidates: bool
-    source: str = field(default_factory=source_digest)
 
     def __call__(self, batch: Columns, indices: list[int]) -> Columns:
         """Encode a batch; `length` counts the tokens of the longest candidate before a cut."""
-        encoded: Columns = {"input_ids": [], "labels": [], "length": [], ROW_COLUMN: []}
+        encoded: list[dict[str, Any]] = []
         columns = self.template.columns
         texts = zip(*(batch[column] for column in columns), strict=True)
         rows = zip(texts, batch[LABEL_COLUMN], batch[ROW_COLUMN], indices, strict=True)
@@ -72,11 +70,9 @@ class CausalPromptEncoder:
             for word in range(num_words) if self.candidates else [label]:
                 code = 1 + (example * num_words + word) * num_words + label if self.candidates else 0
                 targets = [token | (code << _TOKEN_BITS) for token in ids[word][num_silent:]]
-                encoded["input_ids"].append(ids[word])
-                encoded["labels"].append([*[IGNORED] * num_silent, *targets])
-                encoded["length"].append(length)
-                encoded[ROW_COLUMN].append(number)
-        return encoded
+                labels = [*[IGNORED] * num_silent, *targets]
+                encoded.append({"input_ids": ids[word], "labels": labels, "length": length, ROW_COLUMN: number})
+        return as_columns(encoded)
 
     def _encode(self, row: dict[str, str]) -> tuple[list[list[int]], int]:
         """One row of tokens per label word, and how many of them belong to the prompt."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,44 +14,37 @@ from transformers import EvalPrediction, PreTrainedConfig, PreTrainedTokenizerBa
 from slivertune.training.data.columns import (
     LABEL_COLUMN,
     ROW_COLUMN,
+    column_values,
     drop_empty_rows,
     first_rows,
     label_column,
+    name_rows,
     require_columns,
     sentence_columns,
 )
 from slivertune.training.data.labels import LabelSet, read_labels
 from slivertune.training.options.data import DataArguments
-from slivertune.training.tasks.collator import PaddingCollator
-from slivertune.training.tasks.task import Task
+from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import (
+    Columns,
+    RowEncoder,
     check_lengths,
     encode_rows,
     padding_id,
     resolve_max_length,
-    source_digest,
 )
-
-Columns = dict[str, list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SentenceEncoder:
+class SentenceEncoder(RowEncoder):
     """Texts or pairs to what the tokenizer makes of them for a classifier.
 
     Args:
-        tokenizer: The tokenizer.
         columns: The column of texts, and maybe that of second texts.
-        max_length: Longest row in tokens.
         truncate: Cut longer rows, of a pair the longer text first.
-        source: Digest of the code, for the cache.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     columns: tuple[str, ...]
-    max_length: int
-    truncate: bool
-    source: str = field(default_factory=source_digest)
 
     def __call__(self, batch: Columns) -> Columns:
         """Encode a batch, row by row; `length` counts tokens before a cut."""
@@ -83,14 +77,7 @@ def prepare_classification(
     columns = sentence_columns(args, splits["train"])
     labels = read_labels(splits["train"], label_column(args, splits["train"]))
     encoder = SentenceEncoder(tokenizer=tokenizer, columns=columns, max_length=max_length, truncate=args.truncate)
-    encoded = {}
-    for split, limit in (("train", args.max_train_samples), ("eval", args.max_eval_samples)):
-        rows = labelled_rows(first_rows(splits[split], limit), columns, labels, args=args, split=split)
-        rows = encode_rows(
-            rows, encoder, num_workers=args.preprocessing_num_workers, description=f"Tokenising the {split} split"
-        )
-        check_lengths(rows, max_length=max_length, truncate=args.truncate, split=split)
-        encoded[split] = rows.remove_columns(["length", ROW_COLUMN])
+    encoded = encode_labelled(splits, columns, labels, {"train": encoder, "eval": encoder}, args=args)
     return Task(
         train_dataset=encoded["train"],
         eval_dataset=encoded["eval"],
@@ -98,36 +85,74 @@ def prepare_classification(
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=predicted_classes,
         compute_loss_func=cross_entropy,
-        metric_name="eval_accuracy",
         model_kind="sequence_classification",
         max_length=max_length,
         pad_token_id=padding_id(tokenizer),
-        num_labels=len(labels.names),
         id2label=labels.id2label,
     )
 
 
-def labelled_rows(rows: Any, columns: tuple[str, ...], labels: LabelSet, *, args: DataArguments, split: str) -> Any:
-    """Keep the text columns of the rows that say something, and put the class into `LABEL_COLUMN`.
+def encode_labelled(
+    splits: dict[str, Any],
+    columns: tuple[str, ...],
+    labels: LabelSet,
+    encoders: Mapping[str, RowEncoder],
+    *,
+    args: DataArguments,
+    with_indices: bool = False,
+) -> dict[str, Any]:
+    """Encode the rows of both splits that say something, and refuse what does not fit.
 
     Args:
-        rows: A numbered `datasets.Dataset`.
+        splits: Numbered `train` and `eval`.
         columns: The text columns.
         labels: The labels of the training split.
-        args: Says whether empty rows are an error.
-        split: Name of the split, for messages.
+        encoders: By split.
+        args: Lengths, limits, and whether empty rows are an error.
+        with_indices: Whether an encoder takes the rows' positions too.
 
     Returns:
-        A dataset with the text columns, the class (int) and the row number.
+        The encoded rows, by split.
 
     Raises:
-        ValueError: If a column is absent, a row is empty, or a label is unknown.
+        ValueError: If a column is absent, a row is empty or too long, or a label is unknown.
     """
+    encoded = {}
+    for split, limit in (("train", args.max_train_samples), ("eval", args.max_eval_samples)):
+        rows = _labelled(first_rows(splits[split], limit), columns, labels, args=args, split=split)
+        rows = encode_rows(
+            rows,
+            encoders[split],
+            num_workers=args.preprocessing_num_workers,
+            description=f"Tokenising the {split} split",
+            with_indices=with_indices,
+        )
+        check_lengths(rows, max_length=encoders[split].max_length, truncate=args.truncate, split=split)
+        encoded[split] = _without_notes(rows, split)
+    return encoded
+
+
+def _labelled(rows: Any, columns: tuple[str, ...], labels: LabelSet, *, args: DataArguments, split: str) -> Any:
+    """The text columns of the rows that say something, their number, and their class in `LABEL_COLUMN`."""
     require_columns(rows, (*columns, labels.column), split)
     rows = drop_empty_rows(rows, (*columns, labels.column), split=split, skip=args.skip_empty_rows)
     classes = np.asarray(labels.encode(rows, split=split), dtype=np.int64)
     rows = rows.select_columns(list(dict.fromkeys((*columns, ROW_COLUMN))))
     return rows.add_column(LABEL_COLUMN, classes)
+
+
+def _without_notes(rows: Any, split: str) -> Any:
+    """Drop the columns made for checks, after the last of them."""
+    if "num_masks" in rows.column_names:
+        odd = np.flatnonzero(np.asarray(column_values(rows, "num_masks")) != 1).tolist()
+        if odd:
+            numbers = column_values(rows.select(odd), ROW_COLUMN)
+            raise ValueError(
+                f"{len(odd)} of {len(rows)} rows of the {split} split hold another mask token beside the template's "
+                f"({name_rows(numbers)}, counted from 0); take it out of the text"
+            )
+    notes = {"length", "num_masks", ROW_COLUMN}
+    return rows.remove_columns(sorted(notes.intersection(rows.column_names)))
 
 
 def cross_entropy(

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import EvalPrediction, PreTrainedTokenizerBase
+from transformers import EvalPrediction
 
 from slivertune.training.data.columns import LABEL_COLUMN, ROW_COLUMN
 from slivertune.training.tasks.prompting import Template, cut_to_fit
-from slivertune.training.tasks.tokenization import IGNORED, source_digest
-
-Columns = dict[str, list[Any]]
+from slivertune.training.tasks.tokenization import IGNORED, Columns, RowEncoder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedPromptEncoder:
+class MaskedPromptEncoder(RowEncoder):
     """Rows to filled templates whose label, at the mask token alone, is the right label word's token.
 
     Args:
         tokenizer: Has a mask token.
         template: With {mask}.
         word_ids: The token of each class's label word.
-        max_length: Longest row in tokens.
         truncate: Shorten the texts of longer rows, never the template.
-        source: Digest of the code, for the cache.
     """
 
-    tokenizer: PreTrainedTokenizerBase
     template: Template
     word_ids: tuple[int, ...]
-    max_length: int
-    truncate: bool
-    source: str = field(default_factory=source_digest)
 
     def __call__(self, batch: Columns) -> Columns:
         """Encode a batch, row by row; `length` counts tokens before a cut, `num_masks` the mask tokens in the row."""

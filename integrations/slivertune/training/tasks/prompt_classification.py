@@ -5,28 +5,20 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import (
-    ROW_COLUMN,
-    column_values,
-    first_rows,
     label_column,
-    name_rows,
     require_column,
 )
 from slivertune.training.data.labels import read_labels
 from slivertune.training.options.data import DataArguments
 from slivertune.training.tasks.causal_prompts import CausalPromptEncoder, CausalPromptHooks, check_words
-from slivertune.training.tasks.classification import labelled_rows
-from slivertune.training.tasks.collator import PaddingCollator
+from slivertune.training.tasks.classification import encode_labelled
 from slivertune.training.tasks.masked_prompts import MaskedPromptEncoder, MaskedPromptHooks
 from slivertune.training.tasks.prompting import Template, mask_token_ids, parse_label_words, prompt_model_kind
-from slivertune.training.tasks.task import Task
+from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import (
-    check_lengths,
-    encode_rows,
     leading_special_tokens,
     padding_id,
     resolve_max_length,
@@ -70,30 +62,16 @@ def prepare_prompt_classification(
         train_encoder, eval_encoder, hooks = _masked(args, tokenizer, template, words, max_length)
     else:
         train_encoder, eval_encoder, hooks = _causal(args, tokenizer, template, words, max_length)
-    encoded = {}
-    for split, limit, encoder in (
-        ("train", args.max_train_samples, train_encoder),
-        ("eval", args.max_eval_samples, eval_encoder),
-    ):
-        rows = labelled_rows(first_rows(splits[split], limit), template.columns, labels, args=args, split=split)
-        rows = encode_rows(
-            rows,
-            encoder,
-            num_workers=args.preprocessing_num_workers,
-            description=f"Filling the template, {split} split",
-            with_indices=kind == "causal_lm",
-        )
-        check_lengths(rows, max_length=max_length, truncate=args.truncate, split=split)
-        encoded[split] = _without_notes(rows, split)
+    encoders = {"train": train_encoder, "eval": eval_encoder}
+    is_causal = kind == "causal_lm"
+    encoded = encode_labelled(splits, template.columns, labels, encoders, args=args, with_indices=is_causal)
     return Task(
         train_dataset=encoded["train"],
         eval_dataset=encoded["eval"],
         data_collator=PaddingCollator(pad_token_id=padding_id(tokenizer)),
-        metric_name="eval_accuracy",
         model_kind=kind,
         max_length=max_length,
         pad_token_id=padding_id(tokenizer),
-        num_labels=len(labels.names),
         id2label=labels.id2label,
         **hooks,
     )
@@ -159,17 +137,3 @@ def _causal(
             "compute_metrics": hooks.accuracy,
         },
     )
-
-
-def _without_notes(rows: Any, split: str) -> Any:
-    """Drop the columns made for checks, after the last of them."""
-    if "num_masks" in rows.column_names:
-        odd = np.flatnonzero(np.asarray(column_values(rows, "num_masks")) != 1).tolist()
-        if odd:
-            numbers = column_values(rows.select(odd), ROW_COLUMN)
-            raise ValueError(
-                f"{len(odd)} of {len(rows)} rows of the {split} split hold another mask token beside the template's "
-                f"({name_rows(numbers)}, counted from 0); take it out of the text"
-            )
-    notes = {"length", "num_masks", ROW_COLUMN}
-    return rows.remove_columns(sorted(notes.intersection(rows.column_names)))

@@ -70,21 +70,15 @@ class Template:
     @property
     def before_mask(self) -> Template:
         """The part before {mask}, or all of it where there is none."""
-        pieces = []
-        for literal, name in self.pieces:
-            pieces.append((literal, None if name == MASK else name))
-            if name == MASK:
-                break
-        return Template(text=self.text, pieces=tuple(pieces))
+        if not self.has_mask:
+            return self
+        place = [name for _, name in self.pieces].index(MASK)
+        return Template(text=self.text, pieces=(*self.pieces[:place], (self.pieces[place][0], None)))
 
     def fill(self, values: Mapping[str, str], mask: str = "") -> str:
         """Put in the values and the mask token; nothing inside a value is read as a placeholder."""
-        parts = []
-        for literal, name in self.pieces:
-            parts.append(literal)
-            if name is not None:
-                parts.append(mask if name == MASK else values[name])
-        return "".join(parts)
+        filled = {**values, MASK: mask}
+        return "".join(literal + ("" if name is None else filled[name]) for literal, name in self.pieces)
 
 
 def prompt_model_kind(config: PreTrainedConfig) -> ModelKind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -13,66 +13,6 @@ from slivertune.training.tasks.tokenization import IGNORED
 
 _PROMPT_TOKENS = 48
 """Tokens of a text's beginning that the model is given to continue."""
-
-
-class Probe(Protocol):
-    """One question to the model."""
-
-    @property
-    def prompt(self) -> str:
-        """The question."""
-
-    @property
-    def expected(self) -> str | None:
-        """The answer in the data, where there is one."""
-
-    def ask(self) -> str:
-        """Let the model answer, as it is now; the random state is left as it was."""
-
-
-def make_probe(
-    trainer: Trainer,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    asked: str | None,
-    num_tokens: int,
-    cut: bool = False,
-) -> Probe | None:
-    """Make the question that suits a task.
-
-    Args:
-        trainer: Holds the model, and judges rows of classification tasks.
-        task: What is learned.
-        tokenizer: Its tokenizer.
-        asked: `--sample_prompt`; by default the beginning of the first evaluation row.
-        num_tokens: The most tokens that a language model may answer; 0 asks nothing.
-        cut: Whether a prompt that does not fit into a row is cut, as one that no user typed.
-
-    Returns:
-        The question, or None where none is wanted.
-
-    Raises:
-        ValueError: If the prompt asked for has no tokens, is too long, or the task is no language modelling.
-    """
-    if task.id2label is not None:
-        if asked is not None:
-            raise ValueError(f"sample_prompt={asked!r} is for language modelling; leave it out for classification")
-        return ClassificationProbe(trainer, task, tokenizer) if num_tokens else None
-    if num_tokens == 0:
-        return None
-    ids, expected = _first_prompt(task, tokenizer) if asked is None else (tokenizer(asked)["input_ids"], None)
-    if asked is None:
-        ids = ids[-(task.max_length - 1) :]  # what the response follows is the end
-    elif cut:
-        ids = ids[: task.max_length - 1]
-    if not 0 < len(ids) < task.max_length:
-        raise ValueError(
-            f"sample_prompt has {len(ids)} tokens; it must have at least 1, and fewer than max_length={task.max_length}"
-        )
-    return ContinuationProbe(
-        trainer=trainer, tokenizer=tokenizer, token_ids=ids, expected=expected, num_tokens=num_tokens
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +71,7 @@ class ClassificationProbe:
 
     def __init__(self, trainer: Trainer, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
         # A causal language model is asked once for each label word, in rows that follow each other.
-        num_rows = task.num_labels or 1 if task.model_kind == "causal_lm" else 1
+        num_rows = len(task.id2label or [1]) if task.model_kind == "causal_lm" else 1
         self._rows = task.eval_dataset.select(range(num_rows))
         self._trainer = trainer
         self._names = task.id2label if task.model_kind == "sequence_classification" else None
@@ -146,16 +86,62 @@ class ClassificationProbe:
         return "right" if (output.metrics or {})["sample_accuracy"] == 1.0 else "wrong"
 
 
+Probe: TypeAlias = ContinuationProbe | ClassificationProbe
+"""One question to the model: `ask` lets it answer, as it is now, and leaves the random state as it was."""
+
+
+def make_probe(
+    trainer: Trainer,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    asked: str | None,
+    num_tokens: int,
+    cut: bool = False,
+) -> Probe | None:
+    """Make the question that suits a task.
+
+    Args:
+        trainer: Holds the model, and judges rows of classification tasks.
+        task: What is learned.
+        tokenizer: Its tokenizer.
+        asked: `--sample_prompt`; by default the beginning of the first evaluation row.
+        num_tokens: The most tokens that a language model may answer; 0 asks nothing.
+        cut: Whether a prompt that does not fit into a row is cut, as one that no user typed.
+
+    Returns:
+        The question, or None where none is wanted.
+
+    Raises:
+        ValueError: If the prompt asked for has no tokens, is too long, or the task is no language modelling.
+    """
+    if task.id2label is not None:
+        if asked is not None:
+            raise ValueError(f"sample_prompt={asked!r} is for language modelling; leave it out for classification")
+        return ClassificationProbe(trainer, task, tokenizer) if num_tokens else None
+    if num_tokens == 0:
+        return None
+    ids, expected = _first_prompt(task, tokenizer) if asked is None else (tokenizer(asked)["input_ids"], None)
+    if asked is None:
+        ids = ids[-(task.max_length - 1) :]  # what the response follows is the end
+    elif cut:
+        ids = ids[: task.max_length - 1]
+    if not 0 < len(ids) < task.max_length:
+        raise ValueError(
+            f"sample_prompt has {len(ids)} tokens; it must have at least 1, and fewer than max_length={task.max_length}"
+        )
+    return ContinuationProbe(
+        trainer=trainer, tokenizer=tokenizer, token_ids=ids, expected=expected, num_tokens=num_tokens
+    )
+
+
 def _first_prompt(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], str | None]:
     """The first evaluation row: its beginning, or its prompt and the response in the data."""
     row = task.eval_dataset[0]
-    ids, labels = row["input_ids"], row.get("labels")
-    if labels is None:
-        return ids[: max(1, min(_PROMPT_TOKENS, len(ids) // 2))], None
-    # A packed row may begin in the midst of a response; the first whole prompt begins after it.
-    silent = [label == IGNORED for label in labels]
+    ids, silent = row["input_ids"], [label == IGNORED for label in row.get("labels", ())]
     if True not in silent:  # no prompt in this row, all of it is learned
         return ids[: max(1, min(_PROMPT_TOKENS, len(ids) // 2))], None
+    # A packed row may begin in the midst of a response; the first whole prompt begins after it.
     start = silent.index(True)
     end = silent.index(False, start) if False in silent[start:] else len(ids)
     stop = silent.index(True, end) if True in silent[end:] else len(ids)

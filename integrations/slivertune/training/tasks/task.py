@@ -1,4 +1,4 @@
-"""What a task hands to the HF Trainer."""
+"""What a task hands to the HF Trainer, and how its rows become one padded batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import EvalPrediction
 
-from slivertune.training.tasks.collator import PaddingCollator
+from slivertune.training.tasks.tokenization import IGNORED, as_columns
 
 ModelKind = Literal["causal_lm", "masked_lm", "sequence_classification"]
 
@@ -19,8 +19,49 @@ LossFunction = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PaddingCollator:
+    """Pad rows on the right to the longest of the batch.
+
+    Args:
+        pad_token_id: Fills `input_ids`; `labels` are filled with -100, everything else (masks, token types) with 0.
+        causal: The rows of a causal language model. Those without labels are their own labels, and a first token, which
+            nothing predicts, has none: some models' losses count it among the labels and some do not.
+        masked: Return an `attention_mask`. Off for packed rows, which are all of one length and need none.
+    """
+
+    pad_token_id: int
+    causal: bool = False
+    masked: bool = True
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Make a batch.
+
+        Args:
+            rows: Each a dict with `input_ids` and maybe `attention_mask`, `token_type_ids`, `labels` (a list as long as
+                `input_ids`, or one class).
+
+        Returns:
+            int64 tensors of shape (rows, longest); `labels` of shape (rows,) where each is one class.
+        """
+        features = as_columns(rows)
+        if self.causal:
+            labels = features.get("labels", features["input_ids"])
+            features["labels"] = [[IGNORED, *row[1:]] for row in labels]
+        if self.masked and "attention_mask" not in features:
+            features["attention_mask"] = [[1] * len(ids) for ids in features["input_ids"]]
+        return {name: self._batch(name, values) for name, values in features.items()}
+
+    def _batch(self, name: str, values: list[Any]) -> torch.Tensor:
+        if isinstance(values[0], int):
+            return torch.tensor(values)
+        fill = {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0)
+        longest = max(len(value) for value in values)
+        return torch.tensor([[*value, *[fill] * (longest - len(value))] for value in values])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Datasets and hooks for a stock `transformers.Trainer`; every field but the last six is an argument of it."""
+    """Datasets and hooks for a stock `transformers.Trainer`; every field but the last four is an argument of it."""
 
     train_dataset: Any
     """`datasets.Dataset` of tokenised rows."""
@@ -34,8 +75,6 @@ class Task:
     """Shrinks the logits to what the metric needs before they are gathered."""
     compute_loss_func: LossFunction | None = None
     """The loss, where it is not the model's own."""
-    metric_name: Literal["eval_loss", "eval_accuracy"]
-    """What to judge a model by; a loss is better when lower, an accuracy when higher."""
     model_kind: ModelKind
     """Which head the model must have: AutoModelForCausalLM, ...MaskedLM or ...SequenceClassification."""
     max_length: int
@@ -43,12 +82,5 @@ class Task:
     pad_token_id: int
     """What rows are padded with; `config.pad_token_id` of a classifier must be the same, since a causal one finds the
     last token by it."""
-    num_labels: int | None = None
-    """Number of classes, for the model's head or the label words."""
     id2label: dict[int, str] | None = None
     """Class -> the label as it stands in the data."""
-
-    @property
-    def label2id(self) -> dict[str, int] | None:
-        """The label as it stands in the data -> class."""
-        return None if self.id2label is None else {name: index for index, name in self.id2label.items()}

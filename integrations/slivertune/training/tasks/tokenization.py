@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -14,6 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from slivertune.training.data.columns import NUM_NAMED_ROWS, ROW_COLUMN, column_values, name_rows
 
 logger = logging.getLogger(__name__)
+
+Columns: TypeAlias = dict[str, list[Any]]
 
 DEFAULT_MAX_LENGTH = 1024
 """Tokens in a row where the user, the model and the tokenizer allow more."""
@@ -28,6 +31,40 @@ _POSITIONS_AFTER_PADDING = frozenset(
         "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
     )
 )  # fmt: skip
+
+
+def source_digest() -> str:
+    """A digest of the source of `slivertune train`, to stand among an encoder's fields.
+
+    The datasets library knows an imported function or class by its name alone, so that after a change of the code it
+    would go on reading what the code of before had cached.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowEncoder:
+    """Rows to token ids, a batch of columns at a time; the datasets library keeps what comes out by these fields.
+
+    Args:
+        tokenizer: The tokenizer.
+        max_length: Longest row in tokens.
+        truncate: Cut longer rows.
+        source: Digest of the code, for the cache.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    truncate: bool = False
+    source: str = field(default_factory=source_digest)
+
+
+def as_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """Rows as a batch of columns; all have the names of the first."""
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def usable_positions(config: PreTrainedConfig) -> tuple[int, str] | None:
@@ -159,7 +196,7 @@ def encode_rows(
 
     Args:
         rows: The dataset.
-        encoder: A callable object from a batch of columns to another, with `source_digest()` among its fields.
+        encoder: A `RowEncoder`, called with a batch of columns to make another.
         num_workers: Processes, or None for this one.
         description: Stands beside the progress bar.
         with_indices: Pass the rows' positions as a second argument.
@@ -175,15 +212,3 @@ def encode_rows(
         num_proc=min(num_workers, len(rows)) if num_workers is not None and num_workers > 1 else None,
         desc=description,
     )
-
-
-def source_digest() -> str:
-    """A digest of the source of `slivertune train`, to stand among an encoder's fields.
-
-    The datasets library knows an imported function or class by its name alone, so that after a change of the code it
-    would go on reading what the code of before had cached.
-    """
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from slivertune.training.tasks.collator import PaddingCollator
+from slivertune.training.tasks.task import PaddingCollator
 
 
 def test_rows_are_padded_on_the_right_and_padding_carries_no_loss() -> None:
