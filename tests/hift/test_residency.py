@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from slivertune.core.ledger import Census, Ledger
 from slivertune.hift.streamed import StreamedGroup
-
-from ..helpers.models import tiny_llama, token_batches
+from tests.helpers.models import tiny_llama, token_batches
+from tests.hift.cases import hift_over
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_GROUPS = 5
@@ -24,9 +24,9 @@ STEP_BYTES = 4
 
 
 def build(dtype: torch.dtype, **config: Any) -> tuple[nn.Module, HiFT]:
-    model = tiny_llama(dtype, vocab=VOCAB)
-    settings = HiFTConfig(**{"stream_bytes": STREAM_BYTES, **config})
-    return model, HiFT(model, torch.optim.AdamW, config=settings, lr=1e-2)
+    return hift_over(
+        tiny_llama(dtype, vocab=VOCAB), torch.optim.AdamW, lr=1e-2, **{"stream_bytes": STREAM_BYTES, **config}
+    )
 
 
 def active_bytes(model: nn.Module, optimizer: HiFT) -> int:
@@ -37,6 +37,12 @@ def active_bytes(model: nn.Module, optimizer: HiFT) -> int:
 
 def backward(model: nn.Module, index: int) -> None:
     model(**token_batches(index + 1)[index]).loss.backward()
+
+
+def steps(model: nn.Module, optimizer: HiFT, count: int) -> None:
+    for index in range(count):
+        backward(model, index)
+        optimizer.step()
 
 
 def assert_only_weights_on_the_device(census: Census, model: nn.Module) -> None:
@@ -70,9 +76,7 @@ def test_a_step_holds_the_weights_the_active_gradients_and_two_pieces(dtype: tor
 def test_whole_groups_on_the_device_would_break_that_bound() -> None:
     model, optimizer = build(BF16, stream_bytes=0)
     with Ledger(model) as ledger:
-        for index in range(2 * NUM_GROUPS):
-            backward(model, index)
-            optimizer.step()
+        steps(model, optimizer, 2 * NUM_GROUPS)
         assert ledger.highest.state > 2 * STREAM_BYTES
 
 
@@ -105,9 +109,7 @@ def test_keeping_a_groups_state_alive_after_the_step_is_found(monkeypatch: pytes
     monkeypatch.setattr(StreamedGroup, "_empty_slots", forgetful)
     model, optimizer = build(BF16)
     with Ledger(model) as ledger:
-        for index in range(NUM_GROUPS + 1):
-            backward(model, index)
-            optimizer.step()
+        steps(model, optimizer, NUM_GROUPS + 1)
         with pytest.raises(AssertionError, match="bytes of state stayed on the device"):
             assert_only_weights_on_the_device(ledger.current(), model)
 
@@ -144,9 +146,7 @@ def test_prefetched_pieces_survive_a_skipped_step() -> None:
 def test_state_on_the_device_stays_there() -> None:
     model, optimizer = build(BF16, state="device")
     with Ledger(model) as ledger:
-        for index in range(2 * NUM_GROUPS):
-            backward(model, index)
-            optimizer.step()
+        steps(model, optimizer, 2 * NUM_GROUPS)
         num_elements = sum(parameter.numel() for parameter in model.parameters())
         counts = STEP_BYTES * len(list(model.parameters()))
         assert (ledger.current().state, ledger.current().host) == (12 * num_elements + counts, 0)
@@ -182,9 +182,7 @@ def test_half_the_masters_bytes_wait_when_split() -> None:
     for master in ("fp32", "split", "none"):
         model, optimizer = build(BF16, master=master)
         with Ledger(model) as ledger:
-            for index in range(NUM_GROUPS):
-                backward(model, index)
-                optimizer.step()
+            steps(model, optimizer, NUM_GROUPS)
             waiting[master] = ledger.current().host
         num_elements = sum(parameter.numel() for parameter in model.parameters())
     assert waiting["fp32"] - waiting["split"] == pytest.approx(2 * num_elements, rel=0.05)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slivertune import SFT, SFTConfig
-from slivertune.sft.budget import BudgetRequest, share_out
+from slivertune.sft.reselection import BudgetRequest, share_out
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
 
 

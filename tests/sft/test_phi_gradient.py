@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slivertune.sft.phi_gradient import CHUNK_ROWS, chunked_gradient, sampled_gradient
+from slivertune.sft.linear import CHUNK_ROWS, chunked_gradient, sampled_gradient
 from tests.helpers.tolerance import assert_sums_close, sum_limit, unit_roundoff
 
 

@@ -275,11 +275,11 @@ class HiFT(CheckpointedSliver):
         missed = self._hooks.end_update()
         if self._in_backward is None:
             is_stepped = self._step_from_gradients()
-        elif is_stepped:
-            residency.end_weights()
-        if not is_stepped:
-            if not missed:
-                return
+        if not is_stepped and not missed:
+            return
+        if is_stepped:
+            residency.end()
+        else:
             rotation.warn_of_skip(self.groups)
         if self.config.state == "discard" and rotation.ends_turn:
             residency.discard()
@@ -298,8 +298,8 @@ class HiFT(CheckpointedSliver):
                 weight.take_gradient()
         if all(weight.parameter.grad is None for weight in weights):
             return False
-        self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
-        self._residencies[self.active_group].step(self.param_groups, self._applying)
+        self._begin_update()
+        self._residencies[self.active_group].step(weights, self.param_groups, self._applying)
         return True
 
     def _check_step(self) -> None:
@@ -322,13 +322,13 @@ class HiFT(CheckpointedSliver):
             )
 
     def _begin_update(self) -> None:
-        self._check_step()  # here already: the weights move in the backward
-        self._residencies[self.active_group].begin_weights()
+        self._check_step()  # here already where the weights move in the backward
+        self._residencies[self.active_group].begin()
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
 
     @torch.no_grad()
     def _step_weight(self, weight: Weight) -> None:
-        self._residencies[self.active_group].step_weight(weight, self.param_groups, self._applying)
+        self._residencies[self.active_group].step((weight,), self.param_groups, self._applying)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -45,28 +45,26 @@ class Residency(ABC):
         """Start to bring the first pieces to the device; called during backward, as often as one likes."""
 
     @abstractmethod
-    def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        """Step the group's weights from their gradients, and drop the gradients.
+    def begin(self) -> None:
+        """Make ready for `step`, whose first call in an update this precedes.
 
         Raises:
             OSError: If the state has no room; nothing was stepped then.
         """
 
     @abstractmethod
-    def begin_weights(self) -> None:
-        """Make ready for `step_weight`, whose first call in a turn this precedes.
+    def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        """Step weights from their gradients, and drop the gradients.
 
-        Raises:
-            OSError: If the state has no room.
+        Args:
+            weights: The whole group, or one of its weights where `step_in_backward` steps each alone.
+            param_groups: The optimizer's.
+            held_lr: What is applied, one a param group.
         """
 
     @abstractmethod
-    def step_weight(self, weight: Weight, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        """Step one of the group's weights from its gradient, and drop the gradient; for groups that step by weight."""
-
-    @abstractmethod
-    def end_weights(self) -> None:
-        """Let go of what `step_weight` keeps on the device from one weight to the next."""
+    def end(self) -> None:
+        """Let go of what is kept on the device from one `step` of an update to the next."""
 
     @abstractmethod
     def export(self) -> dict[str, WeightState]:

@@ -31,22 +31,15 @@ class ResidentGroup(Residency):
         """Nothing is elsewhere."""
 
     @override
-    def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        self._step(self._weights, param_groups, held_lr)
-
-    @override
-    def begin_weights(self) -> None:
+    def begin(self) -> None:
         """Nothing has to be found room for."""
 
     @override
-    def step_weight(self, weight: Weight, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        self._step((weight,), param_groups, held_lr)
-
-    @override
-    def end_weights(self) -> None:
+    def end(self) -> None:
         """Nothing is kept."""
 
-    def _step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+    @override
+    def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         self._pieces = self._pieces or self._cutter.cut()
         piece = next(each for each in self._pieces if each.slices[0].weight is weights[0])
         instance = piece.instance or self._build(piece, param_groups)

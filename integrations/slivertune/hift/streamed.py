@@ -25,7 +25,7 @@ from slivertune.hift.masters import join_master, refresh_master
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.offload_buffer import OffloadBuffer, aligned, disk_buffer, host_buffer, tensor_at
 from slivertune.hift.offloaded_state import LOW, TIES, OffloadedState
-from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Piece, Slice, Weight
+from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight
 from slivertune.hift.residency import MASTER, Residency, WeightState
 from slivertune.hift.rotation import LearningRate
 
@@ -47,7 +47,7 @@ class StreamedGroup(Residency):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._turn: list[str] = []
-        """Weights stepped by `step_weight` since `end_weights`, in the order in which their gradients came."""
+        """Weights stepped since `end`, in the order in which their gradients came."""
         self._is_first_turn = False
         self._offloaded: OffloadedState | None = None
         self._offloaded_from = torch.device("cpu")
@@ -63,68 +63,49 @@ class StreamedGroup(Residency):
     def prefetch(self) -> None:
         self._follow_the_model()
         if self._offloaded is not None and not self._loaded:
-            pieces = self._cut()
-            for index in range(min(2, len(pieces))):
-                self._load(index)
+            self._cut()
+            self._load_two(0)
 
     @override
-    def step(self, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        pieces = self._begin()
-        if not self._is_first_turn:
-            self.prefetch()
-        try:
-            self._run(range(len(pieces)), param_groups, held_lr)
-        finally:
-            self._end()
-
-    @override
-    def begin_weights(self) -> None:
-        self._begin()
-
-    @override
-    def step_weight(self, weight: Weight, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        pieces = self._pieces
-        own = [index for index, piece in enumerate(pieces) if piece.slices[0].weight is weight]
-        if own and own[0] not in self._loaded and not self._is_first_turn:
-            # Not the weight that was expected: what was loaded for that one gives way.
-            self._loaded.clear()
-            for index in range(own[0], min(own[0] + 2, len(pieces))):
-                self._load(index)
-        self._turn.append(weight.name)
-        try:
-            self._run(own, param_groups, held_lr)
-        except BaseException:
-            self._end()
-            raise
-        weight.parameter.grad = None
-
-    @override
-    def end_weights(self) -> None:
-        self._end()
-        # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
-        expected = {name: place for place, name in enumerate(self._turn)}
-        self._pieces.sort(key=lambda piece: expected.get(piece.slices[0].weight.name, len(expected)))
-        self._turn = []
-
-    def _begin(self) -> list[Piece]:
-        """Make ready to step pieces; the first time in a turn, find room for what will wait."""
+    def begin(self) -> None:
         self._follow_the_model()
-        pieces = self._cut()
+        self._cut()
         if self._offloaded is None:
             buffer = self._make_buffer()
             buffer.reserve(self._cutter.waiting_bytes())
             self._offloaded, self._offloaded_from = self._waiting_in(buffer), self._device()
             self._is_first_turn = True
-        return pieces
 
-    def _run(self, indices: Sequence[int], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
-        for index in indices:
-            self._step_piece(index, param_groups, held_lr)
-            self._store(index)
-            if self._loaded and index + 2 < len(self._pieces):
-                self._load(index + 2)
+    @override
+    def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
+        names = {weight.name: None for weight in weights}
+        own = [index for index, piece in enumerate(self._pieces) if piece.slices[0].weight.name in names]
+        if own and own[0] not in self._loaded and not self._is_first_turn:
+            # Not the weight that was expected: what was loaded for that one gives way.
+            self._loaded.clear()
+            self._load_two(own[0])
+        self._turn += names
+        try:
+            for index in own:
+                self._step_piece(index, param_groups, held_lr)
+                self._store(index)
+                if self._loaded and index + 2 < len(self._pieces):
+                    self._load(index + 2)
+        except BaseException:
+            self._empty_slots_after_copies()
+            raise
+        for weight in weights:
+            weight.parameter.grad = None
 
-    def _end(self) -> None:
+    @override
+    def end(self) -> None:
+        self._empty_slots_after_copies()
+        # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
+        expected = {name: place for place, name in enumerate(self._turn)}
+        self._pieces.sort(key=lambda piece: expected.get(piece.slices[0].weight.name, len(expected)))
+        self._turn = []
+
+    def _empty_slots_after_copies(self) -> None:
         # Before the slots' memory is used again, also where an error leaves loads that no one waited for.
         for record in (*self._ready.values(), *self._stored.values()):
             self._compute_after(record)
@@ -164,9 +145,8 @@ class StreamedGroup(Residency):
             self._streams = {}
             self.restore(state, own)
 
-    def _cut(self) -> list[Piece]:
+    def _cut(self) -> None:
         self._pieces = self._pieces or self._cutter.cut()
-        return self._pieces
 
     def _device(self) -> torch.device:
         devices = {weight.parameter.device for weight in self._weights}
@@ -238,6 +218,10 @@ class StreamedGroup(Residency):
                 loaded.append(on_device)
             self._ready[index] = self._record("inbound")
         self._loaded[index] = loaded
+
+    def _load_two(self, first: int) -> None:
+        for index in range(first, min(first + 2, len(self._pieces))):
+            self._load(index)
 
     def _new_slot(self) -> torch.Tensor:
         assert self._offloaded is not None
