@@ -74,7 +74,7 @@ def check_method(method: type[TrainingMethod], given: frozenset[str]) -> None:
         _require(method.requires, f"--method {method.name}")
 
 
-def check_4bit(method: type[TrainingMethod]) -> None:
+def check_method_takes_4bit(method: type[TrainingMethod]) -> None:
     """Refuse 4-bit weights for methods that change every weight.
 
     Args:

@@ -15,20 +15,6 @@ def enum_value(value: Any) -> str:
     return str(getattr(value, "value", value))
 
 
-def check_given(values: dict[str, Any]) -> None:
-    """Refuse what a run does not do, before `TrainingArguments` acts on it.
-
-    Args:
-        values: What the user typed, by name.
-
-    Raises:
-        ValueError: If there is such an argument.
-    """
-    limit = values.get("save_total_limit")
-    if limit is not None and limit < 1:
-        raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
-
-
 def check_task(data: DataArguments, training: TrainingArguments) -> None:
     """Refuse arguments of the Trainer that don't fit the task.
 

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, TypeVar
 from transformers import HfArgumentParser, TrainingArguments
 
 from slivertune.training.methods import TrainingMethod
-from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_4bit, check_method
+from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments
-from slivertune.training.options.checks import check_given, check_task, check_tokens
+from slivertune.training.options.checks import check_task, check_tokens
 from slivertune.training.options.data import DataArguments
 from slivertune.training.options.defaults import default_values
 from slivertune.training.output.folders import RunFolder, choose_run_folder
@@ -23,7 +23,7 @@ from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
     asks_for,
     check_engine_precision,
-    check_four_bit,
+    check_layout_takes_4bit,
     check_processes,
     device_values,
 )
@@ -91,12 +91,11 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     given = frozenset(typed)
     method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
     check_method(method_class, given)
-    check_given(typed)
     values = {**default_values(method_class, typed), **typed}
     method = method_class(_build(method_class.options_class, values))
     model = _build(ModelArguments, values)
     if model.load_in_4bit:
-        check_4bit(method_class)
+        check_method_takes_4bit(method_class)
     run, tokens, data = _build(RunArguments, values), _build(TokenArguments, values), _build(DataArguments, values)
     mixed = _mixed_precision(values)
     precision = choose_precision(
@@ -119,7 +118,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
     check_processes(training, coordinator.world_size)
     if model.load_in_4bit:
-        check_four_bit(training)
+        check_layout_takes_4bit(training)
     training.mixed_precision = precision.autocast
     method.check(given, training)
     check_task(data, training)
@@ -178,7 +177,11 @@ def make_parser() -> HfArgumentParser:
 
 
 def _given_values(argv: Sequence[str]) -> dict[str, Any]:
-    """What the user typed, by field name, without any default."""
+    """What the user typed, by field name, without any default.
+
+    Raises:
+        ValueError: If there is something that a run does not do, and `TrainingArguments` would act on.
+    """
     parser = make_parser()
     # argparse fills in a default only where the namespace has nothing yet.
     absent = object()
@@ -188,6 +191,9 @@ def _given_values(argv: Sequence[str]) -> dict[str, Any]:
     for old, new in _RENAMED.items():
         if old in values:
             values.setdefault(new, values.pop(old))
+    limit = values.get("save_total_limit")
+    if limit is not None and limit < 1:
+        raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
     return values
 
 

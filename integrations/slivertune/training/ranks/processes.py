@@ -77,7 +77,7 @@ def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
         )
 
 
-def check_four_bit(training: TrainingArguments) -> None:
+def check_layout_takes_4bit(training: TrainingArguments) -> None:
     """Refuse to share out 4-bit weights.
 
     Args:
