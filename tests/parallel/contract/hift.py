@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim.lr_scheduler import LambdaLR
 
 from slivertune import HiFT, HiFTConfig
@@ -195,81 +194,6 @@ def _mean_losses(results: list[dict[str, Any]], accumulation: int) -> list[float
     micros = [sum(losses) / len(losses) for losses in zip(*(result["losses"] for result in results), strict=True)]
     return [sum(micros[at : at + accumulation]) / accumulation for at in range(0, len(micros), accumulation)]
 
-
-SHARED: dict[str, HiFTCase] = {
-    "fp32": HiFTCase(),
-    "bf16 weights, fp32 masters": HiFTCase(dtype=torch.bfloat16),
-    "three steps a group": HiFTCase(updates=6 * CYCLE + 1, settings={"steps_per_group": 3}),
-    "checkpointing": HiFTCase(updates=2 * CYCLE, checkpointing=False),
-    "reentrant checkpointing": HiFTCase(updates=2 * CYCLE, checkpointing=True),
-    "tied embeddings": HiFTCase(updates=2 * CYCLE, tied=True),
-    "small pieces": HiFTCase(updates=2 * CYCLE, dtype=torch.bfloat16, settings={"stream_bytes": 16_384}),
-    "whole groups": HiFTCase(updates=2 * CYCLE, dtype=torch.bfloat16, settings={"stream_bytes": 0}),
-}
-CLIPPED = HiFTCase(updates=2 * CYCLE, accumulation=2, clip=0.05)
-MIXED = HiFTCase(mixed_precision="bf16")
-
-
-def _of_zero(layout: Layout) -> dict[str, HiFTCase]:
-    # With 1e-8 the first steps of Adam turn the last bit of a sum in another order (stage 3's over ranks, any over
-    # micro-batches) into a step of full size, wherever a gradient is nearly zero.
-    eps = 1e-4 if layout == "zero3" else 1e-8
-    three_steps = replace(CLIPPED, updates=20, eps=1e-4)
-    settings = {"layers_per_group": 2, "steps_per_group": 3}
-    # DeepSpeed accumulates bf16 in fp32 from stage 2 on; stage 1 would use its BF16_Optimizer, which is refused.
-    accumulates = layout != "zero1"
-    streamed = HiFTCase(eps=eps, bare=True, streamed_weights=True)
-    return {
-        **({"partitioned from the start, weights on the CPU": streamed} if layout == "zero3" else {}),
-        "fp32": HiFTCase(eps=eps),
-        "bare, tied, decay split, random order, DeepSpeed's schedule": HiFTCase(
-            eps=eps, bare=True, tied=True, split_decay=True, config_schedule=True, settings={"order": "random"}
-        ),
-        "accumulated, clipped, three steps a group, checkpointed": replace(
-            three_steps, settings=settings, checkpointing=False
-        ),
-        "bare, accumulated, clipped, three steps a group, state on the device": replace(
-            three_steps, settings={**settings, "state": "device"}, bare=True
-        ),
-        "bf16, checkpointed by re-entering": HiFTCase(
-            eps=1e-4 if accumulates else eps,
-            bare=True,
-            dtype=torch.bfloat16,
-            checkpointing=True,
-            accumulation=1 + accumulates,
-            engine={"data_types": {"grad_accum_dtype": "fp32"}} if accumulates else {},
-        ),
-        "bf16 under accelerate, DeepSpeed's schedule": HiFTCase(eps=eps, dtype=torch.bfloat16, config_schedule=True),
-    }
-
-
-CASES: dict[Layout, dict[str, HiFTCase]] = {
-    "ddp": {
-        **SHARED,
-        "accumulated, clipped": CLIPPED,
-        "bf16, accumulated, clipped": replace(CLIPPED, dtype=torch.bfloat16),
-    },
-    "fsdp2": {
-        **SHARED,
-        # At Adam's own eps a norm's last bit becomes a part of a step wherever a gradient is nearly zero.
-        "accumulated, clipped": replace(CLIPPED, eps=1e-4),
-        "bf16 mixed precision": MIXED,
-        "bf16 mixed precision, accumulated": replace(MIXED, accumulation=2),
-        "bf16 mixed precision, clipped": replace(MIXED, clip=0.05, eps=1e-3),
-        "accelerate's checkpointing": HiFTCase(plugin={"activation_checkpointing": True}),
-        "state on the device": HiFTCase(dtype=torch.bfloat16, settings={"state": "device"}),
-        "evaluation in between": HiFTCase(evaluate=True),
-        "weights on the host": HiFTCase(plugin={"cpu_offload": CPUOffloadPolicy(pin_memory=False)}),
-        "rank 0 alone loads": HiFTCase(plugin={"cpu_ram_efficient_loading": True}),
-    },
-    **{layout: _of_zero(layout) for layout in ZERO},
-}
-QUICK = (
-    "fp32",
-    "accumulated, clipped, three steps a group, checkpointed",
-    "bf16, checkpointed by re-entering",
-)
-"""What `make test` runs under ZeRO; elsewhere it runs all."""
 
 LR = ADAMW["lr"]
 WARMUP = {"warmup_min_lr": 0.1 * LR, "warmup_max_lr": LR, "warmup_num_steps": 40, "warmup_type": "linear"}

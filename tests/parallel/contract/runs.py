@@ -98,12 +98,7 @@ class Case:
         raise NotImplementedError
 
     def assert_equals_one_process(self, results: list[dict[str, Any]], layout: Layout) -> None:
-        """Every rank of a run has what one process has that sees all ranks' rows.
-
-        Args:
-            results: Of each rank.
-            layout: Of the run.
-        """
+        """Every rank of a run under a layout has what one process has that sees all ranks' rows."""
         raise NotImplementedError
 
     def assert_resumed(self, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from slivertune import SFT, SFTConfig
 from slivertune.core.layout import Layout
 from tests.helpers.models import Batch, assert_same_tree, differing, token_batches, weights
 from tests.helpers.tolerance import assert_step_close, with_exact
-from tests.parallel.contract.runs import ZERO, Case, Run
+from tests.parallel.contract.runs import Case, Run
 from tests.parallel.sft.reference import (
     CAP,
     NAMES,
@@ -147,74 +147,6 @@ class SFTCase(Case):
     def assert_continued(self, results: list[dict[str, Any]], before: int) -> None:
         assert all(result["updates"] == self.cut + self.more for result in results)
         assert_prescribed(results, self, (before,) * self.cut + (len(results),) * self.more)
-
-
-AG = "accumulated_gradient"
-MA = "momentum"
-EXACT: dict[str, SFTCase] = {
-    "AG": SFTCase(),
-    "AG, clipped, accumulated": SFTCase(accumulation=2, clip=2.0),
-    "AG in bf16, accumulated": SFTCase(dtype=torch.bfloat16, accumulation=2),
-    "AG, phases that overlap": SFTCase(interval=4, gamma=3),
-    "MA": SFTCase(selection=MA),
-    "MA, clipped, accumulated": SFTCase(selection=MA, accumulation=2, clip=2.0),
-    "MA in bf16, accumulated": SFTCase(selection=MA, dtype=torch.bfloat16, accumulation=2),
-}
-"""Runs whose gradients are prescribed, so that nothing but the library's own choices can differ."""
-LLAMA: dict[str, SFTCase] = {
-    "AG": SFTCase(model="llama", density=0.25),
-    "AG, tied, reentrant checkpoints": SFTCase(model="llama", density=0.25, tied=True, checkpointing=True, updates=11),
-    "AG, checkpoints, clipped, accumulated": SFTCase(
-        model="llama", density=0.4, checkpointing=False, accumulation=2, clip=0.15, updates=6
-    ),
-    "MA, reentrant checkpoints": SFTCase(
-        model="llama", selection=MA, density=0.1, checkpointing=True, interval=3, updates=7
-    ),
-    "MA, tied, checkpoints, clipped, accumulated": SFTCase(
-        model="llama",
-        selection=MA,
-        density=0.1,
-        tied=True,
-        checkpointing=False,
-        accumulation=2,
-        clip=0.08,
-        interval=3,
-        updates=7,
-    ),
-}
-"""With a quarter of the weights trained, half of them are in each rank's list. No entry of the mean's largest quarter
-is missing there, so the candidates are those of the dense gradient, and the reference is that of one process. Of
-several micro-batches every weight that is not trained has to be in the lists, so there 0.4 of them are."""
-BF16: dict[str, SFTCase] = {
-    "AG": SFTCase(model="llama", density=0.4, dtype=torch.bfloat16, updates=6),
-    "MA": SFTCase(model="llama", selection=MA, density=0.1, dtype=torch.bfloat16, interval=3, updates=7),
-}
-
-
-_LLAMAS = {f"Llama: {name}": case for name, case in LLAMA.items()}
-_BF16 = {f"Llama in bf16: {name}": case for name, case in BF16.items()}
-_TIED_OR_CLIPPED = {name: case for name, case in _LLAMAS.items() if case.tied or case.clip}
-CASES: dict[Layout, dict[str, SFTCase]] = {
-    "ddp": {
-        **EXACT,
-        "AG in layers": SFTCase(settings={"form": "layer"}, accumulation=2),
-        "AG, gradients that one rank lacks": SFTCase(absent=True, accumulation=2),
-        "MA in layers, bf16": SFTCase(selection=MA, settings={"form": "layer"}, dtype=torch.bfloat16),
-        **_LLAMAS,
-        **_BF16,
-    },
-    "fsdp2": {
-        **EXACT,
-        "AG, fp32 weights gathered in bf16": SFTCase(mixed_precision="bf16", accumulation=2),
-        "MA, fp32 weights gathered in bf16": SFTCase(selection=MA, mixed_precision="bf16", accumulation=2),
-        **_LLAMAS,
-        "Llama: AG, evaluated in between": SFTCase(model="llama", density=0.25, evaluate=True),
-        **_BF16,
-    },
-    **{layout: {**EXACT, **_TIED_OR_CLIPPED, **_BF16} for layout in ZERO},
-}
-QUICK = ("AG, clipped, accumulated", "MA, clipped, accumulated", "Llama: AG, checkpoints, clipped, accumulated")
-"""What `make test` runs where layouts share the model out; under DDP it runs all."""
 
 
 def assert_prescribed(

@@ -17,7 +17,7 @@ from slivertune.parallel.ddp import gradient_sync
 from tests.helpers.models import BLOCKS, assert_same_tree, differing, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import asked_for, quick
-from tests.parallel.contract import hift, sft
+from tests.parallel.contract.cases import HIFT, MA, QUICK_OF_HIFT, QUICK_OF_SFT, SFT
 from tests.parallel.contract.hift import HiFTCase, active_group
 from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, Run, launched_once, running
 from tests.parallel.contract.sft import SFTCase
@@ -25,15 +25,15 @@ from tests.parallel.contract.sft import SFTCase
 CASES: dict[tuple[str, Layout, str], Case] = {
     (method, layout, name): case
     for layout in LAYOUTS
-    for method, cases in (("hift", hift.CASES), ("sft", sft.CASES))
+    for method, cases in (("hift", HIFT), ("sft", SFT))
     for name, case in cases[layout].items()
 }
 QUICK = [
     (method, layout, name)
     for method, layout, name in CASES
     if layout == "ddp"
-    or (method == "hift" and (layout == "fsdp2" or name in hift.QUICK))
-    or (method == "sft" and name in sft.QUICK)
+    or (method == "hift" and (layout == "fsdp2" or name in QUICK_OF_HIFT))
+    or (method == "sft" and name in QUICK_OF_SFT)
 ]
 EVALUATED = [("sft", "fsdp2", "Llama: AG"), ("sft", "fsdp2", "Llama: AG, evaluated in between")]
 Trained = Callable[[Layout], list[Found]]
@@ -113,7 +113,7 @@ def runs_of_hift(layout: Layout, trained: Trained) -> list[tuple[str, HiFTCase, 
     """Those that were asked for: name, case, and what each rank has."""
     ranks = trained(layout)
     return [
-        (name, hift.CASES[layout][name], [found[method, name] for found in ranks])
+        (name, HIFT[layout][name], [found[method, name] for found in ranks])
         for method, name in ranks[0]
         if method == "hift"
     ]
@@ -219,7 +219,7 @@ def test_the_trained_model_is_a_plain_checkpoint(
 THREE: dict[tuple[str, Layout, str], Case] = {
     ("hift", "zero2", "decay split"): HiFTCase(split_decay=True, eps=1e-4),
     **{("sft", layout, "AG"): SFTCase(accumulation=2) for layout in ("ddp", "fsdp2")},
-    **{("sft", layout, "MA"): SFTCase(selection=sft.MA, clip=2.0) for layout in ("ddp", "fsdp2")},
+    **{("sft", layout, "MA"): SFTCase(selection=MA, clip=2.0) for layout in ("ddp", "fsdp2")},
 }
 
 

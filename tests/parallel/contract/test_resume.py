@@ -32,7 +32,7 @@ Key = tuple[str, Layout, str]
 HIFT = HiFTCase(updates=15)
 IN_BF16 = replace(HIFT, dtype=torch.bfloat16)
 AG = SFTCase(accumulation=2, clip=2.0)
-MA = SFTCase(selection=sft.MA, accumulation=2, clip=2.0, updates=16)
+MA = SFTCase(selection="momentum", accumulation=2, clip=2.0, updates=16)
 FULL, SHARDED = ({"state_dict_type": f"{kind}_STATE_DICT"} for kind in ("FULL", "SHARDED"))
 CASES: dict[Key, Case] = {
     ("hift", "ddp", "fp32"): HIFT,
