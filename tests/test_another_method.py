@@ -30,7 +30,7 @@ from tests.helpers.accelerator import one_device
 from tests.helpers.models import Batch, assert_same_bits, differing, tiny_llama, token_batches, twin, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
-from tests.parallel.sft.runs import Case, accelerator_of
+from tests.parallel.contract.runs import Case, accelerator_of
 from tests.planning.real import LLAMA
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
 from tests.random_layers.plan import PlannedRandomLayers

@@ -13,9 +13,16 @@ from accelerate.state import AcceleratorState, GradientState
 @contextmanager
 def one_device(**options: Any) -> Iterator[Accelerator]:
     """Make an accelerator; forget its shared state before and after."""
+    with forgotten():
+        yield Accelerator(cpu=True, **options)
+
+
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """Forget accelerate's shared state before and after."""
     _forget()
     try:
-        yield Accelerator(cpu=True, **options)
+        yield
     finally:
         _forget()
 

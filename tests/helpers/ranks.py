@@ -57,7 +57,7 @@ def run_ranks(
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             **(env or {}),
         }
@@ -143,7 +143,8 @@ def _leave_together(folder: str, ranks: Sequence[int]) -> None:
         time.sleep(0.02)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port: int = server.getsockname()[1]

@@ -23,6 +23,7 @@ import slivertune as st
 from slivertune.parallel.consistency.heartbeat import digest
 from slivertune.parallel.layout import layout_of
 from tests.helpers.launching import Report, report
+from tests.parallel.reference import whole_weights
 
 BATCH = 2
 LENGTH = 12
@@ -59,18 +60,6 @@ def cpu_accelerator(deepspeed_config: str | None) -> Accelerator:
         if state.mixed_precision != "no":
             state.fsdp_plugin.set_mixed_precision(state.mixed_precision)
     return accelerator
-
-
-def whole(parameter: Any) -> torch.Tensor:
-    """A parameter's whole value, wherever its pieces are; every rank asks together."""
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return torch.clone(parameter.detach().cpu())
-    if hasattr(parameter, "full_tensor"):
-        parameter = parameter.full_tensor()
-    return torch.clone(parameter.detach().cpu())
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -110,7 +99,7 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
     accelerator = cpu_accelerator(deepspeed_config)
     rank = accelerator.process_index
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
-    before = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    before = whole_weights(model)
     optimizer: Any = st.HiFT(model, torch.optim.AdamW, lr=0.05, weight_decay=0.0)
     num_updates = 2 * optimizer.cycle_length
     generator = torch.Generator().manual_seed(1)
@@ -128,7 +117,7 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
         losses.append(float(loss))
 
     network = accelerator.unwrap_model(model)
-    after = {name: whole(parameter) for name, parameter in network.named_parameters()}
+    after = whole_weights(network)
     report(
         rank,
         {

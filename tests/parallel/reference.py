@@ -6,6 +6,9 @@ computed in turn on the same model, and the mean is taken by hand.
 
 from __future__ import annotations
 
+import functools
+import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.helpers.accelerator import one_device
 from tests.helpers.models import VOCAB, Batch, tiny_llama
 from tests.helpers.reference import naive_groups
 
@@ -39,16 +43,18 @@ class OneProcess:
 
     Args:
         model: Changed in place.
-        groups: Parameter names of each group, bottom first.
+        groups: Parameter names of each group, in the order of their turns.
         ranks: How many ranks' batches make the whole batch.
         accumulation: Micro-batches of an update.
         max_norm: Clips the mean gradient.
         steps_per_group: Updates in a turn.
-        ticks_per_update: How often accelerate's wrapper of a scheduler ticks in an update: once a rank.
+        lr_of: The schedule's factor after so many updates; when None, it is halved as by accelerate's wrapper of a
+            scheduler, which ticks once a rank.
         compute_dtype: Forward and backward run on a copy of the weights in this dtype, as FSDP2's mixed precision does.
-        sum_dtype: Gradients are averaged in this dtype.
-        optimizer_class: Of the plain optimizers.
-        options: Their arguments.
+        as_zero: Whether each micro-batch is averaged over the ranks by itself, and summed in fp32.
+        scales: What the losses of each update are multiplied by; gradients in fp16 depend on it.
+        split_decay: Whether vectors don't decay.
+        options: AdamW's arguments.
     """
 
     def __init__(
@@ -60,11 +66,12 @@ class OneProcess:
         accumulation: int = 1,
         max_norm: float | None = None,
         steps_per_group: int = 1,
-        ticks_per_update: int | None = None,
+        lr_of: Callable[[int], float] | None = None,
         compute_dtype: torch.dtype | None = None,
-        sum_dtype: torch.dtype | None = None,
+        as_zero: bool = False,
+        scales: Sequence[float] | None = None,
+        split_decay: bool = False,
         make_batch: Callable[..., Batch] = batch_of,
-        optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         **options: Any,
     ) -> None:
         self.model = model.requires_grad_(True)
@@ -73,95 +80,130 @@ class OneProcess:
         self.accumulation = accumulation
         self.max_norm = max_norm
         self.steps_per_group = steps_per_group
-        self.ticks_per_update = ranks if ticks_per_update is None else ticks_per_update
         self.compute_dtype = compute_dtype
-        self.sum_dtype = sum_dtype
+        self.as_zero = as_zero
+        self.scales = scales
         self.make_batch = make_batch
         self.options = {**ADAMW, **options}
         weights = dict(model.named_parameters())
         # The master of an fp32 weight is a copy as well: it must come out the same.
         self.masters = {name: nn.Parameter(weight.detach().float().clone()) for name, weight in weights.items()}
-        self.optimizers = [
-            optimizer_class([self.masters[name] for name in names], **self.options) for names in self.groups
-        ]
-        self.updates = 0
-        self.lr_of: Callable[[int], float] = lambda updates: halving(updates * self.ticks_per_update)
+        self.optimizers = [self._optimizer(names, split_decay) for names in self.groups]
+        self.batches = self.updates = 0
+        self.skipped: dict[int, int] = {}
+        """Turns of each group in which no batch reached it."""
+        self.lr_of = lr_of or (lambda updates: halving(updates * ranks))
         self.lr = self.options["lr"]
         self.norms: list[float] = []
+        self.losses: list[float] = []
+        """The mean of each update's."""
+
+    def _optimizer(self, names: Sequence[str], split_decay: bool) -> torch.optim.Optimizer:
+        masters = [self.masters[name] for name in names]
+        if not split_decay:
+            return torch.optim.AdamW(masters, **self.options)
+        matrices, vectors = ([each for each in masters if (each.ndim >= 2) == large] for large in (True, False))
+        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **self.options)
 
     def run(self, until: int, *, skip: Sequence[int] = ()) -> OneProcess:
         """Train until so many batches are done; at those in `skip` (an overflow) nothing is applied."""
-        for batch in range(self.updates, until):
-            names = self.groups[self.updates // self.steps_per_group % len(self.groups)]
-            gradients = self.mean_gradients(batch, names)
-            if batch in skip:
-                continue
-            self._apply(names, gradients)
+        for batch in range(self.batches, until):
+            gradients = self.mean_gradients(batch, self.groups[self.active])
+            if not gradients:
+                self.skipped[self.active] = self.skipped.get(self.active, 0) + 1
+            elif batch not in skip:
+                self.apply(gradients)
+            self.batches += 1
         return self
+
+    @property
+    def active(self) -> int:
+        """The group whose turn it is; a turn passes also where nobody had a gradient."""
+        return (self.updates + sum(self.skipped.values())) // self.steps_per_group % len(self.groups)
 
     def mean_gradients(self, batch: int, names: Sequence[str]) -> Gradients:
         """The mean over the ranks of what each accumulates."""
-        summed: Gradients = {}
-        for rank in range(self.ranks):
-            mine: Gradients = {}
-            for micro in range(self.accumulation):
-                found = self._gradients(self.make_batch(batch, micro, rank))
-                for name in names:
-                    mine[name] = mine[name] + found[name] if name in mine else found[name]
-            for name in names:
-                share = mine[name] / self.ranks
-                summed[name] = summed[name] + share if name in summed else share
-        return summed
+        scale = self.scales[batch] if self.scales is not None else 1.0
+        self.losses.append(0.0)
+        found = [
+            [self._gradients(self.make_batch(batch, micro, rank), scale) for micro in range(self.accumulation)]
+            for rank in range(self.ranks)
+        ]
+        if self.as_zero:
+            means = [_sum([_divided(each, self.ranks) for each in ranks], names) for ranks in zip(*found, strict=True)]
+            return _sum([{name: each.float() / scale for name, each in mean.items()} for mean in means], names)
+        return _sum([_divided(_sum(micros, names), self.ranks * scale) for micros in found], names)
 
-    def _gradients(self, batch: Batch) -> Gradients:
+    def _gradients(self, batch: Batch, scale: float) -> Gradients:
         weights = dict(self.model.named_parameters())
         originals = {name: weight.data for name, weight in weights.items()}
         if self.compute_dtype is not None:
             for weight in weights.values():
                 weight.data = weight.data.to(self.compute_dtype)
         self.model.zero_grad()
-        (self.model(**batch).loss / self.accumulation).backward()
+        loss = self.model(**batch).loss
+        (loss.float() / self.accumulation * scale).backward()
+        self.losses[-1] += loss.item() / (self.accumulation * self.ranks)
         found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         for name, weight in weights.items():
             weight.grad = None
             weight.data = originals[name]
-        return {name: each.to(self.sum_dtype or each.dtype) for name, each in found.items()}
+        return found
 
-    def _apply(self, names: Sequence[str], gradients: Gradients) -> None:
-        cycle = len(self.groups) * self.steps_per_group
-        if self.updates % cycle == 0:
+    def apply(self, gradients: Gradients) -> None:
+        """Make one update of the active group from its mean gradients."""
+        if self.updates % (len(self.groups) * self.steps_per_group) == 0:
             self.lr = self.options["lr"] * self.lr_of(self.updates)
         weights = dict(self.model.named_parameters())
-        index = self.updates // self.steps_per_group % len(self.groups)
-        for name in names:
-            # Clipped as the weight's own gradient, in its dtype, as a training loop does.
-            weights[name].grad = gradients[name].to(weights[name].dtype)
-        if self.max_norm is not None:
-            norm = float(torch.nn.utils.clip_grad_norm_([weights[name] for name in names], self.max_norm))
-            self.norms.append(norm)
-        for name in names:
-            gradient = weights[name].grad
-            assert gradient is not None
-            self.masters[name].grad = gradient.float()
-        for group in self.optimizers[index].param_groups:
+        # Clipped as the weight's own gradient, in its dtype, as a training loop does.
+        owners = self.masters if self.as_zero else weights
+        for name, gradient in gradients.items():
+            owners[name].grad = gradient.to(owners[name].dtype)
+        norm = torch.nn.utils.clip_grad_norm_([owners[name] for name in gradients], self.max_norm or math.inf)
+        self.norms.append(float(norm))
+        optimizer = self.optimizers[self.active]
+        for group in optimizer.param_groups:
             group["lr"] = self.lr
-        self.optimizers[index].step()
+        for name in gradients:
+            self.masters[name].grad = owners[name].grad.float()  # type: ignore[union-attr]
+        optimizer.step()
         with torch.no_grad():
-            for name in names:
+            for name in gradients:
                 weights[name].copy_(self.masters[name])
-                weights[name].grad = None
+                self.masters[name].grad = weights[name].grad = None
         self.updates += 1
 
 
-def after_two_ranks(num_ranks: int, updates: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Weights of a tiny Llama after seven updates on two ranks' rows and more on those of so many ranks."""
+def _divided(gradients: Gradients, count: int) -> Gradients:
+    return {name: gradient / count for name, gradient in gradients.items()}
+
+
+def _sum(parts: Sequence[Gradients], names: Sequence[str]) -> Gradients:
+    having = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: functools.reduce(torch.add, gradients) for name, gradients in having.items() if gradients}
+
+
+def after_two_ranks(
+    num_ranks: int, updates: int, dtype: torch.dtype = torch.float32, *, is_bare: bool = False, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Weights of a tiny Llama after seven updates on two ranks' rows and more on those of so many ranks.
+
+    Args:
+        num_ranks: The ranks that go on.
+        updates: All of them.
+        dtype: Of the model.
+        is_bare: Whether the schedule ticks once in an update; else once for each rank, and its own count was saved.
+        options: Of `OneProcess`.
+    """
     model = tiny_llama(dtype)
-    reference = OneProcess(model, naive_groups(model, 1), ranks=2).run(7)
+    first, later = (1, 1) if is_bare else (2, num_ranks)
+
+    def rate(done: int) -> float:
+        return halving(first * min(done, 7) + later * max(done - 7, 0))
+
+    reference = OneProcess(model, naive_groups(model, 1), ranks=2, lr_of=rate, **options).run(7)
     reference.ranks = num_ranks
-    # The scheduler's own count was saved: two ticks in each of seven updates; each rank ticks once more from here on.
-    reference.lr_of = lambda done: halving(14 + num_ranks * (done - 7) if done > 7 else 2 * done)
-    reference.run(updates)
-    return whole_weights(model)
+    return whole_weights(reference.run(updates).model)
 
 
 def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
@@ -170,21 +212,8 @@ def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Ten
     return max(float((left[name].float() - right[name].float()).abs().max()) for name in left if left[name].numel())
 
 
-@contextmanager
-def on_ranks(**options: Any) -> Iterator[Any]:
-    """An Accelerator over the process group that is there; accelerate's shared state is forgotten before and after."""
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState
-
-    def forget() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    forget()
-    try:
-        yield Accelerator(cpu=True, **options)
-    finally:
-        forget()
+on_ranks = one_device
+"""An Accelerator over the process group that is there."""
 
 
 @contextmanager
@@ -213,10 +242,19 @@ def on_fsdp2_ranks(
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of every parameter by its plain name, gathered where it is sharded."""
+    """A copy of every parameter by its plain name, gathered where it is sharded; every rank asks together."""
     return {
-        name.replace("_checkpoint_wrapped_module.", ""): getattr(parameter.detach(), "full_tensor", parameter.clone)()
-        .detach()
-        .clone()
+        re.sub(r"^module\.|_checkpoint_wrapped_module\.", "", name): whole(parameter)
         for name, parameter in model.named_parameters()
     }
+
+
+def whole(parameter: Any) -> torch.Tensor:
+    """A copy of a parameter, gathered where it is sharded; every rank asks together."""
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return torch.clone(parameter.detach())
+    value = parameter.detach()
+    return torch.clone(value.full_tensor() if hasattr(value, "full_tensor") else value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from tests.conftest import CHECKOUT
+from tests.helpers.ranks import free_port
 
 SCRIPT = CHECKOUT / "examples" / "accelerate_ranks.py"
 LINE = re.compile(
@@ -28,15 +28,9 @@ LAUNCHERS = {
 }
 
 
-def _free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
-
-
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_two_ranks_train_save_resume_and_save_the_model(launcher: str, tmp_path: Path) -> None:
-    port = _free_port()
+    port = str(free_port())
     done = subprocess.run(
         [
             sys.executable,

@@ -22,7 +22,9 @@ from slivertune.parallel.initialize import initialize, resolve_config
 from tests.conftest import CHECKOUT
 from tests.helpers.models import tiny_llama
 from tests.helpers.ranks import run_ranks
-from tests.parallel.zero.runs import Case, engine_config, factor, make_batch, make_model, make_optimizer, quiet
+from tests.parallel.contract.hift import HiFTCase
+from tests.parallel.contract.runs import CPU, message_of, quiet
+from tests.parallel.reference import batch_of, halving
 
 AUTO: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
@@ -88,10 +90,13 @@ def test_arguments_that_do_not_go_together_are_refused() -> None:
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     model = tiny_llama()
     optimizer = HiFT(model, torch.optim.AdamW, lr=1e-3)
-    model(**make_batch(0, 0, 0)).loss.backward()
+    model(**batch_of(0, 0, 0)).loss.backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="has already made 1 updates"):
         initialize(model=model, optimizer=optimizer, config=AUTO)
+
+
+CASE = HiFTCase(bare=True)
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -99,19 +104,17 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return 16
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {name: value[0] for name, value in make_batch(index, 0, 0).items()}
+        return {name: value[0] for name, value in batch_of(index, 0, 0).items()}
 
 
 def use(rank: int, num_ranks: int) -> dict[str, Any]:
     quiet()
     results: dict[str, Any] = {}
-    case = Case(stage=2, bare=True)
-
-    model = make_model(case)
-    hift = make_optimizer(model, case)
-    schedule = LambdaLR(hift, factor)
+    model = CASE.build_model()
+    hift = CASE.build_optimizer(model)
+    schedule = LambdaLR(hift, halving)
     # The config through `args`, as DeepSpeed's own launcher scripts have it, and the schedule as an instance.
-    arguments = SimpleNamespace(local_rank=rank, deepspeed_config=engine_config(case))
+    arguments = SimpleNamespace(local_rank=rank, deepspeed_config=CASE.engine_config(2))
     engine, optimizer, loader, scheduler = initialize(
         args=arguments, model=model, optimizer=hift, training_data=Rows(), lr_scheduler=schedule
     )
@@ -123,42 +126,35 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
             engine.step()
     results["warned"] = [str(each.message) for each in caught if "lr_scheduler" in str(each.message)]
     results["updates"] = hift.updates, len(loader), hift.active_group
-    for name, call in {"step": hift.step, "state_dict": hift.state_dict}.items():
-        try:
-            call()
-        except RuntimeError as error:
-            results[name] = str(error)
+    results |= {name: message_of(call) for name, call in {"step": hift.step, "state_dict": hift.state_dict}.items()}
     with torch.no_grad():
-        engine(**make_batch(0, 0, 0))
+        engine(**batch_of(0, 0, 0))
     results["lr"] = engine.get_lr(), hift.held_lr
     engine.destroy()
     results["hooks left"] = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
     results["trainable"] = all(parameter.requires_grad for parameter in model.parameters())
 
-    model = make_model(case)
+    model = CASE.build_model()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, optimizer, _, _ = initialize(model=model, optimizer=plain, config=engine_config(case))
+    engine, optimizer, _, _ = initialize(model=model, optimizer=plain, config=CASE.engine_config(2))
     results["plain"] = type(optimizer).__name__, hasattr(engine, "hift_schedule")
     engine.destroy()
 
-    case = Case(stage=1, bare=True)
-    model = make_model(case)
-    config = engine_config(case)
+    model = CASE.build_model()
+    config = CASE.engine_config(1)
     del config["gradient_clipping"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        engine, *_ = initialize(model=model, optimizer=make_optimizer(model, case), config=config)
-    results["clipping"] = (
-        engine.gradient_clipping(),
-        [str(each.message) for each in caught if "clip" in str(each.message)],
-    )
+        engine, *_ = initialize(model=model, optimizer=CASE.build_optimizer(model), config=config)
+    clipping = [str(each.message) for each in caught if "clip" in str(each.message)]
+    results["clipping"] = engine.gradient_clipping(), clipping
     engine.destroy()
     return results
 
 
 @pytest.fixture(scope="module")
 def used() -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = run_ranks(use, 2, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
+    ranks: list[dict[str, Any]] = run_ranks(use, 2, env=CPU, timeout_s=600)
     return ranks
 
 

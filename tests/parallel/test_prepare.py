@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +9,13 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 
 import slivertune
-from slivertune import SFT, HiFT, SFTConfig
+from slivertune import HiFT
 from slivertune.parallel.layout import layout_of
 from tests.helpers.models import assert_same_bits, tiny_llama
+from tests.parallel.contract.hift import HiFTCase
+from tests.parallel.contract.runs import Case
+from tests.parallel.contract.sft import SFTCase
+from tests.parallel.reference import batch_of
 
 
 def pretended(distributed_type: str, **plugins: Any) -> Any:
@@ -22,17 +25,6 @@ def pretended(distributed_type: str, **plugins: Any) -> Any:
         num_processes=plugins.pop("num_processes", 2),
         state=SimpleNamespace(**plugins),
     )
-
-
-def ids() -> torch.Tensor:
-    return torch.arange(24).view(2, 12) % 31
-
-
-def train(accelerator: Accelerator, model: Any, optimizer: Any, num_steps: int) -> None:
-    for _ in range(num_steps):
-        accelerator.backward(model(input_ids=ids(), labels=ids()).loss)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -75,29 +67,12 @@ def test_on_one_device_prepare_is_the_accelerators_own() -> None:
         prepare: Any = slivertune.prepare if through_us else Accelerator.prepare
         prepared, optimizer = prepare(accelerator, model, hift)
         assert prepared is model and type(optimizer) is AcceleratedOptimizer and optimizer.optimizer is hift
-        train(accelerator, prepared, optimizer, 3)
+        for update in range(3):
+            accelerator.backward(prepared(**batch_of(update, 0, 0)).loss)
+            optimizer.step()
+            optimizer.zero_grad()
         results.append(model)
     assert_same_bits(*results)
-
-
-def test_on_one_device_load_state_reads_the_folder_that_several_ranks_write_beside(tmp_path: Path) -> None:
-    runs = []
-    for _ in range(2):
-        accelerator = Accelerator(cpu=True)
-        model = tiny_llama()
-        hift = HiFT(model, torch.optim.AdamW, lr=0.01)
-        runs.append((accelerator, hift, *slivertune.prepare(accelerator, model, hift)))
-    accelerator, hift, model, optimizer = runs[0]
-    hift.use_sidecar("DDP")
-    train(accelerator, model, optimizer, 4)
-    accelerator.save_state(str(tmp_path / "saved"))
-    assert (tmp_path / "saved" / "hift").is_dir()
-    resumed_accelerator, resumed, resumed_model, resumed_optimizer = runs[1]
-    resumed_accelerator.load_state(str(tmp_path / "saved"))
-    assert resumed.updates == 4
-    train(accelerator, model, optimizer, 3)
-    train(resumed_accelerator, resumed_model, resumed_optimizer, 3)
-    assert_same_bits(model, resumed_model)
 
 
 def test_what_slivertune_did_not_make_goes_to_the_accelerator() -> None:
@@ -114,28 +89,14 @@ def test_an_optimizer_without_its_model_is_refused_on_several_ranks() -> None:
         slivertune.prepare(pretended("MULTI_CPU"), hift)
 
 
-@pytest.mark.parametrize("method", ["hift", "sft"])
-def test_an_optimizer_that_has_stepped_is_refused_on_several_ranks(method: str) -> None:
-    model = tiny_llama()
-    optimizer: Any = (
-        HiFT(model, torch.optim.AdamW, lr=0.01)
-        if method == "hift"
-        else SFT(model, config=SFTConfig(density=0.1), lr=0.01, total_steps=10)
-    )
-    model(input_ids=ids(), labels=ids()).loss.backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="has already made 1 updates; prepare it before its first step"):
-        slivertune.prepare(pretended("MULTI_CPU"), model, optimizer)
-
-
-@pytest.mark.parametrize("method", ["hift", "sft"])
-def test_an_optimizer_that_was_built_over_another_model_is_refused_on_several_ranks(method: str) -> None:
-    model, other = tiny_llama(), tiny_llama()
-    optimizer: Any = (
-        HiFT(model, torch.optim.AdamW, lr=0.01)
-        if method == "hift"
-        else SFT(model, config=SFTConfig(density=0.1), lr=0.01, total_steps=10)
-    )
+@pytest.mark.parametrize("case", [HiFTCase(), SFTCase(model="llama")])
+def test_an_optimizer_that_has_stepped_or_is_of_another_model_is_refused_on_several_ranks(case: Case) -> None:
+    model, other = case.build_model(), case.build_model()
+    optimizer = case.build_optimizer(model)
     with pytest.raises(ValueError, match="another model than the one that was passed; build it over this model"):
         slivertune.prepare(pretended("MULTI_CPU"), other, optimizer)
     optimizer.check_built_over(model)
+    case.loss(model, case.batch(0, 0, 0)).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="has already made 1 updates; prepare it before its first step"):
+        slivertune.prepare(pretended("MULTI_CPU"), model, optimizer)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -16,32 +16,33 @@ from tests.helpers.models import differing, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import asked_for, quick
 from tests.helpers.tolerance import assert_step_close, exact_sums
+from tests.parallel.contract.runs import CPU, LAYOUTS
+from tests.parallel.reference import largest_difference
 from tests.parallel.tokentune_replay import Replayed, Selections, replay, replay_forced
-from tests.parallel.tokentune_runs import NUM_GROUPS, Outcome, Plan, Weights, make_trained_model, run_layout
+from tests.parallel.tokentune_runs import NUM_GROUPS, Outcome, Plan, Weights, run_layout
 from tests.tokentune.families import HIDDEN, VOCAB
 
 CYCLES = 2 * NUM_GROUPS + 1
 PLANS = {
-    "dense, checkpointed": Plan(method="adamw", num_updates=3, checkpointing=True, attach_last=True),
-    "LoRA": Plan(method="lora", num_updates=3),
-    "HiFT": Plan(method="hift", num_updates=CYCLES),
+    "dense, checkpointed": Plan(method="adamw", updates=3, checkpointing=False, attach_last=True),
+    "LoRA": Plan(method="lora", updates=3),
+    "HiFT": Plan(method="hift", updates=CYCLES),
     "HiFT, checkpointed, accumulated, clipped": Plan(
-        method="hift", num_updates=CYCLES, checkpointing=True, accumulation=2, max_norm=0.2
+        method="hift", updates=CYCLES, checkpointing=False, accumulation=2, clip=0.2
     ),
     # Three groups: embedding and first block, two blocks, and a norm, since the head's weight is the embedding's.
     "HiFT, tied, three steps a group": Plan(
-        method="hift", num_updates=19, family="llama, tied", layers_per_group=2, steps_per_group=3
+        method="hift", updates=19, family="llama, tied", layers_per_group=2, steps_per_group=3
     ),
-    "HiFT, bf16": Plan(method="hift", num_updates=CYCLES, dtype=torch.bfloat16),
-    "HiFT, mixed precision": Plan(method="hift", num_updates=CYCLES, mixed_precision="bf16"),
+    "HiFT, bf16": Plan(method="hift", updates=CYCLES, dtype=torch.bfloat16),
+    "HiFT, mixed precision": Plan(method="hift", updates=CYCLES, mixed_precision="bf16"),
     # Under FSDP2 and ZeRO-3 SFT takes another form when it is prepared, which TokenTune then finds.
-    "SFT": Plan(method="sft", num_updates=CYCLES, attach_last=True),
+    "SFT": Plan(method="sft", updates=CYCLES, attach_last=True),
 }
 HIFT_PLANS = [name for name, plan in PLANS.items() if plan.method == "hift"]
 RESUMED = "HiFT, resumed in mid-cycle"
 QUICK = ("LoRA", "HiFT", "HiFT, checkpointed, accumulated, clipped", "SFT", RESUMED)
-STOPPED = Plan(method="hift", num_updates=CYCLES, stop_after=NUM_GROUPS + 2)
-LAYOUTS: tuple[Layout, ...] = tuple(layout for layout in get_args(Layout) if layout != "single")
+STOPPED = Plan(method="hift", updates=CYCLES, stop_after=NUM_GROUPS + 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(layout)
     asked = {*QUICK, *asked_for(request, "plan")}
     plans = {name: plan for name, plan in {**PLANS, RESUMED: STOPPED}.items() if name in asked}
-    outcomes = run_ranks(run_layout, 2, layout, plans, str(folder), env={"DS_ACCELERATOR": "cpu"}, timeout_s=480)
+    outcomes = run_ranks(run_layout, 2, layout, plans, folder, env=CPU, timeout_s=480)
     return Ranks(layout=layout, outcomes=outcomes)
 
 
@@ -95,16 +96,11 @@ def once() -> Replay:
     return replayed
 
 
-def largest_difference(left: Weights, right: Weights) -> float:
-    assert left.keys() == right.keys()
-    return max(float((left[name].float() - right[name].float()).abs().max()) for name in left)
-
-
 @pytest.mark.parametrize("plan", quick([*PLANS, RESUMED], QUICK))
 def test_the_ranks_select_other_positions_in_every_forward(ranks: Ranks, plan: str) -> None:
-    first, second = (outcome.selections for outcome in ranks.of(plan))
+    first, second = (outcome["selections"] for outcome in ranks.of(plan))
     settings = {**PLANS, RESUMED: STOPPED}[plan]
-    assert len(first) == len(second) == settings.num_updates * settings.accumulation
+    assert len(first) == len(second) == settings.updates * settings.accumulation
     assert not any(torch.equal(left, right) for left, right in zip(first, second, strict=True))
 
 
@@ -113,15 +109,15 @@ def test_the_ranks_select_other_positions_in_every_forward(ranks: Ranks, plan: s
 def test_the_updates_are_those_of_one_process_that_selects_the_same(ranks: Ranks, plan: str, once: Replay) -> None:
     """Both run in fp32. Gradients differ by the order of their sums, of which Adam's step takes lr / eps = 2."""
     outcomes = ranks.of(plan)
-    drawn = [outcome.selections for outcome in outcomes]
+    drawn = [outcome["selections"] for outcome in outcomes]
     expected, exact = once(replay, PLANS[plan], drawn), once(replay, PLANS[plan], drawn, sums=exact_sums)
-    assert min(expected.norms, default=1.0) > (PLANS[plan].max_norm or 0.0), "nothing was clipped"
+    assert min(expected.norms, default=1.0) > (PLANS[plan].clip or 0.0), "nothing was clipped"
     for rank, outcome in enumerate(outcomes):
-        assert_step_close(outcome.losses, expected.losses[rank], exact.losses[rank], cap=LOSSES)
-        assert_step_close(outcome.weights, expected.weights, exact.weights, cap=WEIGHTS)
+        assert_step_close(outcome["losses"], expected.losses[rank], exact.losses[rank], cap=LOSSES)
+        assert_step_close(outcome["weights"], expected.weights, exact.weights, cap=WEIGHTS)
         if expected.norms:
-            assert_step_close(outcome.norms, expected.norms, exact.norms, cap=NORMS)
-    assert differing(outcomes[0].weights, outcomes[1].weights) == []
+            assert_step_close(outcome["norms"], expected.norms, exact.norms, cap=NORMS)
+    assert differing(outcomes[0]["weights"], outcomes[1]["weights"]) == []
 
 
 def has_one_order(layout: Layout, plan: Plan) -> bool:
@@ -129,7 +125,7 @@ def has_one_order(layout: Layout, plan: Plan) -> bool:
 
     Micro-batches are summed before or after the ranks are, norms over shards, and stage 3's gradients in pieces.
     """
-    return layout == "ddp" or (layout != "zero3" and plan.accumulation == 1 and plan.max_norm is None)
+    return layout == "ddp" or (layout != "zero3" and plan.accumulation == 1 and plan.clip is None)
 
 
 @pytest.mark.parametrize("plan", quick(HIFT_PLANS, QUICK[1:3]))
@@ -139,7 +135,7 @@ def test_hift_on_ranks_rounds_as_one_process_does_on_which_its_selections_are_fo
     outcomes, settings = ranks.of(plan), PLANS[plan]
     is_mixed = settings.mixed_precision == "bf16"
     kind = (ranks.layout,) if is_mixed else ()
-    drawn = [outcome.selections for outcome in outcomes]
+    drawn = [outcome["selections"] for outcome in outcomes]
     expected = once(replay_forced, settings, drawn, *kind)
     # FSDP2's policy rounds what the model returns as well.
     returned = torch.bfloat16 if is_mixed and ranks.layout == "fsdp2" else torch.float32
@@ -149,28 +145,28 @@ def test_hift_on_ranks_rounds_as_one_process_does_on_which_its_selections_are_fo
         masters = [put_together(order, expected.masters) for order in (outcomes, outcomes[::-1])]
     if has_one_order(ranks.layout, settings):
         for outcome, losses in zip(outcomes, expected.losses, strict=True):
-            assert differing(outcome.weights, expected.weights) == []
-            assert outcome.norms == expected.norms
-            assert outcome.losses == torch.tensor(losses).to(returned).tolist()
+            assert differing(outcome["weights"], expected.weights) == []
+            assert outcome["norms"] == expected.norms
+            assert outcome["losses"] == torch.tensor(losses).to(returned).tolist()
         assert all(differing(each, expected.masters) == [] for each in masters)
     else:
         exact = once(replay_forced, settings, drawn, *kind, sums=exact_sums)
         for rank, outcome in enumerate(outcomes):
-            assert_step_close(outcome.weights, expected.weights, exact.weights, cap=WEIGHTS)
-            assert_step_close(outcome.losses, expected.losses[rank], exact.losses[rank], cap=LOSSES)
+            assert_step_close(outcome["weights"], expected.weights, exact.weights, cap=WEIGHTS)
+            assert_step_close(outcome["losses"], expected.losses[rank], exact.losses[rank], cap=LOSSES)
             if expected.norms:
-                assert_step_close(outcome.norms, expected.norms, exact.norms, cap=NORMS)
+                assert_step_close(outcome["norms"], expected.norms, exact.norms, cap=NORMS)
         for each in masters:
             assert_step_close(each, expected.masters, exact.masters, cap=WEIGHTS)
     if not masters:
-        assert all(not outcome.masters for outcome in outcomes)
+        assert all(not outcome["masters"] for outcome in outcomes)
 
 
 def put_together(outcomes: list[Outcome], shapes: Weights) -> Weights:
     """Whole masters from the ranks' rows, the later rank's where both have them; no numbers where none has."""
     found = {name: torch.full_like(master, math.nan) for name, master in shapes.items()}
     for outcome in outcomes:
-        for name, (first, rows) in outcome.masters.items():
+        for name, (first, rows) in outcome["masters"].items():
             found[name][first : first + len(rows)] = rows
     return found
 
@@ -179,10 +175,12 @@ def put_together(outcomes: list[Outcome], shapes: Weights) -> Weights:
 def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str) -> None:
     settings = PLANS[plan]
     num_groups = -(-NUM_GROUPS // settings.layers_per_group)
-    assert settings.num_updates > 2 * num_groups * settings.steps_per_group
-    before = weights(make_trained_model(settings))
+    assert settings.updates > 2 * num_groups * settings.steps_per_group
+    before = weights(settings.build_model())
     for outcome in ranks.of(plan):
-        changed = {name: float((outcome.weights[name].float() - before[name].float()).abs().max()) for name in before}
+        changed = {
+            name: float((outcome["weights"][name].float() - before[name].float()).abs().max()) for name in before
+        }
         assert min(changed.values()) > 1e-3, changed
 
 
@@ -190,7 +188,7 @@ def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str)
 @pytest.mark.parametrize(
     ("plan", "other"),
     [
-        ("HiFT, checkpointed, accumulated, clipped", {"max_norm": None}),
+        ("HiFT, checkpointed, accumulated, clipped", {"clip": None}),
         ("HiFT, tied, three steps a group", {"steps_per_group": 1}),
         ("HiFT, tied, three steps a group", {"layers_per_group": 1}),
         ("HiFT, bf16", {"dtype": torch.float32}),
@@ -199,31 +197,31 @@ def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str)
 )
 def test_another_setting_would_be_seen(ranks: Ranks, plan: str, other: dict[str, Any], once: Replay) -> None:
     outcomes = ranks.of(plan)
-    expected = once(replay_forced, replace(PLANS[plan], **other), [outcome.selections for outcome in outcomes])
-    assert largest_difference(outcomes[0].weights, expected.weights) > 1e-3
+    expected = once(replay_forced, replace(PLANS[plan], **other), [outcome["selections"] for outcome in outcomes])
+    assert largest_difference(outcomes[0]["weights"], expected.weights) > 1e-3
 
 
 def test_another_selection_would_be_seen(ranks: Ranks, once: Replay) -> None:
     outcomes = ranks.of("HiFT")
-    expected = once(replay, PLANS["HiFT"], [outcome.selections for outcome in reversed(outcomes)])
-    assert largest_difference(outcomes[0].weights, expected.weights) > 1e-2
+    expected = once(replay, PLANS["HiFT"], [outcome["selections"] for outcome in reversed(outcomes)])
+    assert largest_difference(outcomes[0]["weights"], expected.weights) > 1e-2
 
 
 def test_a_resumed_run_draws_and_updates_as_if_it_had_not_stopped(ranks: Ranks) -> None:
     for resumed, uninterrupted in zip(ranks.of(RESUMED), ranks.of("HiFT"), strict=True):
-        for left, right in zip(resumed.selections, uninterrupted.selections, strict=True):
+        for left, right in zip(resumed["selections"], uninterrupted["selections"], strict=True):
             assert torch.equal(left, right)
-        assert differing(resumed.weights, uninterrupted.weights) == []
+        assert differing(resumed["weights"], uninterrupted["weights"]) == []
 
 
 def test_zero3_holds_one_module_at_a_time_whole_in_the_backward_too(ranks: Ranks) -> None:
     """A module that ran twice, the second time without a graph, would stay gathered to the end of the backward."""
     largest = VOCAB * HIDDEN if ranks.layout == "zero3" else 0
     for plan in ("LoRA", "HiFT"):
-        assert [outcome.most_gathered for outcome in ranks.of(plan)] == [largest] * 2
+        assert [outcome["most gathered"] for outcome in ranks.of(plan)] == [largest] * 2
 
 
 def test_hift_ran_on_the_engine_of_its_layout(ranks: Ranks) -> None:
     engines = {"ddp": "LlamaForCausalLM", "fsdp2": "FSDPLlamaForCausalLM"}
     for outcome in ranks.of("HiFT"):
-        assert outcome.engine == engines.get(ranks.layout, "DeepSpeedEngine")
+        assert outcome["engine"] == engines.get(ranks.layout, "DeepSpeedEngine")

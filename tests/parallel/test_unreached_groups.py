@@ -5,25 +5,31 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 
-import slivertune
 from slivertune import HiFT, HiFTConfig
+from slivertune.core.layout import Layout
 from slivertune.parallel.ddp.hift import share_hift
-from tests.helpers.models import differing
+from tests.helpers.models import assert_same_tree, differing
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import asked_for, quick
 from tests.helpers.tolerance import assert_step_close, with_exact
-from tests.parallel.reference import ADAMW, on_fsdp2_ranks, on_ranks, whole_weights
+from tests.parallel.contract.hift import HiFTCase
+from tests.parallel.contract.runs import CPU, ZERO, Run, load, message_of, running, save
+from tests.parallel.reference import ADAMW, OneProcess, whole_weights
 
 Used = Callable[[int, int, int], frozenset[int]]
 """By update, micro-batch and rank: which blocks a forward goes through."""
 
 WIDTH = 6
-LAYERS = [["first"], ["blocks.0"], ["blocks.1"], ["last"]]
+LAYERS = (("first",), ("blocks.0",), ("blocks.1",), ("last",))
 STEPS = 13
 
 
@@ -46,12 +52,11 @@ class Dropping(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block()])
         self.last = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: torch.Tensor, used: frozenset[int]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, used: frozenset[int]) -> CausalLMOutput:
         x = torch.tanh(self.first(x))
         for index in sorted(used):
             x = x + self.blocks[index](x)
-        out: torch.Tensor = self.last(x).square().mean()
-        return out
+        return CausalLMOutput(loss=self.last(x).square().mean())
 
 
 def make_model() -> Dropping:
@@ -81,97 +86,94 @@ def alike(update: int, micro: int, rank: int) -> frozenset[int]:
     return dropped(update, 0, 0)
 
 
-class Reference:
-    """A plain rotation: the mean over micro-batches and ranks, zeros for who has none; nobody's gradient, no update.
+@dataclass(frozen=True, kw_only=True)
+class DroppingCase(HiFTCase):
+    updates: int = STEPS
+    is_scheduled: bool = False
+    used: Used = alike
+    layers: tuple[tuple[str, ...], ...] = LAYERS
 
-    With `scale` it computes under fp16 autocast, from losses times that.
-    """
+    @property
+    def blocks_of_fsdp2(self) -> list[str]:
+        return ["Block"]
 
-    def __init__(
-        self,
-        used: Used,
-        *,
-        ranks: int = 2,
-        accumulation: int = 1,
-        max_norm: float | None = None,
-        scale: float | None = None,
-    ) -> None:
-        self.model = make_model()
-        self.skipped: dict[int, int] = {}
-        self.updates = 0
-        groups = [list(self.model.get_submodule(names[0]).parameters()) for names in LAYERS]
-        optimizers = [torch.optim.AdamW(parameters, **ADAMW) for parameters in groups]
-        for step in range(STEPS):
-            index = step % len(groups)
-            for micro in range(accumulation):
-                for rank in range(ranks):
-                    with torch.autocast("cpu", torch.float16, enabled=scale is not None):
-                        loss = self.model(make_input(step, micro, rank), used(step, micro, rank))
-                    (loss * (scale or 1.0)).backward()
-            for parameter in groups[index]:
-                if parameter.grad is not None:
-                    parameter.grad /= accumulation * ranks * (scale or 1.0)
-            if all(parameter.grad is None for parameter in groups[index]):
-                self.skipped[index] = self.skipped.get(index, 0) + 1
-            else:
-                if max_norm is not None:
-                    torch.nn.utils.clip_grad_norm_(groups[index], max_norm)
-                optimizers[index].step()
-                self.updates += 1
-            self.model.zero_grad()
+    def build_model(self, seed: int = 0) -> nn.Module:
+        return make_model()
+
+    def build_optimizer(self, model: nn.Module, **changes: Any) -> HiFT:
+        return HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=self.layers), **ADAMW)
+
+    def batch(self, update: int, micro: int, rank: int) -> dict[str, Any]:
+        return {"x": make_input(update, micro, rank), "used": self.used(update, micro, rank)}
+
+    def reference(self, scale: float = 1.0) -> OneProcess:
+        """A plain rotation; in fp16 where losses are scaled."""
+        model: Any = make_model()
+        if scale != 1.0:
+            model.forward = torch.autocast("cpu", torch.float16)(model.forward)
+        return OneProcess(
+            model,
+            [[name for name, _ in model.named_parameters() if name.startswith(layers)] for layers in self.layers],
+            ranks=2,
+            accumulation=self.accumulation,
+            max_norm=self.clip,
+            lr_of=lambda updates: 1.0,
+            scales=[scale] * STEPS,
+            make_batch=self.batch,
+        ).run(STEPS)
 
 
-def train(accelerator: Any, rank: int, used: Used, *, accumulation: int = 1, max_norm: float | None = None) -> Any:
-    model = make_model()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=LAYERS), **ADAMW)
-    prepared, optimizer = slivertune.prepare(accelerator, model, hift)
-    for step in range(STEPS):
-        for micro in range(accumulation):
-            with accelerator.accumulate(prepared):
-                accelerator.backward(prepared(make_input(step, micro, rank), used(step, micro, rank)))
-                if max_norm is not None and accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(prepared.parameters(), max_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-    return prepared, hift
-
-
-CASES: dict[str, tuple[str, Used, dict[str, Any]]] = {
-    "DDP, on one rank": ("DDP", on_one_rank, {}),
-    "DDP, dropped": ("DDP", dropped, {}),
-    "DDP, dropped, accumulated, clipped": ("DDP", dropped, {"accumulation": 2, "max_norm": 0.05}),
-    "FSDP2, dropped by all": ("FSDP2", alike, {}),
+CASES: dict[str, tuple[Layout, DroppingCase]] = {
+    "DDP, on one rank": ("ddp", DroppingCase(used=on_one_rank)),
+    "DDP, a part of a group on one rank": (
+        "ddp",
+        DroppingCase(used=on_one_rank, layers=(("first",), ("blocks.0", "blocks.1"), ("last",))),
+    ),
+    "DDP, dropped": ("ddp", DroppingCase(used=dropped)),
+    "DDP, dropped, accumulated, clipped": ("ddp", DroppingCase(used=dropped, accumulation=2, clip=0.05)),
+    "FSDP2, dropped by all": ("fsdp2", DroppingCase()),
+    **{f"ZeRO-{layout[-1]}, dropped by all": (layout, DroppingCase()) for layout in ZERO},
 }
+REACHED = [name for name in CASES if name.endswith("on one rank")]
+QUICK = [name for name in CASES if not name.startswith("ZeRO")]
 
 
-def all_cases(rank: int, num_ranks: int) -> dict[str, Any]:
+def all_cases(rank: int, num_ranks: int, names: set[str], folder: Path) -> dict[str, Any]:
     warnings.filterwarnings("ignore", "no (gradient|batch of a whole cycle) reached")
-    found: dict[str, Any] = {}
-    for name, (layout, used, options) in CASES.items():
-        made: Any = on_ranks if layout == "DDP" else on_fsdp2_ranks
-        plugin = {"plugin": {"transformer_cls_names_to_wrap": ["Block"]}} if layout == "FSDP2" else {}
-        with made(gradient_accumulation_steps=options.get("accumulation", 1), **plugin) as accelerator:
-            model, hift = train(accelerator, rank, used, **options)
-            reference = Reference(used, ranks=num_ranks, **options)
-            hift.detach()
-            found[name] = {
-                "free": [parameter.requires_grad for parameter in model.parameters()],
-                "free grads": has_own_gradients(accelerator, model, rank),
-                "weights": whole_weights(model),
-                "updates": (hift.updates, reference.updates),
-                "skipped": (hift.skipped_turns, reference.skipped),
-            }
-    found["scaled"] = under_a_scaler(rank)
+    found: dict[str, Any] = {"scaled": under_a_scaler(rank)}
+    for name, (layout, case) in ((name, CASES[name]) for name in CASES if name in names):
+        with running(case, layout, rank) as run:
+            run.train(0, 7)
+            if layout in ZERO:
+                save(run, folder / layout)
+            run.train(7, STEPS)
+            found[name] = what_it_came_to(run)
+            if layout not in ZERO:
+                run.sliver.detach()
+                found[name]["free"] = [parameter.requires_grad for parameter in run.model.parameters()]
+                found[name]["free grads"] = has_own_gradients(run)
+        if layout in ZERO:
+            with running(case, layout, rank, seed=1) as run:
+                load(run, folder / layout)
+                found[name]["resumed"] = what_it_came_to(run.train(7, STEPS))
     return found
 
 
-def has_own_gradients(accelerator: Any, model: nn.Module, rank: int) -> bool:
+def what_it_came_to(run: Run) -> dict[str, Any]:
+    return {
+        "weights": whole_weights(run.model),
+        "updates": run.sliver.updates,
+        "skipped": run.sliver.skipped_turns,
+    }
+
+
+def has_own_gradients(run: Run) -> bool:
     """After `detach`: every parameter has a gradient, and nothing of ours meets or averages any more."""
-    if rank == 0 and accelerator.distributed_type == "MULTI_CPU":
+    if run.rank == 0 and run.layout == "ddp":
         return True  # the other rank is alone, which would hang if it exchanged
-    accelerator.backward(model(make_input(0, 0, rank), frozenset({0, 1})))
-    complete = all(parameter.grad is not None for parameter in model.parameters())
-    model.zero_grad()
+    run.accelerator.backward(run.model(make_input(0, 0, run.rank), frozenset({0, 1})).loss)
+    complete = all(parameter.grad is not None for parameter in run.model.parameters())
+    run.model.zero_grad()
     return complete
 
 
@@ -183,72 +185,72 @@ def under_a_scaler(rank: int) -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     for step in range(STEPS):
         with torch.autocast("cpu", dtype=torch.float16):
-            loss = model(make_input(step, 0, rank), dropped(step, 0, rank))
+            loss = model(make_input(step, 0, rank), dropped(step, 0, rank)).loss
         scaler.scale(loss).backward()
         scaler.unscale_(hift)
         scaler.step(hift)
         scaler.update()
         hift.zero_grad()
-    reference = Reference(dropped, scale=2.0**4)
-    return {
-        "weights": whole_weights(model),
-        "updates": (hift.updates, reference.updates),
-        "skipped": (hift.skipped_turns, reference.skipped),
-    }
+    return {"weights": whole_weights(model), "updates": hift.updates, "skipped": hift.skipped_turns}
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    return run_ranks(all_cases, 2)
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("skipped")
+    return run_ranks(all_cases, 2, asked_for(request, "case"), folder, env=CPU, timeout_s=300)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, QUICK))
 def test_two_ranks_step_what_any_of_them_reached_as_one_process_does(found: list[dict[str, Any]], case: str) -> None:
+    layout, run = CASES[case]
+    reference = run.reference()
+    expected, exact = with_exact(lambda: whole_weights(run.reference().model))
     for each in found:
-        for what in ("updates", "skipped"):
-            ours, theirs = each[case][what]
-            assert ours == theirs
-    _, used, options = CASES[case]
-    expected, exact = with_exact(lambda: whole_weights(Reference(used, **options).model))
-    for each in found:
-        if "accumulation" in options:
-            # Four gradients have several orders; one too many or too few moves weights by a step, 1e-2.
+        assert each[case]["updates"] == reference.updates
+        assert each[case]["skipped"] == reference.skipped
+        if run.accumulation > 1 or layout in ZERO:
+            # Gradients have several orders; one too many or too few moves weights by a step, 1e-2.
             assert_step_close(each[case]["weights"], expected, exact, cap=1e-5)
         else:
             assert differing(each[case]["weights"], expected) == []
-    assert (found[0][case]["skipped"][0] == {}) == (case == "DDP, on one rank")
+        assert_same_tree(each[case].get("resumed", {}), {key: each[case][key] for key in each[case].get("resumed", {})})
+    assert (reference.skipped == {}) == (case in REACHED)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK)
 def test_a_model_is_free_again_after_detach(found: list[dict[str, Any]], case: str) -> None:
     for each in found:
         assert all(each[case]["free"]) and each[case]["free grads"]
 
 
 def test_a_grad_scaler_steps_on_the_ranks_that_had_no_gradient(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        for what in ("updates", "skipped"):
-            ours, theirs = each["scaled"][what]
-            assert ours == theirs
+    reference = DroppingCase(used=dropped).reference(scale=2.0**4)
+    for each in (ranks["scaled"] for ranks in found):
+        assert (each["updates"], each["skipped"]) == (reference.updates, reference.skipped)
         # A mean of two has one order, and scales are powers of two.
-        assert differing(each["scaled"]["weights"], whole_weights(Reference(dropped, scale=2.0**4).model)) == []
+        assert differing(each["weights"], whole_weights(reference.model)) == []
 
 
-def run_other_layers(rank: int, num_ranks: int) -> tuple[str, float]:
-    """FSDP2 gathers a block where a forward goes through it: ranks that go through others wait for each other."""
-    with on_fsdp2_ranks(plugin={"transformer_cls_names_to_wrap": ["Block"]}) as accelerator:
-        began = time.monotonic()
-        try:
-            train(accelerator, rank, on_one_rank)
-        except RuntimeError as error:
-            return str(error), time.monotonic() - began
-    return "", 0.0
+def run_on_one_rank(rank: int, num_ranks: int, layout: Layout) -> tuple[str, float]:
+    """Ranks that go through other layers wait for each other where a layout gathers them or reduces at the end."""
+    began = time.monotonic()
+    with running(DroppingCase(used=on_one_rank), layout, rank) as run:
+        return message_of(lambda: run.train(0, 6)), time.monotonic() - began
 
 
 @pytest.mark.slow
 def test_ranks_that_run_other_layers_under_fsdp2_are_told_where_each_is_within_the_timeout() -> None:
-    for rank, (message, seconds) in enumerate(run_ranks(run_other_layers, 2, collective_timeout_s=6)):
+    results = run_ranks(run_on_one_rank, 2, "fsdp2", collective_timeout_s=6)
+    for rank, (message, seconds) in enumerate(results):
         assert f"rank {rank} failed" in message
         assert "this rank is at update 0, group 0" in message
         assert f"rank {1 - rank} was last seen at update 0, group 0" in message or f"rank {1 - rank} has" in message
         assert seconds < 40
+
+
+@pytest.mark.slow
+def test_ranks_that_run_other_layers_under_zero_are_told_where_each_is_within_the_timeout() -> None:
+    options: dict[str, Any] = {"may_die": (1,), "timeout_s": 90, "collective_timeout_s": 6}
+    message, seconds = run_ranks(run_on_one_rank, 2, "zero2", env=CPU, **options)[0]
+    assert "rank 0 is averaging gradients at update 2, group 2, without a gradient; rank 1 is" in message
+    assert seconds < 36  # and the few seconds in which it looks for the others

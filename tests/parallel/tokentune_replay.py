@@ -22,10 +22,7 @@ from tests.parallel.tokentune_runs import (
     TOKENS,
     Plan,
     Weights,
-    batch_of,
     deltas_of,
-    make_optimizer,
-    make_trained_model,
 )
 from tests.tokentune.families import FAMILIES, Batch
 from tests.tokentune.reference import reference_loss
@@ -49,28 +46,28 @@ class Replayed:
 
 def replay(plan: Plan, selections: Selections) -> Replayed:
     """The updates of a run in fp32, by the detached full graph of the reference, from the ranks' own draws."""
-    model = make_trained_model(plan)
+    model = plan.build_model()
     if plan.method == "hift":
         groups = naive_groups(model, plan.layers_per_group)
         rotated = [torch.optim.AdamW([model.get_parameter(name) for name in names], **OPTIONS) for names in groups]
     else:
-        rotated = [make_optimizer(model, plan)]  # SFT alone has references of its own
+        rotated = [plan.build_optimizer(model)]  # SFT alone has references of its own
     network = model.get_base_model() if plan.method == "lora" else model
     losses: list[list[float]] = [[] for _ in selections]
     norms = []
-    for update in range(plan.num_updates):
+    for update in range(plan.updates):
         whole_batch = torch.zeros(())
         for micro in range(plan.accumulation):
             for rank, drawn in enumerate(selections):
                 positions = drawn[update * plan.accumulation + micro]
-                loss = reference_loss(network, FAMILIES[plan.family], batch_of(plan, update, micro, rank), positions)
+                loss = reference_loss(network, FAMILIES[plan.family], plan.batch(update, micro, rank), positions)
                 losses[rank].append(float(loss.detach()))
                 whole_batch = whole_batch + loss / (len(selections) * plan.accumulation)
         whole_batch.backward()
         active = rotated[update // plan.steps_per_group % len(rotated)]
-        if plan.max_norm is not None:
+        if plan.clip is not None:
             trained = [parameter for group in active.param_groups for parameter in group["params"]]
-            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, plan.max_norm)))
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, plan.clip)))
         active.step()
         model.zero_grad()
     trained_weights = deltas_of(rotated[0]) if plan.method == "sft" else weights(model)
@@ -85,7 +82,7 @@ class _Forced(OneProcess):
     """
 
     def __init__(self, plan: Plan, selections: Selections, layout: Layout) -> None:
-        model = make_trained_model(plan)
+        model = plan.build_model()
         mixes = plan.mixed_precision == "bf16"
         if mixes and layout == "ddp":
             model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
@@ -97,7 +94,7 @@ class _Forced(OneProcess):
             naive_groups(model, plan.layers_per_group),
             ranks=len(selections),
             accumulation=plan.accumulation,
-            max_norm=plan.max_norm,
+            max_norm=plan.clip,
             steps_per_group=plan.steps_per_group,
             compute_dtype=torch.bfloat16 if mixes and layout == "fsdp2" else None,
             make_batch=self._rows_of,
@@ -105,7 +102,7 @@ class _Forced(OneProcess):
         )
         self.plan, self.selections = plan, selections
         self.lr_of = lambda updates: 1.0
-        self.losses: list[list[float]] = [[] for _ in selections]
+        self.of_ranks: list[list[float]] = [[] for _ in selections]
         self._rank = -1
         self._positions = torch.empty(0)
 
@@ -114,23 +111,23 @@ class _Forced(OneProcess):
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(name in active)
         self._rank, self._positions = rank, self.selections[rank][update * self.accumulation + micro]
-        return batch_of(self.plan, update, micro, rank)
+        return self.plan.batch(update, micro, rank)
 
     def _draw(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._positions
 
     def _note(self, module: Any, args: Any, output: Any) -> None:
-        self.losses[self._rank].append(float(output.loss.detach()))
+        self.of_ranks[self._rank].append(float(output.loss.detach()))
 
     def train(self) -> Replayed:
         with TOKENS.attach(self.model), mock.patch.object(hook, "draw_positions", self._draw):
             self.model.register_forward_hook(self._note)
-            self.run(self.plan.num_updates)
+            self.run(self.plan.updates)
         return Replayed(
             weights=weights(self.model),
-            losses=self.losses,
+            losses=self.of_ranks,
             masters={name: master.detach() for name, master in self.masters.items()},
-            norms=self.norms,
+            norms=[] if self.plan.clip is None else self.norms,
         )
 
 

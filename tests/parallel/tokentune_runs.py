@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin, InitProcessGroupKwargs
 from torch import nn
 
 import slivertune as st
 from slivertune.core.layout import Layout
-from tests.parallel.zero.runs import Case
-from tests.parallel.zero.runs import Run as ZeroRun
+from tests.parallel.contract.hift import masters_of
+from tests.parallel.contract.runs import Case, Run, load, running, save
+from tests.parallel.reference import whole_weights
 from tests.tokentune.families import FAMILIES, Batch, make_batch, make_model
 
 NUM_GROUPS = 5
@@ -29,25 +28,17 @@ TOKENS = st.TokenTune(ratio=0.4, chunk_size=3, seed=5)
 
 Method = Literal["adamw", "hift", "lora", "sft"]
 Weights = dict[str, torch.Tensor]
-Rows = dict[str, tuple[int, torch.Tensor]]
-"""Whole tensors or some of their rows, by name, with the first row's number."""
+Outcome = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(Case):
     """One training run."""
 
     method: Method
-    num_updates: int
     family: str = "llama, grouped"
-    dtype: torch.dtype = torch.float32
-    mixed_precision: Literal["no", "bf16"] = "no"
-    """Accelerate's: autocast beside DDP, FSDP2's policy, the engine's dtype under ZeRO."""
-    accumulation: int = 1
-    max_norm: float | None = None
     layers_per_group: int = 1
     steps_per_group: int = 1
-    checkpointing: bool = False
     stop_after: int | None = None
     """Updates after which everything is saved, thrown away, built anew and loaded."""
     attach_last: bool = False
@@ -58,36 +49,50 @@ class Plan:
         """Whether anything is computed in bf16."""
         return self.dtype == torch.bfloat16 or self.mixed_precision == "bf16"
 
+    def build_model(self, seed: int = 0) -> nn.Module:
+        """The model as every rank and the reference begin with it."""
+        model: Any = make_model(FAMILIES[self.family]).to(self.dtype)
+        if self.method == "lora":
+            from peft import LoraConfig, get_peft_model
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What one rank had at the end."""
+            with torch.random.fork_rng():
+                torch.manual_seed(3)
+                adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+                model = get_peft_model(model, adapters)
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        nn.init.normal_(parameter, std=0.1)
+        return model
 
-    weights: Weights
-    selections: list[torch.Tensor]
-    """One for each forward."""
-    losses: list[float]
-    masters: Rows
-    """HiFT's, as far as this rank knows them; without any where a weight is its own."""
-    norms: list[float]
-    """Before clipping, one for each update."""
-    engine: str
-    most_gathered: int
-    """Weights that ZeRO-3 held whole at a time, at most; 0 elsewhere."""
+    def build_optimizer(self, model: nn.Module, **changes: Any) -> Any:
+        if self.method == "hift":
+            config = st.HiFTConfig(layers_per_group=self.layers_per_group, steps_per_group=self.steps_per_group)
+            return st.HiFT(model, torch.optim.AdamW, config=config, **OPTIONS)
+        if self.method == "sft":
+            return st.SFT(model, config=SPARSE, total_steps=self.updates, lr=0.02, eps=1e-2)
+        return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **OPTIONS)
 
+    def batch(self, update: int, micro: int, rank: int) -> Batch:
+        seed = 1000 + 100 * update + 10 * micro + rank
+        return make_batch(FAMILIES[self.family], "padded right", seed=seed)
 
-def batch_of(plan: Plan, update: int, micro: int, rank: int) -> Batch:
-    return make_batch(FAMILIES[plan.family], "padded right", seed=1000 + 100 * update + 10 * micro + rank)
+    def result(self, run: TokenRun) -> Outcome:  # type: ignore[override]
+        """What one rank had at the end; HiFT's masters as far as this rank knows them, where it has any."""
+        is_sparse = self.method == "sft"
+        return {
+            "weights": deltas_of(run.sliver) if is_sparse else whole_weights(run.accelerator.unwrap_model(run.model)),
+            "selections": run.selections,
+            "losses": run.losses,
+            "masters": masters_of(run) if self.method == "hift" else {},
+            "norms": run.norms,
+            "engine": type(run.model).__name__,
+            "most gathered": max(run.gathered, default=0),
+        }
 
-
-def accelerator_of(layout: Layout, plan: Plan) -> Accelerator:
-    """A new Accelerator of a layout, on CPU ranks whose process group exists."""
-    accumulation = plan.accumulation
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    if layout.startswith("zero"):
-        zero = {
-            "stage": int(layout[-1]),
+    def engine_config(self, stage: int) -> dict[str, Any]:
+        config = super().engine_config(stage)
+        config["zero_optimization"] = {
+            "stage": stage,
             "reduce_bucket_size": 2000,
             # Weights are gathered when a module needs them, and released when it has run.
             "stage3_param_persistence_threshold": 0,
@@ -95,71 +100,7 @@ def accelerator_of(layout: Layout, plan: Plan) -> Accelerator:
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
         }
-        config = {
-            "zero_optimization": zero,
-            "train_micro_batch_size_per_gpu": 3,
-            "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": plan.max_norm or 0.0,
-            "bf16": {"enabled": plan.is_bf16},
-        }
-        plugin = DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=False)
-        gloo = InitProcessGroupKwargs(backend="gloo")
-        return Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=accumulation, kwargs_handlers=[gloo])
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation, mixed_precision=plan.mixed_precision)
-    if layout == "fsdp2":
-        # Accelerate chooses FSDP for GPUs alone.
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        state: Any = accelerator.state
-        state.distributed_type = DistributedType.FSDP
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True
-        )
-        if plan.mixed_precision != "no":
-            plugin.set_mixed_precision(plan.mixed_precision)
-        state.fsdp_plugin = plugin
-    return accelerator
-
-
-def make_trained_model(plan: Plan) -> Any:
-    """The model as every rank and the reference begin with it."""
-    model: Any = make_model(FAMILIES[plan.family]).to(plan.dtype)
-    if plan.method == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
-            model = get_peft_model(model, adapters)
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    nn.init.normal_(parameter, std=0.1)
-    return model
-
-
-def make_optimizer(model: nn.Module, plan: Plan) -> Any:
-    if plan.method == "hift":
-        config = st.HiFTConfig(layers_per_group=plan.layers_per_group, steps_per_group=plan.steps_per_group)
-        return st.HiFT(model, torch.optim.AdamW, config=config, **OPTIONS)
-    if plan.method == "sft":
-        return st.SFT(model, config=SPARSE, total_steps=plan.num_updates, lr=0.02, eps=1e-2)
-    return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **OPTIONS)
-
-
-def whole_weights(model: nn.Module) -> Weights:
-    """All weights of a prepared model; every rank asks together."""
-    found = {}
-    parameter: Any
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                found[name] = parameter.detach().cpu().clone()
-        elif hasattr(parameter, "full_tensor"):
-            found[name] = parameter.detach().full_tensor().clone()
-        else:
-            found[name] = parameter.detach().clone()
-    return found
+        return {**config, "train_micro_batch_size_per_gpu": 3, "bf16": {"enabled": self.is_bf16}}
 
 
 def watch_gathered(engine: Any) -> list[int]:
@@ -179,28 +120,6 @@ def watch_gathered(engine: Any) -> list[int]:
     return found
 
 
-class _Trained(ZeroRun):
-    """An engine that was trained elsewhere, for `ZeroRun.masters`."""
-
-    def __init__(self, engine: Any) -> None:
-        self.group_schedule = engine.hift_schedule
-        self.case, self.num_ranks = Case(stage=self.group_schedule.stage), dist.get_world_size()
-        self.names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-
-
-def masters_of(engine: Any, hift: st.HiFT) -> Rows:
-    """The fp32 masters: whole under ZeRO, gathered by every rank together; elsewhere those that HiFT holds here."""
-    if hasattr(engine, "hift_schedule"):
-        return {name: (0, master) for name, master in _Trained(engine).masters().items()}
-    state = hift.whole_state()["state"]
-    return {
-        name: (getattr(weight, "first_row", 0), state[name]["master"].clone())
-        for group in hift.groups
-        for name, weight in zip(group.parameter_names, hift.weights_of(group.index), strict=True)
-        if "master" in state.get(name, {})
-    }
-
-
 def deltas_of(sft: Any) -> Weights:
     """What SFT adds to each tensor it trains, flat and dense: the same wherever the deltas live."""
     found = {}
@@ -210,78 +129,49 @@ def deltas_of(sft: Any) -> Weights:
     return found
 
 
-class Run:
+class TokenRun(Run):
     """One rank's part of a run on a layout."""
 
-    def __init__(self, layout: Layout, plan: Plan) -> None:
-        self.plan = plan
-        self.accelerator = accelerator_of(layout, plan)
-        network = make_trained_model(plan)
-        if plan.checkpointing:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
-        handle = None if plan.attach_last else TOKENS.attach(network)
-        self.built = make_optimizer(network, plan)
-        self.model, self.optimizer = st.prepare(self.accelerator, network, self.built)
-        self.handle = handle or TOKENS.attach(self.model)
-        self.accelerator.register_for_checkpointing(self.handle)
+    def __init__(self, plan: Plan, layout: Layout, accelerator: Any, rank: int, **more: Any) -> None:
+        self.handle: Any = None
+        super().__init__(plan, layout, accelerator, rank, **more)
+        self.handle = self.handle or TOKENS.attach(self.model)
+        accelerator.register_for_checkpointing(self.handle)
         self.gathered = watch_gathered(self.model)
         self.selections: list[torch.Tensor] = []
-        self.losses: list[float] = []
-        self.norms: list[float] = []
 
-    def train(self, rank: int, updates: range) -> None:
-        for update in updates:
-            for micro in range(self.plan.accumulation):
-                with self.accelerator.accumulate(self.model):
-                    loss = self.model(**batch_of(self.plan, update, micro, rank)).loss
-                    assert self.handle.last_selection is not None
-                    self.selections.append(self.handle.last_selection.clone())
-                    self.losses.append(float(loss.detach()))
-                    self.accelerator.backward(loss)
-                    if self.plan.max_norm is not None and self.accelerator.sync_gradients:
-                        norm: Any = self.accelerator.clip_grad_norm_(self.model.parameters(), self.plan.max_norm)
-                        self.norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-                    self.optimizer.step()
-                    self.optimizer.zero_grad()
+    def build_model(self, seed: int) -> nn.Module:
+        model: Any = super().build_model(seed)
+        if self.case.checkpointing is not None:
+            model.activation_checkpointing_enable({"use_reentrant": self.case.checkpointing})
+        if not self.case.attach_last:
+            self.handle = TOKENS.attach(model)
+        return model
 
-    def outcome(self) -> Outcome:
-        is_sparse = self.plan.method == "sft"
-        network = self.accelerator.unwrap_model(self.model)
-        return Outcome(
-            weights=deltas_of(self.built) if is_sparse else whole_weights(network),
-            selections=self.selections,
-            losses=self.losses,
-            masters=masters_of(self.model, self.built) if self.plan.method == "hift" else {},
-            norms=self.norms,
-            engine=type(self.model).__name__,
-            most_gathered=max(self.gathered, default=0),
-        )
+    def forward(self, batch: Any) -> torch.Tensor:
+        loss = super().forward(batch)
+        self.selections.append(self.handle.last_selection.clone())
+        return loss
 
 
-def train(rank: int, layout: Layout, plan: Plan, folder: str) -> Outcome:
+def train(rank: int, layout: Layout, plan: Plan, folder: Path) -> Outcome:
     """A whole run, or two halves of it with a checkpoint between them."""
-    run = Run(layout, plan)
-    stop = plan.num_updates if plan.stop_after is None else plan.stop_after
-    run.train(rank, range(stop))
-    if stop == plan.num_updates:
-        return run.outcome()
-    run.accelerator.save_state(folder)
-    resumed = Run(layout, plan)
-    resumed.accelerator.load_state(folder)
-    resumed.selections, resumed.losses = run.selections, run.losses
-    resumed.train(rank, range(stop, plan.num_updates))
-    return resumed.outcome()
+    stop = plan.updates if plan.stop_after is None else plan.stop_after
+    with running(plan, layout, rank, kind=TokenRun) as run:
+        run.train(0, stop)
+        if stop == plan.updates:
+            return plan.result(run)
+        save(run, folder)
+    with running(plan, layout, rank, kind=TokenRun) as resumed:
+        load(resumed, folder)
+        resumed.selections, resumed.losses = run.selections, run.losses
+        return plan.result(resumed.train(stop, plan.updates))
 
 
-def run_layout(rank: int, num_ranks: int, layout: Layout, plans: dict[str, Plan], folder: str) -> dict[str, Outcome]:
+def run_layout(rank: int, num_ranks: int, layout: Layout, plans: dict[str, Plan], folder: Path) -> dict[str, Outcome]:
     """Every plan on one layout, one after the other; runs on every rank."""
-    if layout.startswith("zero"):
-        import deepspeed
-
-        # DeepSpeed would first compile its shared-memory collectives for a minute; gloo does.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     outcomes = {}
     for name, plan in plans.items():
-        outcomes[name] = train(rank, layout, plan, f"{folder}/{name}")
+        outcomes[name] = train(rank, layout, plan, folder / name)
         dist.barrier()
     return outcomes

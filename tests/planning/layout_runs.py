@@ -21,8 +21,8 @@ from slivertune.parallel.ddp import gradient_sync
 from slivertune.parallel.initialize import initialize
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import adam
+from tests.parallel.contract.runs import quiet
 from tests.parallel.reference import on_fsdp2_ranks, on_ranks
-from tests.parallel.zero.runs import quiet
 from tests.planning.real import LLAMA, attach_hooks, real_batch, real_model, real_optimizer
 
 BUCKET_BYTES = 96 * 2**10

@@ -1,88 +1,62 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-import slivertune
 from slivertune import HiFT, HiFTConfig
+from slivertune.core.layout import Layout
 from slivertune.core.manifest import DamagedCheckpointError, write_manifest
 from slivertune.parallel.checkpoint import hift_sidecar, sidecar
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar, load_state, save_state
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
-from tests.parallel.reference import ADAMW, batch_of, on_fsdp2_ranks, on_ranks, whole_weights
+from tests.parallel.contract.hift import HiFTCase
+from tests.parallel.contract.runs import running
+from tests.parallel.reference import ADAMW, whole_weights
 
-LAYOUTS: dict[str, Any] = {"DDP": on_ranks, "FSDP2": on_fsdp2_ranks}
-
-
-def trained(layout: str, rank: int, *, load: str = "", save: str = "", until: int, seed: int = 0) -> dict[str, Any]:
-    """Load or begin, save after seven updates, train on; bf16 with masters, so that the folder tells the weights."""
-    with LAYOUTS[layout]() as accelerator:
-        model = tiny_llama(torch.bfloat16, seed=seed)
-        hift = HiFT(model, torch.optim.AdamW, **ADAMW)
-        model, optimizer = slivertune.prepare(accelerator, model, hift)
-        if load:
-            load_state(optimizer, load)
-            assert hift.updates == 7
-        for update in range(hift.updates, until):
-            if update == 7 and save:
-                save_state(optimizer, save)
-            accelerator.backward(model(**batch_of(update, 0, rank)).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        return whole_weights(model)
+LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp2")
+CASE = HiFTCase(dtype=torch.bfloat16, is_scheduled=False)
+"""With masters, so that the folder tells the weights, and without a schedule, which it does not have."""
 
 
-def from_one_layout_to_the_other(rank: int, num_ranks: int, folder: str) -> dict[str, list[str]]:
-    went_on = {name: trained(name, rank, save=f"{folder}/{name}", until=13) for name in LAYOUTS}
-    return {
-        f"{source} to {target}": differing(
-            trained(target, rank, load=f"{folder}/{source}", until=13, seed=4), went_on[source]
-        )
-        for source in LAYOUTS
-        for target in LAYOUTS
-    }
+def from_one_layout_to_the_other(rank: int, folder: Path) -> dict[str, list[str]]:
+    """A run under either layout whose state is saved after seven updates; and from that state, under either."""
+    went_on, found = {}, {}
+    for layout in LAYOUTS:
+        with running(CASE, layout, rank) as run:
+            save_state(run.train(0, 7).optimizer, folder / layout)
+            went_on[layout] = whole_weights(run.train(7, 13).model)
+    for source in LAYOUTS:
+        for target in LAYOUTS:
+            with running(CASE, target, rank, seed=4) as run:
+                load_state(run.optimizer, folder / source)
+                assert run.sliver.updates == 7
+                found[f"{source} to {target}"] = differing(whole_weights(run.train(7, 13).model), went_on[source])
+    return found
 
 
-def failing(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
+def failing(rank: int, folder: Path) -> dict[str, Any]:
     """Rank 1 can't write in its second attempt."""
-    with on_fsdp2_ranks() as accelerator:
-        model = tiny_llama()
-        hift = HiFT(model, torch.optim.AdamW, **ADAMW)
-        model, optimizer = slivertune.prepare(accelerator, model, hift)
-        for update in range(2):
-            accelerator.backward(model(**batch_of(update, 0, rank)).loss)
-            optimizer.step()
-            if update == 0:
-                save_state(optimizer, f"{folder}/failing")
-        original = hift_sidecar.save_file
-        if rank == 1:
-
-            def full(*_: Any) -> None:
-                raise OSError("the disk is full")
-
-            hift_sidecar.save_file = full  # type: ignore[assignment]
-        message = ""
-        try:
-            save_state(optimizer, f"{folder}/failing")
-        except OSError as error:
-            message = str(error)
-        hift_sidecar.save_file = original
-        load_state(optimizer, f"{folder}/failing")
-        left = [path.name for path in Path(folder).iterdir() if "failing" in path.name]
-        return {"message": message, "updates": hift.updates, "left": left}
+    full = mock.patch.object(hift_sidecar, "save_file", side_effect=OSError("the disk is full"))
+    with running(HiFTCase(), "fsdp2", rank) as run:
+        save_state(run.train(0, 1).optimizer, folder / "failing")
+        run.train(1, 2)
+        with full if rank == 1 else nullcontext(), pytest.raises(OSError, match="disk is full") as raised:
+            save_state(run.optimizer, folder / "failing")
+        load_state(run.optimizer, folder / "failing")
+        left = [path.name for path in folder.iterdir() if "failing" in path.name]
+        return {"message": str(raised.value), "updates": run.sliver.updates, "left": left}
 
 
-def both(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
-    return {
-        "layouts": from_one_layout_to_the_other(rank, num_ranks, folder),
-        "failing": failing(rank, num_ranks, folder),
-    }
+def both(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    return {"layouts": from_one_layout_to_the_other(rank, folder), "failing": failing(rank, folder)}
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +66,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
-    return run_ranks(both, 2, str(folder))
+    return run_ranks(both, 2, folder)
 
 
 @pytest.mark.parametrize("way", [f"{source} to {target}" for source in LAYOUTS for target in LAYOUTS])
@@ -155,7 +129,7 @@ def test_files_of_another_group_are_refused(written: Path) -> None:
 
 
 def test_rows_that_are_lost_are_noticed(found: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
-    shutil.copytree(folder / "FSDP2", tmp_path / "hift")
+    shutil.copytree(folder / "fsdp2", tmp_path / "hift")
     header = torch.load(tmp_path / "hift" / "header.pt")
     torch.save({**header, "num_ranks": 1}, tmp_path / "hift" / "header.pt")
     write_manifest(tmp_path / "hift")

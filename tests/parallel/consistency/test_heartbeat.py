@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -10,14 +9,7 @@ import torch.distributed as dist
 
 from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, digest, world_size
 from tests.helpers.ranks import RankError, run_ranks
-
-
-def _message(call: Any) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+from tests.parallel.contract.runs import message_of
 
 
 def agree_and_drift(rank: int, num_ranks: int) -> dict[str, str]:
@@ -27,9 +19,9 @@ def agree_and_drift(rank: int, num_ranks: int) -> dict[str, str]:
     heartbeat.enter(5, "group 1")
     heartbeat.compare({"updates": 5, "indices": "abc"})
     return {
-        "settings": _message(lambda: check_agreement({**same, "seed": rank})),
-        "missing": _message(lambda: check_agreement(same if rank else {**same, "extra": 1})),
-        "drift": _message(lambda: heartbeat.compare({"updates": 5 + (rank == 2)})),
+        "settings": message_of(lambda: check_agreement({**same, "seed": rank})),
+        "missing": message_of(lambda: check_agreement(same if rank else {**same, "extra": 1})),
+        "drift": message_of(lambda: heartbeat.compare({"updates": 5 + (rank == 2)})),
     }
 
 
@@ -67,7 +59,7 @@ def die_before_the_collective(rank: int, num_ranks: int) -> tuple[str, float]:
         with heartbeat.guard("averaging the gradients of group 0"):
             dist.all_reduce(torch.ones(3))
 
-    return _message(reduce), time.monotonic() - begin
+    return message_of(reduce), time.monotonic() - begin
 
 
 def test_a_rank_that_died_is_named_and_where_it_was_last_seen() -> None:
@@ -89,7 +81,7 @@ def stay_behind(rank: int, num_ranks: int) -> str:
         with heartbeat.guard("averaging"):
             dist.all_reduce(torch.ones(3))
 
-    return _message(reduce)
+    return message_of(reduce)
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
-"""Saving and resuming HiFT on DeepSpeed in mid-cycle, and the model in the end as any Hugging Face checkpoint."""
+"""Checkpoints of HiFT on DeepSpeed: the files of the ranks, what one process makes of them, and what is refused."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,163 +12,106 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from torch import nn
 
-from slivertune.core.manifest import find_damage, write_manifest
+from slivertune.core.layout import Layout
+from slivertune.core.manifest import DamagedCheckpointError, find_damage, write_manifest
+from slivertune.parallel.zero.one_process import load_zero
+from slivertune.parallel.zero.shares import fp32_weights
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tolerance import distance, step_limit, with_exact
-from tests.parallel.zero.runs import CAP, LOSS_CAP, Case, Run, largest_difference, make_model, reference
+from tests.parallel.contract.hift import CYCLE, HiFTCase
+from tests.parallel.contract.runs import CPU, ZERO, load, message_of, running, save
+from tests.parallel.reference import whole_weights
 
-CPU = {"DS_ACCELERATOR": "cpu"}
-STAGES = (1, 2, 3)
-BEFORE, AFTER = 8, 5
-"""Updates before and after the save: it falls into the second cycle of six, and the rest reaches the third."""
-
-
-def case_of(stage: int, bare: bool) -> Case:
-    return Case(
-        stage=stage,
-        bare=bare,
-        dtype=torch.bfloat16 if bare else torch.float32,
-        split_decay=True,
-        config_schedule=bare,
-        accumulation=1 if bare else 2,
-        clip=0.0 if bare else 0.05,
-    )
+BARE = HiFTCase(bare=True, dtype=torch.bfloat16, split_decay=True)
+WAYS = {"engine": BARE, "accelerator": HiFTCase(split_decay=True)}
+BEFORE = HiFTCase.cut
+TAG = f"global_step{BEFORE}"
+PLACES = {"engine": f"engine/{TAG}", "accelerator": "accelerator/pytorch_model"}
+"""Where DeepSpeed's files lie."""
+FROZEN = "model.layers.1.mlp.down_proj.weight"
 
 
-@dataclass
-class Ended:
-    """What a rank held at the end of a run."""
+@dataclass(frozen=True, kw_only=True)
+class FrozenCase(HiFTCase):
+    """One weight is not trained at all, and holds what no initialisation gives."""
 
-    masters: dict[str, torch.Tensor]
-    weights: dict[str, torch.Tensor]
-    state: dict[str, torch.Tensor]
-    """Every tensor of every group's optimizer, this rank's share."""
-    losses: list[float]
-    held_lr: list[float]
-    shown_lr: list[float]
-    updates: int
+    value: float = 0.25
+
+    def build_model(self, seed: int = 0) -> nn.Module:
+        model = super().build_model(seed)
+        model.get_parameter(FROZEN).requires_grad_(False).data.fill_(self.value)
+        return model
 
 
-def end(run: Run) -> Ended:
-    return Ended(
-        masters=run.masters(),
-        weights=run.weights(),
-        state={
-            f"{group}.{index}.{key}": value.clone()
-            for group, child in run.group_schedule.children.items()
-            for index, master in enumerate(run.group_schedule.mover(group).masters)
-            for key, value in child.optimizer.state[master].items()
-        },
-        losses=run.losses[-AFTER:],
-        held_lr=[float(lr) for lr in run.hift.held_lr],
-        shown_lr=[group["lr"] for group in run.hift.param_groups],
-        updates=run.hift.updates,
-    )
+WITH_FROZEN = FrozenCase(bare=True, split_decay=True)
 
 
-def scribble(run: Run) -> None:
-    """Other weights than those the saved run began with, so that what is not loaded shows."""
-    import deepspeed
-
-    for parameter in run.model.parameters():
-        if run.case.stage == 3:
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                parameter.data.add_(1.0)
-        else:
-            parameter.data.add_(1.0)
-
-
-def save_and_resume(rank: int, num_ranks: int, stage: int, folder: str) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for way in ("engine", "accelerator"):
-        case = case_of(stage, way == "engine")
-        straight = Run(case, rank, num_ranks)
-        straight.train(BEFORE)
-        place = f"{folder}/{way}"
-        if way == "engine":
-            straight.engine.save_checkpoint(place)
-        else:
-            # As the Trainer does for PEFT models; groups that wait are frozen, but no one means them.
-            straight.accelerator.save_state(place, exclude_frozen_parameters=True)
-        straight.train(AFTER)
-        results[f"{way}, straight"] = end(straight)
-        results[f"{way}, exported"] = export(straight, f"{folder}/model")
-        straight.close()
-
-        resumed = Run(case, rank, num_ranks)
-        scribble(resumed)
-        if way == "engine":
-            loaded, _ = resumed.engine.load_checkpoint(place)
-            assert loaded is not None
-        else:
-            resumed.accelerator.load_state(place)
-        results[f"{way}, at the save"] = resumed.hift.updates, resumed.group_schedule.active
-        resumed.train(AFTER)
-        results[f"{way}, resumed"] = end(resumed)
-        resumed.close()
-    results["refused"] = refusals(rank, num_ranks, stage, folder)
-    return results
+def save_and_be_refused(rank: int, num_ranks: int, folder: Path) -> dict[Any, dict[str, Any]]:
+    found: dict[Any, dict[str, Any]] = {}
+    for layout in ZERO:
+        for way, case in WAYS.items():
+            with running(case, layout, rank) as run:
+                save(run.train(0, BEFORE), folder / layout / way)
+                found[layout, way] = case.result(run)
+        found[layout] = refusals(layout, rank, folder / layout)
+    with running(WITH_FROZEN, "zero3", rank) as run:
+        save(run.train(0, 2), folder / "frozen")
+        found["frozen"] = whole_weights(run.model)
+    return found
 
 
-def export(run: Run, folder: str) -> dict[str, torch.Tensor]:
-    """Save the model for everyone in the ways that people do; return its weights."""
-    if run.accelerator is None:
-        run.engine.save_16bit_model(f"{folder}-engine", "pytorch_model.bin")
-        if run.rank == 0:
-            run.model.config.save_pretrained(f"{folder}-engine")  # type: ignore[operator,union-attr]
-    else:
-        gathered = run.accelerator.get_state_dict(run.engine)
-        model: Any = run.accelerator.unwrap_model(run.engine)
-        model.save_pretrained(
-            f"{folder}-accelerator", is_main_process=run.rank == 0, save_function=run.accelerator.save,
-            state_dict=gathered,
-        )  # fmt: skip
-    dist.barrier()
-    return run.weights()
+def load_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tensor]:
+    with running(replace(WITH_FROZEN, value=-1.0), "zero3", rank) as run:
+        load(run, folder)
+        return whole_weights(run.model)
 
 
-def refusals(rank: int, num_ranks: int, stage: int, folder: str) -> dict[str, str]:
+@contextmanager
+def changed(rank: int, change: Callable[[], object], back: Callable[[], object]) -> Iterator[None]:
+    """Rank 0 changes files for a while."""
+    for act in (change, back):
+        dist.barrier()
+        if rank == 0:
+            act()
+        dist.barrier()
+        if act is change:
+            yield
+
+
+def refusals(layout: Layout, rank: int, folder: Path) -> dict[str, str]:
+    """What is said to checkpoints that don't fit, or of which a file is damaged or gone."""
+    place = folder / "engine"
     messages = {}
-    place = Path(folder) / "engine"
-    other = Run(
-        Case(stage=stage, bare=True, dtype=torch.bfloat16, split_decay=True, layers_per_group=2), rank, num_ranks
-    )
-    messages["another grouping"] = refusal(other, str(place))
-    other.close()
-    run = Run(case_of(stage, True), rank, num_ranks)
-    messages["no file of ours"] = refusal(run, folder, tag="nothing")
-    messages["no manifest"] = refusal(run, folder, tag="cut short", is_whole=False)
-    messages["nobody says which"] = refusal(run, folder)
-    model = place / f"global_step{BEFORE}" / f"{'zero_pp_rank_1_' if stage == 3 else ''}mp_rank_00_model_states.pt"
+    with running(replace(BARE, settings={"layers_per_group": 2}), layout, rank) as run:
+        messages["another grouping"] = message_of(lambda: run.model.load_checkpoint(str(place)))
     if rank == 0:
-        flip(model)
+        for tag in ("nothing", "cut short"):
+            (folder / tag).mkdir()
+        write_manifest(folder / "nothing")
     dist.barrier()
-    messages["a flipped bit of DeepSpeed's"] = refusal(run, str(place))
+    shard = "zero_pp_rank_1_" if layout == "zero3" else ""
+    model = place / TAG / f"{shard}mp_rank_00_model_states.pt"
+    own = place / TAG / "slivertune_hift_rank_1_of_2.pt"
+    whole = own.read_bytes()
     dist.barrier()
-    if rank == 0:
-        flip(model)
-    dist.barrier()
-    own = place / f"global_step{BEFORE}" / "slivertune_hift_rank_1_of_2.pt"
-    if rank == 0:
-        own.rename(own.with_suffix(".away"))
-    dist.barrier()
-    messages["one rank's file is gone"] = refusal(run, str(place))
-    dist.barrier()
-    if rank == 0:
-        own.with_suffix(".away").write_bytes(own.with_suffix(".away").read_bytes())
-        own.write_bytes(b"half a file")
-    dist.barrier()
-    messages["one rank's file is damaged"] = refusal(run, str(place))
-    dist.barrier()
-    if rank == 0:
-        own.with_suffix(".away").rename(own)
-    dist.barrier()
-    # Nothing was changed by what was refused.
-    messages["state"] = f"{run.hift.updates} updates, group {run.group_schedule.active}"
-    run.close()
+    with running(BARE, layout, rank) as run:
+
+        def refusal(folder: Path = place, tag: str | None = None) -> str:
+            return message_of(lambda: run.model.load_checkpoint(str(folder), tag=tag))
+
+        messages["no file of ours"] = refusal(folder, "nothing")
+        messages["no manifest"] = refusal(folder, "cut short")
+        messages["nobody says which"] = refusal(folder)
+        with changed(rank, lambda: flip(model), lambda: flip(model)):
+            messages["a flipped bit of DeepSpeed's"] = refusal()
+        with changed(rank, own.unlink, lambda: own.write_bytes(whole)):
+            messages["one rank's file is gone"] = refusal()
+        with changed(rank, lambda: own.write_bytes(b"half a file"), lambda: own.write_bytes(whole)):
+            messages["one rank's file is damaged"] = refusal()
+        # Nothing was changed by what was refused.
+        messages["state"] = f"{run.sliver.updates} updates, group {run.model.hift_schedule.active}"
     return messages
 
 
@@ -175,122 +121,58 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def refusal(run: Run, place: str, tag: str | None = None, *, is_whole: bool = True) -> str:
-    if tag is not None and run.rank == 0:
-        (Path(place) / tag).mkdir(exist_ok=True)
-        if is_whole:
-            write_manifest(Path(place) / tag)
-    dist.barrier()
-    try:
-        run.engine.load_checkpoint(place, tag=tag)
-    except ValueError as error:
-        return str(error)
-    return "was not refused"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zero")
 
 
-@pytest.fixture(scope="module", params=STAGES)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A stage, its folder, and what its two ranks came to."""
-    folder = tmp_path_factory.mktemp(f"zero{request.param}")
-    return request.param, folder, run_ranks(save_and_resume, 2, request.param, str(folder), env=CPU, timeout_s=600)
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[Any, dict[str, Any]]]:
+    return run_ranks(save_and_be_refused, 2, folder, env=CPU, timeout_s=600)
 
 
-@pytest.mark.parametrize("way", ["engine", "accelerator"])
-def test_a_resumed_run_has_the_bits_of_one_that_did_not_stop(saved: Any, way: str) -> None:
-    stage, _, ranks = saved
-    pairs = [(results[f"{way}, straight"], results[f"{way}, resumed"]) for results in ranks]
-    for straight, resumed in pairs:
-        assert straight.updates == resumed.updates == BEFORE + AFTER
-    if stage == 3:
-        assert_near(pairs, case_of(stage, way == "engine"))
-        return
-    for straight, resumed in pairs:
-        assert differing(resumed.masters, straight.masters) == []
-        assert differing(resumed.weights, straight.weights) == []
-        assert differing(resumed.state, straight.state) == []
-        assert resumed.losses == straight.losses
+@pytest.fixture(params=ZERO)
+def saved(request: pytest.FixtureRequest, folder: Path, ranks: Any) -> tuple[Layout, Path]:
+    """A layout, and where its ranks have saved."""
+    return request.param, folder / request.param
 
 
-def assert_near(pairs: list[tuple[Ended, Ended]], case: Case) -> None:
-    """Stage 3 takes gradients and norms in pieces, whose order may be another in a resumed run."""
-    case = replace(case, steps=BEFORE + AFTER)
-    expected, exact = with_exact(lambda: reference(case, 2))
-    of_masters = step_limit(expected.masters, exact.masters, CAP)
-    of_losses = step_limit(expected.losses[-AFTER:], exact.losses[-AFTER:], LOSS_CAP)
-    for straight, resumed in pairs:
-        assert distance(resumed.masters, straight.masters) <= of_masters
-        assert distance(resumed.losses, straight.losses) <= of_losses
-        if case.dtype == torch.float32:
-            assert distance(resumed.weights, straight.weights) <= of_masters
-        else:
-            assert differing(resumed.weights, straight.weights) == []
-        for kind in {key.rsplit(".", 1)[1] for key in straight.state}:
-            found, wanted = (
-                {key: value for key, value in ended.state.items() if key.endswith(f".{kind}")}
-                for ended in (resumed, straight)
-            )
-            if kind in expected.moments:
-                assert distance(found, wanted) <= step_limit(expected.moments[kind], exact.moments[kind], CAP)
-            else:
-                assert differing(found, wanted) == []
-
-
-@pytest.mark.parametrize("way", ["engine", "accelerator"])
-def test_the_turn_and_the_learning_rates_are_resumed(saved: Any, way: str) -> None:
-    _, _, ranks = saved
-    for results in ranks:
-        straight, resumed = results[f"{way}, straight"], results[f"{way}, resumed"]
-        assert results[f"{way}, at the save"] == (BEFORE, BEFORE % 6)
-        assert resumed.held_lr == straight.held_lr
-        assert resumed.shown_lr == straight.shown_lr
-        assert straight.held_lr != straight.shown_lr
-
-
-def test_a_checkpoint_has_a_file_of_each_rank_and_nothing_half_written(saved: Any) -> None:
-    _, folder, _ = saved
-    for place in (folder / "engine" / f"global_step{BEFORE}", folder / "accelerator" / "pytorch_model"):
+def test_a_checkpoint_has_a_file_of_each_rank_and_nothing_half_written(saved: tuple[Layout, Path]) -> None:
+    _, folder = saved
+    for place in (folder / each for each in PLACES.values()):
         names = sorted(path.name for path in place.iterdir() if "hift" in path.name)
         assert names == ["slivertune_hift_rank_0_of_2.pt", "slivertune_hift_rank_1_of_2.pt"]
         assert find_damage(place) is None
     assert find_damage(folder / "accelerator") is None
-    assert (folder / "engine" / "latest").read_text() == f"global_step{BEFORE}"
+    assert (folder / "engine" / "latest").read_text() == TAG
 
 
-def test_a_rank_file_is_read_without_running_code(saved: Any) -> None:
-    _, folder, _ = saved
-    path = folder / "engine" / f"global_step{BEFORE}" / "slivertune_hift_rank_0_of_2.pt"
+def test_a_rank_file_is_read_without_running_code(saved: tuple[Layout, Path]) -> None:
+    _, folder = saved
+    path = folder / "engine" / TAG / "slivertune_hift_rank_0_of_2.pt"
     held = torch.load(path, weights_only=True)
-    # Five of six groups; DeepSpeed's own file has the active one.
-    assert sorted(held["groups"]) == sorted(str(group) for group in range(6) if group != BEFORE % 6)
+    # All groups but one; DeepSpeed's own file has the active one.
+    assert sorted(held["groups"]) == sorted(str(group) for group in range(CYCLE) if group != BEFORE % CYCLE)
 
 
-@pytest.mark.parametrize("way", ["engine", "accelerator"])
-def test_the_final_model_loads_without_this_library(saved: Any, way: str) -> None:
-    stage, folder, ranks = saved
-    dtype = case_of(stage, way == "engine").dtype
-    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model-{way}", dtype=dtype)
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    assert largest_difference(weights, ranks[0][f"{way}, exported"]) == 0
-
-
-def test_deepspeeds_own_script_finds_all_groups_in_a_checkpoint_of_stages_2_and_3(saved: Any) -> None:
+def test_deepspeeds_own_script_finds_all_groups_in_a_checkpoint_of_stages_2_and_3(saved: tuple[Layout, Path]) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    stage, folder, _ = saved
+    layout, folder = saved
     found = get_fp32_state_dict_from_zero_checkpoint(str(folder / "engine"))
-    weights = {name: p.shape for name, p in make_model(case_of(stage, True)).named_parameters()}
-    if stage == 1:
+    weights = {name: p.shape for name, p in BARE.build_model().named_parameters()}
+    if layout == "zero1":
         # DeepSpeed keeps what is frozen apart from stage 2 on; its script then finds the active group alone.
-        block = f"model.layers.{BEFORE % 6 - 1}."
+        block = f"model.layers.{BEFORE % CYCLE - 1}."
         weights = {name: shape for name, shape in weights.items() if name.startswith(block)}
     assert {name: value.shape for name, value in found.items()} == weights
 
 
-def test_what_does_not_belong_to_the_run_is_refused_on_every_rank(saved: Any) -> None:
-    _, _, ranks = saved
-    for results in ranks:
-        messages = results["refused"]
-        assert "has another grouping (layers_per_group, layers): 6 groups" in messages["another grouping"]
+def test_what_does_not_belong_to_the_run_is_refused_on_every_rank(
+    saved: tuple[Layout, Path], ranks: list[dict[Any, dict[str, Any]]]
+) -> None:
+    for messages in (rank[saved[0]] for rank in ranks):
+        assert "has another grouping (layers_per_group, layers): 5 groups" in messages["another grouping"]
         assert "was not saved by HiFT" in messages["no file of ours"]
         gone, damaged = messages["one rank's file is gone"], messages["one rank's file is damaged"]
         assert f"global_step{BEFORE} can't be loaded, and nothing of it was" in gone and "use an older" in gone
@@ -300,3 +182,54 @@ def test_what_does_not_belong_to_the_run_is_refused_on_every_rank(saved: Any) ->
         assert "mp_rank_00_model_states.pt holds other bytes" in messages["a flipped bit of DeepSpeed's"]
         assert "has no file 'latest'" in messages["nobody says which"]
         assert messages["state"] == "0 updates, group 0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_weights_that_are_not_trained_are_put_together_too(num_ranks: int, ranks: Any, folder: Path) -> None:
+    wanted = ranks[0]["frozen"]
+    assert bool((wanted[FROZEN] == 0.25).all())
+    for found in run_ranks(load_frozen, num_ranks, folder / "frozen", env=CPU, timeout_s=600):
+        assert differing(found, wanted) == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_fp32_weights_of_all_groups_are_found_without_ranks(
+    saved: tuple[Layout, Path], way: str, ranks: Any, tmp_path: Path
+) -> None:
+    layout, folder = saved
+    assert differing(fp32_weights(folder / PLACES[way]), ranks[0][layout, way]["whole state"]["master"]) == []
+    shutil.copytree(folder / PLACES[way], tmp_path / TAG)
+    ours = tmp_path / TAG / "slivertune_hift_rank_1_of_2.pt"
+    flip(ours)
+    with pytest.raises(DamagedCheckpointError, match=r"slivertune_hift_rank_1_of_2\.pt holds other bytes"):
+        fp32_weights(tmp_path / TAG)
+    ours.unlink()
+    write_manifest(tmp_path / TAG)
+    with pytest.raises(ValueError, match=r"slivertune_hift_rank_1_of_2\.pt is not there"):
+        fp32_weights(tmp_path / TAG)
+    (tmp_path / "nothing").mkdir()
+    write_manifest(tmp_path / "nothing")
+    with pytest.raises(ValueError, match="was not saved by HiFT on DeepSpeed"):
+        fp32_weights(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_process_without_deepspeed_goes_on(saved: tuple[Layout, Path], way: str, ranks: Any) -> None:
+    layout, folder = saved
+    case, wanted = WAYS[way], ranks[0][layout, way]
+    model = case.build_model(seed=7)
+    hift = case.build_optimizer(model)
+    load_zero(hift, folder / PLACES[way])
+    assert (hift.updates, hift.active_group) == (wanted["updates"], wanted["active group"])
+    assert [float(rate) for rate in hift.held_lr] == wanted["held"]
+    assert differing(whole_weights(model), wanted["weights"]) == []
+    state = hift.whole_state()["state"]
+    for key in ("exp_avg", "exp_avg_sq", *(("master",) if case.dtype == torch.bfloat16 else ())):
+        assert differing({name: each[key] for name, each in state.items()}, wanted["whole state"][key]) == []
+    case.loss(model, case.batch(BEFORE, 0, 0)).backward()
+    hift.step()
+    assert hift.updates == BEFORE + 1
+    other = case.build_optimizer(case.build_model(), order="top2down")
+    with pytest.raises(ValueError, match="has another order of turns"):
+        load_zero(other, folder / PLACES[way])

@@ -12,14 +12,15 @@ import torch
 
 from slivertune.core.ledger import Census, Ledger
 from tests.helpers.ranks import run_ranks
-from tests.parallel.zero.runs import BUCKET, Case, Run
+from tests.parallel.contract.hift import HiFTCase
+from tests.parallel.contract.runs import BUCKET, CPU, ZERO, Run, running
 
 pytestmark = pytest.mark.slow
 
 NUM_RANKS = 2
 CASES = {
-    f"ZeRO-{stage}, {str(dtype).removeprefix('torch.')}": Case(stage=stage, dtype=dtype, bare=True)
-    for stage in (1, 2, 3)
+    (layout, str(dtype).removeprefix("torch.")): HiFTCase(dtype=dtype, bare=True)
+    for layout in ZERO
     for dtype in (torch.float32, torch.bfloat16)
 }
 
@@ -47,7 +48,7 @@ class Counted:
     """Elements of each group."""
     padding: int
     """Elements by which DeepSpeed may have rounded a group's share up."""
-    group_schedule: list[Turn]
+    turns: list[Turn]
     weight_bytes: int
     """Of this rank's share of the weights under ZeRO-3, of all weights else."""
     host_bytes: int
@@ -56,56 +57,57 @@ class Counted:
     """On the first block's forward, from ZeRO-3."""
 
 
-def count_all(rank: int, num_ranks: int) -> dict[str, Counted]:
-    return {name: count(Run(case, rank, num_ranks)) for name, case in CASES.items()}
+def count_all(rank: int, num_ranks: int) -> dict[Any, Counted]:
+    found = {}
+    for key, case in CASES.items():
+        with running(case, key[0], rank) as run:
+            found[key] = count(run)
+    return found
 
 
 def count(run: Run) -> Counted:
-    num_groups = run.hift.num_groups
-    parameters = [[weight.parameter for weight in run.hift.weights_of(group)] for group in range(num_groups)]
-    run.train(num_groups)
-    group_schedule = []
-    for _ in range(num_groups):
-        with watched_buckets(run) as seen, Ledger(run.model) as ledger:
+    schedule, num_groups = run.model.hift_schedule, run.sliver.num_groups
+    parameters = [[weight.parameter for weight in run.sliver.weights_of(group)] for group in range(num_groups)]
+    run.train(0, num_groups)
+    turns = []
+    for update in range(num_groups, 2 * num_groups):
+        with watched_buckets(run) as seen, Ledger(run.plain) as ledger:
             # Made before the ledger looked; what moves from now on, it sees.
-            ledger.track(state_tensors(run))
+            ledger.track(state_tensors(schedule))
             ledger.reset_peak()
-            run.train(1)
-            flat = flat_gradient_bytes(run)
-            group_schedule.append(Turn(run.group_schedule.active, ledger.current(), ledger.highest, flat, max(seen)))
-    children = run.group_schedule.children.values()
+            run.train(update, update + 1)
+            flat = flat_gradient_bytes(schedule)
+            turns.append(Turn(schedule.active, ledger.current(), ledger.highest, flat, max(seen)))
+    children = schedule.children.values()
     flats = [
         flat.untyped_storage()
         for child in children
-        for flat in ([child.lp_param_buffer] if run.case.stage == 3 else child.bit16_groups_flat)
+        for flat in ([child.lp_param_buffer] if schedule.stage == 3 else child.bit16_groups_flat)
     ]
-    counted = Counted(
+    return Counted(
         sizes=[sum(int(getattr(p, "ds_numel", p.numel())) for p in group) for group in parameters],
         padding=NUM_RANKS * max(len(group) for group in parameters),
-        group_schedule=group_schedule,
+        turns=turns,
         weight_bytes=sum({flat.data_ptr(): flat.nbytes() for flat in flats}.values()),
-        host_bytes=sum(run.group_schedule.mover(group).host_bytes() for group in range(num_groups)),
-        hooks=len(run.model.get_submodule("model.layers.0.mlp")._forward_pre_hooks),
+        host_bytes=sum(schedule.mover(group).host_bytes() for group in range(num_groups)),
+        hooks=len(run.plain.get_submodule("model.layers.0.mlp")._forward_pre_hooks),
     )
-    run.close()
-    return counted
 
 
-def state_tensors(run: Run) -> Iterator[torch.Tensor]:
-    for group, child in run.group_schedule.children.items():
-        for master in run.group_schedule.mover(group).masters:
+def state_tensors(schedule: Any) -> Iterator[torch.Tensor]:
+    for group, child in schedule.children.items():
+        for master in schedule.mover(group).masters:
             yield master.data
             yield from (value for value in child.optimizer.state[master].values() if value.dim())
-        if run.case.stage == 3:
+        if schedule.stage == 3:
             yield child.grad_partitions_flat_buffer
 
 
-def flat_gradient_bytes(run: Run) -> int:
-    if run.case.stage != 3:
+def flat_gradient_bytes(schedule: Any) -> int:
+    if schedule.stage != 3:
         return 0
-    return sum(
-        child.grad_partitions_flat_buffer.untyped_storage().nbytes() for child in run.group_schedule.children.values()
-    )
+    children = schedule.children.values()
+    return sum(child.grad_partitions_flat_buffer.untyped_storage().nbytes() for child in children)
 
 
 @contextmanager
@@ -114,12 +116,14 @@ def watched_buckets(run: Run) -> Iterator[list[int]]:
     seen: list[int] = []
 
     def look(_: torch.Tensor) -> None:
-        buckets = [bucket for child in run.group_schedule.children.values() for bucket in child.ipg_buckets.values()]
+        buckets = [
+            bucket for child in run.model.hift_schedule.children.values() for bucket in child.ipg_buckets.values()
+        ]
         buffers = [b for each in buckets for b in (each.buffer if isinstance(each.buffer, list) else [each.buffer])]
         seen.append(sum({b.data_ptr(): b.numel() for b in buffers if b is not None}.values()))
 
     hooks = []
-    for parameter in run.model.parameters():
+    for parameter in run.plain.parameters():
         frozen = not parameter.requires_grad
         parameter.requires_grad_(True)
         hooks.append(parameter.register_post_accumulate_grad_hook(look))
@@ -131,76 +135,76 @@ def watched_buckets(run: Run) -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def counted() -> list[dict[str, Counted]]:
-    ranks: list[dict[str, Counted]] = run_ranks(count_all, NUM_RANKS, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
+    ranks: list[dict[str, Counted]] = run_ranks(count_all, NUM_RANKS, env=CPU, timeout_s=600)
     return ranks
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_rank_holds_its_share_of_the_active_groups_masters_and_state(name: str, counted: Any) -> None:
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_a_rank_holds_its_share_of_the_active_groups_masters_and_state(name: Any, counted: Any) -> None:
     for each in (rank[name] for rank in counted):
-        for turn in each.group_schedule:
+        for turn in each.turns:
             share = each.sizes[turn.group] / NUM_RANKS
             # 12 bytes an element: fp32 master, two moments.
             assert 12 * share <= turn.after.state <= 12 * (share + each.padding)
-        assert len({turn.group for turn in each.group_schedule}) == len(each.sizes)
+        assert len({turn.group for turn in each.turns}) == len(each.sizes)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_groups_are_never_on_the_device_together(name: str, counted: Any) -> None:
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_two_groups_are_never_on_the_device_together(name: Any, counted: Any) -> None:
     for each in (rank[name] for rank in counted):
         largest = 12 * (max(each.sizes) / NUM_RANKS + each.padding)
-        for turn in each.group_schedule:
+        for turn in each.turns:
             before = each.sizes[turn.group - 1] if turn.group else each.sizes[-1]
             # What leaves is gone before what comes is there.
             assert turn.highest.state <= largest
             assert turn.highest.state < 12 * (each.sizes[turn.group] + before) / NUM_RANKS
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_others_wait_on_the_host(name: str, counted: Any) -> None:
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_the_others_wait_on_the_host(name: Any, counted: Any) -> None:
     for each in (rank[name] for rank in counted):
         everything = 12 * sum(each.sizes) / NUM_RANKS
         # The active group's places stay allocated, so that nothing is pinned anew.
         assert everything <= each.host_bytes <= everything + 12 * each.padding * len(each.sizes)
-        for turn in each.group_schedule:
+        for turn in each.turns:
             assert turn.after.host >= everything - 12 * each.sizes[turn.group] / NUM_RANKS
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_only_the_active_group_has_gradients(name: str, counted: Any) -> None:
-    byte, stage = CASES[name].dtype.itemsize, CASES[name].stage
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_only_the_active_group_has_gradients(name: Any, counted: Any) -> None:
+    byte, is_shared = CASES[name].dtype.itemsize, name[0] == "zero3"
     for each in (rank[name] for rank in counted):
-        for turn in each.group_schedule:
+        for turn in each.turns:
             size = each.sizes[turn.group]
             # Stage 3 keeps a flat gradient of the group's share, and lets gradients lie in its bucket, which stays.
-            kept = byte * (size / NUM_RANKS + each.padding + BUCKET) if stage == 3 else 0
+            kept = byte * (size / NUM_RANKS + each.padding + BUCKET) if is_shared else 0
             assert turn.highest.gradients <= byte * size + kept
             assert turn.after.gradients <= kept
             assert turn.flat_gradient_bytes <= kept
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_reduce_bucket_is_all_there_is(name: str, counted: Any) -> None:
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_one_reduce_bucket_is_all_there_is(name: Any, counted: Any) -> None:
     for each in (rank[name] for rank in counted):
         assert min(each.sizes) > BUCKET, "a bucket of the whole model would not show"
-        for turn in each.group_schedule:
+        for turn in each.turns:
             assert turn.bucket_elements == BUCKET
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_zero3_gathers_weights_once_and_not_once_for_each_group(name: str, counted: Any) -> None:
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_zero3_gathers_weights_once_and_not_once_for_each_group(name: Any, counted: Any) -> None:
     # DeepSpeed hooks a module's forward once to gather its weights and once for the end of its backward.
-    assert [rank[name].hooks for rank in counted] == [2 if CASES[name].stage == 3 else 0] * NUM_RANKS
+    assert [rank[name].hooks for rank in counted] == [2 if name[0] == "zero3" else 0] * NUM_RANKS
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_weights_are_held_once_and_under_zero3_shared_out(name: str, counted: Any) -> None:
-    byte, stage = CASES[name].dtype.itemsize, CASES[name].stage
+@pytest.mark.parametrize("name", CASES, ids=str)
+def test_weights_are_held_once_and_under_zero3_shared_out(name: Any, counted: Any) -> None:
+    byte, is_shared = CASES[name].dtype.itemsize, name[0] == "zero3"
     for each in (rank[name] for rank in counted):
-        ideal = byte * sum(each.sizes) / (NUM_RANKS if stage == 3 else 1)
+        ideal = byte * sum(each.sizes) / (NUM_RANKS if is_shared else 1)
         slack = byte * each.padding * len(each.sizes)
         assert ideal <= each.weight_bytes <= ideal + slack
-        if stage < 3:
-            for turn in each.group_schedule:
+        if not is_shared:
+            for turn in each.turns:
                 # And a few hundred bytes of buffers.
                 assert turn.after.parameters <= ideal + slack + 1024

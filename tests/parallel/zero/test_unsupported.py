@@ -1,8 +1,7 @@
-"""What HiFT refuses under DeepSpeed, before anything is built; and ranks that don't agree."""
+"""What HiFT refuses under DeepSpeed, before anything is built."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from slivertune.parallel.zero.unsupported import (
     warn_of_stream_bytes,
 )
 from tests.helpers.models import tiny_llama
-from tests.helpers.ranks import run_ranks
-from tests.parallel.zero.runs import Case, engine_config, make_model, make_optimizer, quiet
 
 
 def test_a_piece_size_that_zero_does_not_use_is_said_to_have_no_effect() -> None:
@@ -103,98 +100,3 @@ def test_a_bucket_that_nobody_sized_goes_by_the_models_width() -> None:
     without_width: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     fill_buckets(without_width, torch.nn.Linear(2, 2))
     assert "reduce_bucket_size" not in without_width["zero_optimization"]
-
-
-def disagree(rank: int, num_ranks: int) -> dict[str, str]:
-    from slivertune.parallel import prepare
-    from slivertune.parallel.initialize import initialize
-    from tests.parallel.zero.runs import make_accelerator
-
-    quiet()
-    messages = {}
-    differing = {
-        "order": {"order": "random" if rank else "bottom2up"},
-        "layers": {"layers_per_group": 1 + rank},
-        "steps": {"steps_per_group": 1 + rank},
-    }
-    for name, change in differing.items():
-        case = Case(stage=2, **change)
-        model = make_model(case)
-        try:
-            prepare(make_accelerator(case), model, make_optimizer(model, case))
-        except ValueError as error:
-            messages[name] = str(error)
-    case = Case(stage=2)
-    model = make_model(case)
-    config = engine_config(case)
-    config["gradient_clipping"] = 0.1 * rank
-    try:
-        initialize(model=model, optimizer=make_optimizer(model, case), config=config)
-    except ValueError as error:
-        messages["config"] = str(error)
-    return messages
-
-
-def drift(rank: int, num_ranks: int) -> list[str]:
-    """One rank's schedule goes its own way in the second cycle."""
-    from tests.parallel.zero.runs import Run
-
-    seen = []
-    run = Run(Case(stage=2, bare=True), rank, num_ranks)
-    run.train(6)
-    if rank == 1:
-        for group in run.hift.param_groups:
-            group["lr"] *= 1.5
-    try:
-        run.train(6)
-    except RuntimeError as error:
-        seen.append(str(error))
-    seen.append(str(run.hift.updates))
-    return seen
-
-
-def disagree_then_drift(rank: int, num_ranks: int) -> dict[str, Any]:
-    return {"disagree": disagree(rank, num_ranks), "drift": drift(rank, num_ranks)}
-
-
-@pytest.fixture(scope="module")
-def quarrels() -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = run_ranks(disagree_then_drift, 2, env={"DS_ACCELERATOR": "cpu"}, timeout_s=600)
-    return ranks
-
-
-def test_ranks_with_other_settings_are_told_which_at_prepare(quarrels: list[dict[str, Any]]) -> None:
-    for rank in quarrels:
-        messages = rank["disagree"]
-        assert "disagree on config.order: 'bottom2up' on rank 0, 'random' on rank 1" in messages["order"]
-        assert "disagree on config.layers_per_group: 1 on rank 0, 2 on rank 1" in messages["layers"]
-        assert "steps_per_group: 1 on rank 0, 2 on rank 1" in messages["steps"]
-        assert "the DeepSpeed config's gradient_clipping: '0.0' on rank 0, '0.1' on rank 1" in messages["config"]
-
-
-def test_rates_that_differ_are_found_before_they_are_applied(quarrels: list[dict[str, Any]]) -> None:
-    for rank in quarrels:
-        message, updates = rank["drift"]
-        assert "the ranks have drifted apart" in message and "the learning rate of param group 0 is" in message
-        assert updates == "6"
-
-
-def lose_a_rank(rank: int, num_ranks: int) -> str:
-    from tests.parallel.zero.runs import Run
-
-    run = Run(Case(stage=2, bare=True), rank, num_ranks)
-    run.train(2)
-    if rank == 1:
-        os._exit(1)
-    try:
-        run.train(2)
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was noticed"
-
-
-def test_a_rank_that_dies_is_named_with_where_it_was() -> None:
-    options: dict[str, Any] = {"timeout_s": 120, "collective_timeout_s": 20, "may_die": (1,)}
-    message = run_ranks(lose_a_rank, 2, env={"DS_ACCELERATOR": "cpu"}, **options)[0]
-    assert "rank 0 failed in the backward of group 2: this rank is at update 2, group 2" in message
-    assert "rank 1 was last seen at update 1, group 1" in message

@@ -1,0 +1,343 @@
+"""Ranks that differ in their settings or do other things: all say so, before anything is averaged or updated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import HiFT, HiFTConfig
+from slivertune.core.layout import Layout
+from slivertune.parallel.consistency.headers import Header, Stage
+from slivertune.parallel.consistency.heartbeat import Heartbeat
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
+from tests.helpers.models import differing, tiny_llama, weights
+from tests.helpers.ranks import run_ranks
+from tests.parallel.contract.hift import HiFTCase
+from tests.parallel.contract.runs import CPU, ZERO, Case, Run, message_of, refusal_of, running
+from tests.parallel.contract.sft import SFTCase
+from tests.parallel.ddp.test_gradient_sync import Sent, rows, shared
+from tests.parallel.reference import ADAMW, whole_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(HiFTCase):
+    """HiFT without a schedule."""
+
+    is_scheduled: bool = False
+    lr: float = ADAMW["lr"]
+    base: type = torch.optim.AdamW
+    frozen: str = ""
+    """A module that is not trained."""
+
+    def build_optimizer(self, model: nn.Module, **changes: Any) -> HiFT:
+        if self.frozen:
+            model.get_submodule(self.frozen).requires_grad_(False)
+        return HiFT(model, self.base, config=HiFTConfig(**self.settings), **{**ADAMW, "lr": self.lr})
+
+
+HIFT = Plain()
+SFT = SFTCase(model="llama", density=0.05, interval=4, gamma=2)
+METHODS: dict[str, Case] = {"hift": HIFT, "sft": SFT}
+SHUFFLED = Plain(settings={"order": "random", "seed": 0})
+
+
+def having(case: Case, **settings: Any) -> Case:
+    return replace(case, settings={**case.settings, **settings})
+
+
+DIFFERENT: dict[str, tuple[Case, Case, str]] = {
+    "groups": (HIFT, Plain(frozen="model.layers.1.mlp.gate_proj"), "disagree on group 2"),
+    "order": (
+        having(HIFT, order="bottom2up"),
+        having(HIFT, order="top2down"),
+        "disagree on config.order: 'bottom2up' on rank 0, 'top2down' on rank 1",
+    ),
+    "seed": (SHUFFLED, having(SHUFFLED, seed=1), "disagree on config.seed: 0 on rank 0, 1 on rank 1"),
+    "steps": (HIFT, having(HIFT, steps_per_group=2), "disagree on config.steps_per_group: 1 on rank 0, 2 on rank 1"),
+    "lr": (HIFT, Plain(lr=2e-2), "disagree on lr of param group 0: 0.01 on rank 0, 0.02 on rank 1"),
+    "class": (HIFT, Plain(base=torch.optim.Adam), "disagree on base optimizer"),
+    "sft, seed": (SFT, having(SFT, seed=1), "disagree on config.seed"),
+    "sft, density": (SFT, replace(SFT, density=0.06), "disagree on config.density"),
+}
+"""What rank 0 and rank 1 prepare, and what is said."""
+OF_ZERO: dict[str, tuple[Case, Case, str]] = {
+    "order": (
+        HIFT,
+        having(HIFT, order="random"),
+        "disagree on config.order: 'bottom2up' on rank 0, 'random' on rank 1",
+    ),
+    "layers": (HIFT, having(HIFT, layers_per_group=2), "disagree on config.layers_per_group: 1 on rank 0, 2 on rank 1"),
+    "steps": DIFFERENT["steps"],
+    "config": (
+        Plain(bare=True),
+        Plain(bare=True, clip=0.1),
+        "disagree on the DeepSpeed config's gradient_clipping: '0.0' on rank 0, '0.1' on rank 1",
+    ),
+}
+PREPARED: dict[tuple[Layout, str], tuple[Case, Case, str]] = {
+    **{(layout, what): cases for layout in ("ddp", "fsdp2") for what, cases in DIFFERENT.items()},
+    **{("zero2", what): cases for what, cases in OF_ZERO.items()},
+}
+
+
+def prepare_all(rank: int, num_ranks: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for (layout, what), cases in PREPARED.items():
+        warned = (
+            pytest.warns(UserWarning, match="HiFT keeps them frozen") if rank and what == "groups" else nullcontext()
+        )
+        with warned:
+            found[layout, what] = refusal_of(cases[rank], layout, rank)
+    for layout in ("ddp", "fsdp2"):
+        found[layout, "same"] = refusal_of(SHUFFLED, layout, rank)
+        on_disk = having(HIFT, state="disk", state_dir=f"of-rank-{rank}")
+        found[layout, "place of files"] = refusal_of(on_disk, layout, rank)
+    with running(HIFT, "ddp", rank, seed=rank) as run:
+        found["ddp", "weights"] = whole_weights(run.model)
+    found["fsdp2", "weights"] = refusal_of(HIFT, "fsdp2", rank, seed=rank)
+    return found
+
+
+@pytest.fixture(scope="module")
+def prepared() -> list[dict[Any, Any]]:
+    return run_ranks(prepare_all, 2, env=CPU, timeout_s=400)
+
+
+@pytest.mark.parametrize(("layout", "what"), PREPARED)
+def test_settings_that_differ_are_named_at_prepare(layout: Layout, what: str, prepared: list[dict[Any, Any]]) -> None:
+    for found in prepared:
+        assert found[layout, what].startswith("ValueError: the ranks disagree on")
+        assert PREPARED[layout, what][2] in found[layout, what]
+
+
+@pytest.mark.parametrize("what", ["same", "place of files"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_the_same_settings_pass(layout: Layout, what: str, prepared: list[dict[Any, Any]]) -> None:
+    assert [found[layout, what] for found in prepared] == ["", ""]
+
+
+def test_ddp_sends_the_weights_of_rank_0_and_fsdp2_refuses_different_ones(prepared: list[dict[Any, Any]]) -> None:
+    for found in prepared:
+        assert differing(found["ddp", "weights"], weights(tiny_llama(seed=0))) == []
+        assert "disagree on the bits of model.embed_tokens.weight" in found["fsdp2", "weights"]
+
+
+def backward(run: Run) -> None:
+    run.backward(run.case.batch(len(run.losses), 0, run.rank))
+
+
+def update(run: Run, count: int) -> None:
+    run.train(len(run.losses), len(run.losses) + count)
+
+
+def miss_a_step(run: Run) -> None:
+    update(run, 2)
+    backward(run)
+    if run.rank == 0:
+        run.step()
+    update(run, 3)
+
+
+def miss_a_backward(run: Run) -> None:
+    update(run, 2)
+    if run.rank == 0:
+        backward(run)
+    run.step()
+
+
+def miss_a_batch(run: Run) -> None:
+    """One rank has a batch less and is never told, until the last."""
+    update(run, 2 if run.rank else 3)
+    run.accelerator.end_training()
+
+
+def lose_the_gradients(run: Run) -> None:
+    update(run, 2)
+    backward(run)
+    if run.rank:
+        for parameter in run.model.parameters():
+            parameter.grad = None
+    run.step()
+
+
+def another(key: str, value: float, count: int) -> Callable[[Run], None]:
+    """Set a hyperparameter in mid-cycle, where HiFT holds the rate: it is applied, and seen, when the next begins."""
+
+    def loop(run: Run) -> None:
+        update(run, 2)
+        if run.rank:
+            run.optimizer.param_groups[0][key] = value
+        update(run, count)
+
+    return loop
+
+
+def drift(end: Callable[[Run], object], count: int = 2) -> Callable[[Run], None]:
+    """A weight of rank 1 changes behind everyone's back."""
+
+    def loop(run: Run) -> None:
+        update(run, count)
+        if run.rank:
+            with torch.no_grad():
+                run.model.get_parameter("model.embed_tokens.weight")[3, 4] += 1e-4
+        end(run)
+
+    return loop
+
+
+def drift_of_sft(run: Run) -> None:
+    update(run, 4)
+    if run.rank:
+        for parameter in run.model.parameters():
+            if parameter.requires_grad and parameter.ndim == 1 and parameter.numel() > 2:
+                parameter.data = parameter.data.flip(0)
+    update(run, 1)
+
+
+def own_gradients(run: Run) -> None:
+    loss = run.case.loss(run.model, run.case.batch(0, 0, run.rank))
+    run.accelerator.gradient_state._set_sync_gradients(False)
+    loss.backward()
+    run.sliver.step()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disturbance:
+    """What goes wrong on ranks, and what is said."""
+
+    method: str
+    layout: Layout
+    loop: Callable[[Run], None]
+    said: tuple[str, ...]
+    updates: int = 2
+    """Those that were made."""
+    is_weight: bool = False
+    """Whether it is the ranks' weights that differ."""
+    case: Case | None = None
+
+    def do(self, rank: int) -> dict[str, Any]:
+        with running(self.case or METHODS[self.method], self.layout, rank) as run:
+            message = message_of(lambda: self.loop(run))
+            return {"message": message, "updates": run.sliver.updates, "weights": whole_weights(run.model)}
+
+
+def disturbances() -> Iterator[tuple[str, Disturbance]]:
+    """By name."""
+    for method in METHODS:
+        group = ", group 2" if method == "hift" else ""
+        stepping, key = f"rank 0 is stepping the optimizer at update 2{group}", "the learning rate of param group 0"
+        doing = {"ddp": "averaging gradients", "fsdp2": "beginning a forward pass"}
+        layouts: tuple[Layout, ...] = ("ddp", "fsdp2")
+        for layout in layouts:
+            name, of = f"{method}, {layout}", partial(Disturbance, method=method, layout=layout)
+            said = [stepping, f"rank 1 is {doing[layout]} at update 2{group}"]
+            if layout == "ddp":
+                said += ["the ranks are not at the same place", "nothing was shared or updated"]
+            yield f"{name}: a step is missed", of(loop=miss_a_step, said=tuple(said))
+            ended = (f"rank 0 is {doing[layout]}", "rank 1 is saving or ending the training at update 2")
+            yield f"{name}: a batch is missed", of(loop=miss_a_batch, said=ended)
+            rate = f"{key if method == 'hift' else 'lr'} is 0.01 on rank 0, 0.02 on rank 1"
+            yield (
+                f"{name}: another rate",
+                of(
+                    loop=another("lr", 0.02, 5),
+                    said=(rate, "the update was not made"),
+                    updates=5 if method == "hift" else 2,
+                ),
+            )
+            decay = ("weight_decay", "0.2 on rank 1")
+            yield f"{name}: another decay", of(loop=another("weight_decay", 0.2, 1), said=decay)
+            if method == "hift":
+                lost = ("rank 0 is stepping", "with gradients; rank 1", "without a gradient")
+                yield f"{name}: gradients are lost", of(loop=lose_the_gradients, said=lost)
+    of_hift, of_sft = (partial(Disturbance, method=method, layout="ddp") for method in METHODS)
+    # Under FSDP2 a backward pass takes part in FSDP2's own collectives, whatever we do.
+    missed = ("rank 0 is averaging gradients", "rank 1 is stepping the optimizer")
+    yield "hift, ddp: a backward pass is missed", of_hift(loop=miss_a_backward, said=missed)
+    ends: dict[str, Callable[[Run], object]] = {
+        "saved": lambda run: run.accelerator.save_state("nowhere"),
+        "ended": lambda run: run.accelerator.end_training(),
+    }
+    for name, end in ends.items():
+        kept = ("the sum of the bits of model.embed_tokens.weight is", "resume from it")
+        yield f"hift, ddp: drift, {name}", of_hift(loop=drift(end), said=kept, is_weight=True)
+    # Changed when the embedding had had its second turn, so seen at the end of the third cycle, in its last step.
+    said = ("the ranks have drifted apart, at update 15", "the sum of the weights' bits is")
+    trained_on = drift(lambda run: update(run, 14), count=6)
+    yield "hift, ddp: drift in a cycle", of_hift(loop=trained_on, said=said, updates=15, is_weight=True)
+    reselected = ("the ranks have drifted apart", "the positions of the trained weights")
+    sparse = SFTCase(model="llama", density=0.02)
+    yield (
+        "sft, ddp: drift until a reselection",
+        of_sft(loop=drift_of_sft, said=reselected, updates=5, is_weight=True, case=sparse),
+    )
+    alone = ("are those of this rank alone",)
+    yield "sft, ddp: gradients of one rank", of_sft(loop=own_gradients, said=alone, updates=0)
+    for layout in ZERO:
+        rates = ("the ranks have drifted apart", "the learning rate of param group 0 is 0.01 on rank 0, 0.02 on rank 1")
+        yield (
+            f"hift, {layout}: another rate",
+            Disturbance(method="hift", layout=layout, loop=another("lr", 0.02, 5), said=rates, updates=5),
+        )
+
+
+DISTURBANCES = dict(disturbances())
+
+
+def disturb(rank: int, num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
+    os.chdir(folder)
+    return {name: each.do(rank) for name, each in DISTURBANCES.items()} | {"unit": apart_in_the_gradient_sync(rank)}
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("drift")
+    return run_ranks(disturb, 2, folder, env=CPU, timeout_s=400, collective_timeout_s=20)
+
+
+@pytest.mark.parametrize("name", DISTURBANCES)
+def test_every_rank_says_what_each_does_before_anything_is_shared(
+    name: str, disturbed: list[dict[str, dict[str, Any]]]
+) -> None:
+    for found in (each[name] for each in disturbed):
+        assert all(part in found["message"] for part in DISTURBANCES[name].said), found["message"]
+        assert found["updates"] == DISTURBANCES[name].updates
+    if not DISTURBANCES[name].is_weight:
+        # Nothing was averaged or updated by one rank alone.
+        assert differing(*(each[name]["weights"] for each in disturbed)) == []
+
+
+def apart_in_the_gradient_sync(rank: int) -> dict[str, Any]:
+    """Groups of other sizes on each rank: gloo would abort the process at the first bucket."""
+    model = shared()
+    for parameter in model.layers[rank].parameters() if rank else [model.scale]:
+        parameter.requires_grad_(False)
+    heartbeat = Heartbeat("unit")
+    BucketedAllReduce(
+        model,
+        list(model.parameters()),
+        heartbeat,
+        bucket_bytes=32,
+        meet=lambda: heartbeat.meet(Header(Stage.GRADIENT_SYNC, 4, rank)),
+    )
+    with Sent() as sent:
+        message = message_of(lambda: model(rows(rank))["loss"].backward())
+    return {"message": message, "sent": len(sent.elements)}
+
+
+def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket(
+    disturbed: list[dict[str, dict[str, Any]]],
+) -> None:
+    for found in (each["unit"] for each in disturbed):
+        for rank in (0, 1):
+            assert f"rank {rank} is averaging gradients at update 4, group {rank}" in found["message"]
+        assert found["sent"] == 0

@@ -1,0 +1,244 @@
+"""Two and three ranks under every layout come to what one process does that sees the rows of all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune.core.layout import Layout
+from slivertune.parallel.ddp import gradient_sync
+from tests.helpers.models import BLOCKS, assert_same_tree, differing, weights
+from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import asked_for, quick
+from tests.parallel.contract.cases import HIFT, MA, QUICK_OF_HIFT, QUICK_OF_SFT, SFT
+from tests.parallel.contract.hift import HiFTCase, active_group
+from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, Run, launched_once, running
+from tests.parallel.contract.sft import SFTCase
+
+CASES: dict[tuple[str, Layout, str], Case] = {
+    (method, layout, name): case
+    for layout in LAYOUTS
+    for method, cases in (("hift", HIFT), ("sft", SFT))
+    for name, case in cases[layout].items()
+}
+QUICK = [
+    (method, layout, name)
+    for method, layout, name in CASES
+    if layout == "ddp"
+    or (method == "hift" and (layout == "fsdp2" or name in QUICK_OF_HIFT))
+    or (method == "sft" and name in QUICK_OF_SFT)
+]
+EVALUATED = [("sft", "fsdp2", "Llama: AG"), ("sft", "fsdp2", "Llama: AG, evaluated in between")]
+Trained = Callable[[Layout], list[Found]]
+
+
+def train_all(rank: int, num_ranks: int, layout: Layout, cases: dict[tuple[str, str], Case], folder: Path) -> Found:
+    """Train cases; the models lie in `folder/layout/method/name` then, as Hugging Face checkpoints."""
+    # Buckets of 3,000 bytes cut every weight of the tiny model, most of them in several parts.
+    gradient_sync.BUCKET_BYTES = 3_000
+    found: Found = {}
+    for (method, name), case in cases.items():
+        # Where rank 0's weights count, the others' are arbitrary.
+        is_sent = layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")
+        with running(case, layout, rank, seed=rank if is_sent else 0) as run:
+            watched = watch(run) if method == "hift" else {}
+            began = time.perf_counter()
+            run.train(0, case.updates)
+            seconds = time.perf_counter() - began
+            result = {**case.result(run), **watched, "seconds": seconds, "engine": type(run.model).__name__}
+            if layout in ZERO and method == "hift":
+                schedule = run.model.hift_schedule
+                result["switches"] = schedule.num_switches
+                result["overhead"] = schedule.switch_seconds - schedule.copy_seconds
+            result["weights"] = case.merged(run)
+            if isinstance(case, HiFTCase) or case.model == "llama":
+                export(run, result["weights"], folder / layout / method / name)
+            found[method, name] = result
+    return found
+
+
+def watch(run: Run) -> dict[str, Any]:
+    """What is seen in each micro-batch: the active group, and the blocks that backward went through."""
+    reached: list[tuple[int, frozenset[int]]] = []
+    blocks: set[int] = set()
+
+    def note() -> None:
+        reached.append((active_group(run), frozenset(blocks)))
+        blocks.clear()
+
+    run.on_micro = note
+    for index, block in enumerate(run.plain.model.layers):
+        block.register_full_backward_pre_hook(lambda *_, index=index: blocks.add(index))
+    return {"reached": reached}
+
+
+def export(run: Run, whole: dict[str, torch.Tensor], folder: Path) -> None:
+    """Save the model for everyone in the way that people do."""
+    if run.case.bare:
+        run.model.save_16bit_model(str(folder), "pytorch_model.bin")
+        if run.rank == 0:
+            run.plain.config.save_pretrained(folder)
+        return
+    state = run.accelerator.get_state_dict(run.model) if isinstance(run.case, HiFTCase) else dict(whole)
+    plain = run.accelerator.unwrap_model(run.model)
+    plain.save_pretrained(folder, is_main_process=run.rank == 0, state_dict=state)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, folder: Path) -> Trained:
+    """Each layout's ranks are started once, for the cases of both methods that are asked for."""
+    return launched_once(train_all, CASES, asked_for(request, "method", "layout", "name"), folder)
+
+
+@pytest.mark.parametrize(("method", "layout", "name"), quick(CASES, QUICK))
+def test_two_ranks_equal_one_process_on_the_whole_batch(
+    method: str, layout: Layout, name: str, trained: Trained
+) -> None:
+    CASES[method, layout, name].assert_equals_one_process([found[method, name] for found in trained(layout)], layout)
+
+
+def runs_of_hift(layout: Layout, trained: Trained) -> list[tuple[str, HiFTCase, list[dict[str, Any]]]]:
+    """Those that were asked for: name, case, and what each rank has."""
+    ranks = trained(layout)
+    return [
+        (name, HIFT[layout][name], [found[method, name] for found in ranks])
+        for method, name in ranks[0]
+        if method == "hift"
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_is_that_of_its_layout(layout: Layout, trained: Trained) -> None:
+    engines = {"ddp": "LlamaForCausalLM", "fsdp2": "FSDPLlamaForCausalLM"}
+    for _, _, results in runs_of_hift(layout, trained):
+        assert [result["engine"] for result in results] == [engines.get(layout, "DeepSpeedEngine")] * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_stops_at_the_active_group(layout: Layout, trained: Trained) -> None:
+    for name, case, results in runs_of_hift(layout, trained):
+        if case.checkpointing:
+            continue  # re-entering needs gradients at the bottom
+        for group, blocks in results[0]["reached"]:
+            lowest = max(0, group * case.settings.get("layers_per_group", 1) - 1)
+            assert blocks == frozenset(range(lowest, BLOCKS)), (name, group)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_turn_changes_every_steps_per_group_updates(layout: Layout, trained: Trained) -> None:
+    for _, case, results in runs_of_hift(layout, trained):
+        steps_per_group = case.settings.get("steps_per_group", 1)
+        groups = [group for group, _ in results[0]["reached"][:: case.accumulation]]
+        num_groups = -(-(BLOCKS + 2) // case.settings.get("layers_per_group", 1))
+        turns = groups[::steps_per_group]
+        assert groups == [turns[update // steps_per_group] for update in range(case.updates)]
+        assert sorted(turns[:num_groups]) == list(range(num_groups))
+        assert turns == [turns[index % num_groups] for index in range(len(turns))]
+        assert (turns[:num_groups] == list(range(num_groups))) == ("order" not in case.settings)
+        assert results[0].get("switches", len(turns) - 1) == len(turns) - 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_param_groups_show_the_schedule_and_held_lr_what_is_applied(layout: Layout, trained: Trained) -> None:
+    for name, _, results in runs_of_hift(layout, trained):
+        shown, held = results[0]["shown"], results[0]["held"]
+        assert len(set(shown)) == 1 and shown[0] != held[0], name
+
+
+@pytest.mark.parametrize("layout", ZERO)
+def test_switches_take_a_small_part_of_a_run_beyond_the_copies(layout: Layout, trained: Trained) -> None:
+    # `benchmarks/ranks.py` measures the milliseconds; here it is their share of the same run, whatever else the machine
+    # does: a hundredth or two, in steps of a tiny model that are short themselves.
+    shares = {
+        name: min(result["overhead"] / result["seconds"] for result in results)
+        for name, _, results in runs_of_hift(layout, trained)
+    }
+    print(f"{layout}:", {name: f"{share:.3f}" for name, share in shares.items()})
+    assert min(shares.values()) < 0.1
+
+
+@pytest.fixture(scope="module")
+def loaded(request: pytest.FixtureRequest, folder: Path, trained: Trained) -> dict[str, dict[str, torch.Tensor]]:
+    """The parameters of every checkpoint, by its folder."""
+    for _, layout, _ in asked_for(request, "method", "layout", "name"):
+        trained(layout)
+    return load_without_the_library(folder)
+
+
+def load_without_the_library(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The parameters of every Hugging Face checkpoint in a folder, read where slivertune can't be imported."""
+    code = (
+        "import sys, pathlib; sys.modules['slivertune'] = None; import torch; "
+        "from transformers import AutoModelForCausalLM; "
+        f"folders = [path.parent for path in pathlib.Path({str(folder)!r}).glob('*/*/*/config.json')]; "
+        "models = {'/'.join(each.parts[-3:]): AutoModelForCausalLM.from_pretrained(each, dtype='auto') "
+        "for each in folders}; "
+        f"torch.save({{name: dict(model.named_parameters()) for name, model in models.items()}}, "
+        f"{str(folder / 'loaded.pt')!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    loaded: dict[str, dict[str, torch.Tensor]] = torch.load(folder / "loaded.pt")
+    return loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "layout", "name"), EVALUATED)
+def test_evaluations_between_steps_change_no_bit(method: str, layout: Layout, name: str, trained: Trained) -> None:
+    for found in trained(layout):
+        first, second = (found[method, other]["state"] for _, _, other in EVALUATED)
+        assert_same_tree(first, second)
+
+
+LLAMAS = [key for key, case in CASES.items() if isinstance(case, HiFTCase) or case.model == "llama"]
+
+
+@pytest.mark.parametrize(("method", "layout", "name"), quick(LLAMAS, [key for key in LLAMAS if key in QUICK]))
+def test_the_trained_model_is_a_plain_checkpoint(
+    method: str, layout: Layout, name: str, trained: Trained, loaded: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    case, whole = CASES[method, layout, name], trained(layout)[0][method, name]["weights"]
+    found, before = loaded[f"{layout}/{method}/{name}"], weights(Case(dtype=case.dtype, tied=case.tied).build_model())
+    assert found.keys() == before.keys()
+    assert differing(found, {name: whole[name] for name in before}) == []
+    changed = [name for name in sorted(before) if method == "hift" or "proj" in name]
+    assert differing(found, before) == changed
+
+
+THREE: dict[tuple[str, Layout, str], Case] = {
+    ("hift", "zero2", "decay split"): HiFTCase(split_decay=True, eps=1e-4),
+    **{("sft", layout, "AG"): SFTCase(accumulation=2) for layout in ("ddp", "fsdp2")},
+    **{("sft", layout, "MA"): SFTCase(selection=MA, clip=2.0) for layout in ("ddp", "fsdp2")},
+}
+
+
+def train_on_three(rank: int, num_ranks: int, keys: set[tuple[str, Layout, str]]) -> dict[Any, dict[str, Any]]:
+    found = {}
+    for key, case in THREE.items():
+        if key in keys:
+            with running(case, key[1], rank) as run:
+                run.train(0, case.updates)
+                found[key] = {**case.result(run), "weights": case.merged(run)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_three(request: pytest.FixtureRequest) -> list[dict[Any, dict[str, Any]]]:
+    return run_ranks(train_on_three, 3, asked_for(request, "three", "layout", "name"), env=CPU, timeout_s=600)
+
+
+@pytest.mark.parametrize(("three", "layout", "name"), quick(THREE, list(THREE)[:1]))
+def test_three_ranks_equal_one_process_as_well(three: str, layout: Layout, name: str, of_three: list[Any]) -> None:
+    key = three, layout, name
+    THREE[key].assert_equals_one_process([found[key] for found in of_three], layout)
