@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger, claim
@@ -92,9 +93,10 @@ def count_sft(layout: Layout, rank: int) -> dict[str, Any]:
     counted = counted_bytes() if layout not in ZERO else nullcontext([])
     with running(SPARSE, layout, rank) as run, Ledger(tiny_llama()) as ledger, counted as sent:
         run.sliver.claim_state()
-        local = {name: getattr(each, "to_local", each.detach)() for name, each in run.model.named_parameters()}
         found: dict[str, Any] = {
-            "held": {name: each.nbytes for name, each in local.items()},
+            "held": {
+                name: each.to_local().nbytes for name, each in run.model.named_parameters() if isinstance(each, DTensor)
+            },
             "num_weights": run.sliver.num_weights,
             "dense bytes": sum(4 * size for size in run.sliver.num_elements.values()),
             "sent": [],
