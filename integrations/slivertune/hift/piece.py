@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,10 @@ class Slice:
             self.leaf.data = torch.empty(0, dtype=self.leaf.dtype)
 
 
+PARAM_GROUP = "slivertune_param_group"
+"""Key in an instance's param group: the index of HiFT's param group that holds its hyperparameters."""
+
+
 class Instance:
     """An instance of the base optimizer, which follows the user's param groups but for what it adapts by itself.
 
@@ -111,15 +116,16 @@ class Instance:
 
     Args:
         optimizer: The instance.
-        indices: For each of its param groups, the index of the user's that holds the hyperparameters.
+        indices: For each of its param groups, the index of the user's that holds the hyperparameters; None where each
+            tells it under `PARAM_GROUP`, since an engine may step them one by one.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, indices: Sequence[int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, indices: Sequence[int] | None = None) -> None:
         self.optimizer = optimizer
         """The instance itself."""
         self._indices = indices
-        self._pushed: list[dict[str, Any]] = [{} for _ in indices]
-        """What each param group was given last, so that what the instance changes by itself can be told."""
+        self._pushed: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        """What was given last, by index of the user's, so that what the instance changes by itself can be told."""
 
     def push(self, param_groups: ParamGroups, learning_rates: Sequence[LearningRate]) -> None:
         """Give the instance what has changed since the last time.
@@ -128,7 +134,8 @@ class Instance:
             param_groups: The user's.
             learning_rates: What is applied in place of theirs.
         """
-        for inner, pushed, index in zip(self.optimizer.param_groups, self._pushed, self._indices, strict=True):
+        for inner, index in self._param_groups():
+            pushed = self._pushed[index]
             for key, value in {**param_groups[index], "lr": learning_rates[index]}.items():
                 if key != "params" and (key not in pushed or differs(pushed[key], value)):
                     inner[key] = in_form_of(inner.get(key), own_copy(value))
@@ -137,7 +144,8 @@ class Instance:
     def adapted(self) -> dict[int, dict[str, Any]]:
         """What the instance itself changed (adaptive step sizes and the like), by index of the user's param group."""
         adapted = {}
-        for inner, pushed, index in zip(self.optimizer.param_groups, self._pushed, self._indices, strict=True):
+        for inner, index in self._param_groups():
+            pushed = self._pushed[index]
             own = {key: own_copy(inner[key]) for key in pushed if key in inner and differs(pushed[key], inner[key])}
             if own:
                 adapted[index] = own
@@ -150,9 +158,14 @@ class Instance:
             param_groups: The user's.
             own: What the instance had changed.
         """
-        for inner, index in zip(self.optimizer.param_groups, self._indices, strict=True):
+        for inner, index in self._param_groups():
             inner.update(own.get(index, {}))
-        self._pushed = [{key: own_copy(param_groups[i][key]) for key in own.get(i, {})} for i in self._indices]
+            self._pushed[index] = {key: own_copy(param_groups[index][key]) for key in own.get(index, {})}
+
+    def _param_groups(self) -> Iterator[tuple[dict[str, Any], int]]:
+        groups = self.optimizer.param_groups
+        indices = [inner[PARAM_GROUP] for inner in groups] if self._indices is None else self._indices
+        return zip(groups, indices, strict=True)
 
 
 class Piece:

@@ -19,7 +19,7 @@ from slivertune.core.hyperparameters import own_hyperparameters
 from slivertune.core.torch_internals import at_end_of_backward, mark_stepped, running_backward
 from slivertune.hift import HiFT
 from slivertune.hift.model_hooks import ModelHooks
-from slivertune.hift.piece import Instance
+from slivertune.hift.piece import PARAM_GROUP, Instance
 from slivertune.hift.rotation import LearningRate, scheduled_lr
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
@@ -35,9 +35,6 @@ from slivertune.parallel.zero.state_mover import StateMover
 
 _numbers = itertools.count()
 """Of the engines in this process, the same on every rank."""
-
-PARAM_GROUP = "slivertune_param_group"
-"""Key in the param groups of a group's optimizer: the index of HiFT's param group that holds its hyperparameters."""
 
 
 def optimizer_of_group(optimizer: HiFT, group: int) -> torch.optim.Optimizer:
@@ -99,8 +96,7 @@ class GroupSchedule:
         self._share_scaler()
         self._instances: dict[int, Instance] = {}
         for group, child in self.children.items():
-            indices = [inner[PARAM_GROUP] for inner in child.optimizer.param_groups]
-            self._instances[group] = Instance(child.optimizer, indices)
+            self._instances[group] = Instance(child.optimizer)
             child.optimizer.register_step_pre_hook(functools.partial(self._push_hyperparameters, group))
             if self.stage == 3:
                 set_owner((weight.parameter for weight in optimizer.weights_of(group)), child)
