@@ -26,6 +26,9 @@ WAYS: dict[str, Callable[[Any, nn.Module, Any], tuple[nn.Module, Any]]] = {
 }
 
 
+UNPREPARED = {"HiFT": "HiFT runs on 2 ranks", "SFT": "2 ranks train with SFT, and nothing averages their gradients"}
+
+
 def step_unprepared(rank: int, num_ranks: int) -> dict[tuple[str, str], str]:
     messages = {}
     for method, case in METHODS.items():
@@ -34,8 +37,12 @@ def step_unprepared(rank: int, num_ranks: int) -> dict[tuple[str, str], str]:
             built = case.build_optimizer(model)
             with on_ranks() as accelerator:
                 wrapped, optimizer = wrap(accelerator, model, built)
-                case.loss(wrapped, case.batch(0, 0, rank)).backward()
-                messages[method, way] = message_of(optimizer.step)
+
+                def step(case: Case = case, wrapped: nn.Module = wrapped, optimizer: Any = optimizer) -> None:
+                    case.loss(wrapped, case.batch(0, 0, rank)).backward()
+                    optimizer.step()
+
+                messages[method, way] = message_of(step)
             assert built.updates == 0
     return messages
 
@@ -51,7 +58,7 @@ def test_a_step_on_ranks_that_were_not_prepared_names_what_to_call(
     method: str, way: str, messages: list[dict[tuple[str, str], str]]
 ) -> None:
     for each in messages:
-        assert each[method, way].startswith(f"RuntimeError: {method} runs on 2 ranks")
+        assert each[method, way].startswith(f"RuntimeError: {UNPREPARED[method]}")
         for way_out in ("slivertune.prepare", "slivertune.initialize", "slivertune.attach"):
             assert way_out in each[method, way]
 
