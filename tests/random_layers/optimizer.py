@@ -31,13 +31,17 @@ class RandomLayers(Sliver):
     method = "random_layers"
 
     def __init__(self, model: nn.Module, *, config: RandomLayersConfig | None = None, **options: Any) -> None:
-        self.config, self._model, self._updates = config or RandomLayersConfig(), model, 0
+        self._config, self._model, self._updates = config or RandomLayersConfig(), model, 0
         self._named = dict(model.named_parameters())
         self._layers = find_layers(model)
         self._base = torch.optim.AdamW(self._named.values(), **options)
         super().__init__(self._base.param_groups, self._base.defaults)
         self.param_groups, self.state = self._base.param_groups, self._base.state
         self._draw()
+
+    @property
+    def config(self) -> RandomLayersConfig:
+        return self._config
 
     @property
     def updates(self) -> int:

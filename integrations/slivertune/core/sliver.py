@@ -26,8 +26,11 @@ class Sliver(torch.optim.Optimizer, ABC):
     """What a run would do that has lost this method's state, for messages."""
     may_differ: ClassVar[frozenset[str]] = frozenset()
     """Names of settings that may differ between ranks."""
-    config: Any
-    """The settings, a dataclass."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Any:
+        """The settings, a dataclass; fixed for the run."""
 
     @property
     @abstractmethod

@@ -125,8 +125,7 @@ class HiFT(CheckpointedSliver):
                 "elementwise=True if it does not, or leave step_in_backward off"
             )
         check_free(model.named_parameters(), "HiFT")
-        self.config = config
-        """The settings."""
+        self._config = config
         self.base = base
         """Makes instances of the base optimizer."""
         weights = trainable_weights(model, param_groups)
@@ -185,6 +184,11 @@ class HiFT(CheckpointedSliver):
         residency = self._residencies[self.active_group]
         on_gradient = self._in_backward.on_gradient if self._in_backward is not None else lambda _: residency.prefetch()
         self._hooks.activate(self._weights[self.active_group], on_gradient)
+
+    @property
+    def config(self) -> HiFTConfig:
+        """The settings."""
+        return self._config
 
     @property
     def num_groups(self) -> int:

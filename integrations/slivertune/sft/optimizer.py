@@ -103,8 +103,7 @@ class SFT(CheckpointedSliver):
         weight_decay: float = 0.0,
         momentum: float = 0.0,
     ) -> None:
-        self.config = config = config or SFTConfig()
-        """The settings."""
+        self._config = config = config or SFTConfig()
         options = checked_options(config, lr, betas, eps, weight_decay, momentum)
         self._schedule = Schedule.of(config, total_steps)
         if any(isinstance(module, DeltaParameters) for module in model.modules()):
@@ -149,6 +148,11 @@ class SFT(CheckpointedSliver):
             )
         config = self.config
         return SparseWeight(target, indices, moments, merged=not in_layer, packed=config.packed, seed=config.seed)
+
+    @property
+    def config(self) -> SFTConfig:
+        """The settings."""
+        return self._config
 
     @property
     def updates(self) -> int:

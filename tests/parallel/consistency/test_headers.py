@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -60,7 +59,7 @@ def test_a_process_is_known_to_live_or_to_have_ended() -> None:
     child = os.fork()
     if child == 0:
         os._exit(0)
-    time.sleep(0.2)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # has ended, and is still listed
     assert describe_end(f"{machine} {child} {Path(f'/proc/{child}/stat').read_text().split()[21]}") == "has ended"
     os.waitpid(child, 0)
     assert describe_end(f"{machine} {child} 0") == "has ended"

@@ -40,7 +40,8 @@ class BucketedAllReduce:
         is_due: Whether the backward pass that begins now ends with a synchronization; the same on every rank.
         meet: Called when one begins; raises where the ranks are not at the same place, before anything is averaged.
         bucket_bytes: Bytes of one bucket; larger gradients are cut. None takes `BUCKET_BYTES`.
-        start_mean: Begins to replace a flat tensor by its mean over the ranks, and returns what `wait` is called of.
+        start_mean: Begins to replace a flat tensor by its mean over the ranks, and returns what `wait` is called of;
+            None takes an all-reduce of the default process group.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class BucketedAllReduce:
         bucket_bytes: int | None = None,
         start_mean: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
-        self._start_mean = start_mean or _start_mean
+        self._start_mean = start_mean
         self._parameters = tuple(parameters)
         self._heartbeat = heartbeat
         self._is_due = is_due
@@ -122,7 +123,12 @@ class BucketedAllReduce:
         with self._heartbeat.guard("averaging gradients"):
             while len(self._under_way) >= _MOST_UNDER_WAY:
                 self._under_way.popleft().settle()
-            bucket.work = self._start_mean(bucket.fill())
+            flat = bucket.fill()
+            if self._start_mean is not None:
+                bucket.work = self._start_mean(flat)
+            else:
+                # Divided before the sum, which then has the range of one gradient.
+                bucket.work = dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
         self._under_way.append(bucket)
 
     def _finish(self) -> None:
@@ -144,11 +150,6 @@ class BucketedAllReduce:
         self._under_way.clear()
         self._buckets, self._of_parameter, self._num_started = [], {}, 0
         self._is_running = False
-
-
-def _start_mean(flat: torch.Tensor) -> Any:
-    # Divided before the sum, which then has the range of one gradient.
-    return dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
 
 
 class _Bucket:
