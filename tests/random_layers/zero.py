@@ -19,5 +19,4 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: RandomLayers, objects
         made.append(engine)
     average_gradients(model, lambda: is_last_backward(engine))
     wrapped = DeepSpeedOptimizerWrapper(optimizer)
-    replace_prepared(accelerator, prepared, prepared[objects.index(optimizer)], wrapped, engine)
-    return tuple(prepared)
+    return replace_prepared(accelerator, prepared, objects.index(optimizer), wrapped, engine)

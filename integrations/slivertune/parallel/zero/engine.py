@@ -10,6 +10,7 @@ from accelerate.utils import DeepSpeedSchedulerWrapper
 from torch import nn
 
 from slivertune.parallel.accelerate_internals import prepared_optimizers
+from slivertune.parallel.consistency.explain import explain_saving
 from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.consistency.timeouts import keeping_timeout
 from slivertune.parallel.zero.deepspeed_internals import schedule_of_config
@@ -55,17 +56,21 @@ def initialize_over(first: torch.optim.Optimizer, config: dict[str, Any], argume
     return engine, loader
 
 
-def replace_prepared(accelerator: Any, prepared: list[Any], old: Any, new: Any, engine: Any) -> None:
+def replace_prepared(accelerator: Any, prepared: list[Any], place: int, new: Any, engine: Any) -> tuple[Any, ...]:
     """Put an optimizer where accelerate has put that over which the engine was built.
 
     Args:
-        accelerator: `accelerate.Accelerator`.
-        prepared: What it has prepared; changed in place.
-        old: The optimizer that it has prepared.
+        accelerator: `accelerate.Accelerator`; its ways of saving name a rank that is missing from now on.
+        prepared: What it has prepared.
+        place: Where among that the optimizer is.
         new: What training loops and schedules are to see.
         engine: DeepSpeed's.
+
+    Returns:
+        The prepared objects, with the new one.
     """
-    prepared[next(index for index, each in enumerate(prepared) if each is old)] = new
+    explain_saving(accelerator)
+    old, prepared[place] = prepared[place], new
     kept = prepared_optimizers(accelerator)
     kept[kept.index(old)] = new
     for each in prepared:
@@ -73,6 +78,7 @@ def replace_prepared(accelerator: Any, prepared: list[Any], old: Any, new: Any, 
             each.scheduler = engine.lr_scheduler
         if isinstance(each, AcceleratedScheduler):
             each.optimizers = [new if held is old else held for held in each.optimizers]
+    return tuple(prepared)
 
 
 def drive_by_config(engine: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.manifests import seal_engine
-from slivertune.parallel.consistency.explain import explain_engine, explain_saving
+from slivertune.parallel.consistency.explain import explain_engine
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
 from slivertune.parallel.zero.checkpoint import Checkpoints
@@ -71,9 +71,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     first = optimizer_of_group(hift, hift.active_group)
     prepared, engine = prepare_over(accelerator, model, objects, hift, first)
     rotate(engine, hift)
-    explain_saving(accelerator)
-    replace_prepared(accelerator, prepared, prepared[objects.index(hift)], EngineSteppedOptimizer(hift, engine), engine)
-    return tuple(prepared)
+    return replace_prepared(accelerator, prepared, objects.index(hift), EngineSteppedOptimizer(hift, engine), engine)
 
 
 def initialize(hift: HiFT, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, HiFT, Any, Any]:

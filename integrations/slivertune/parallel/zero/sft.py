@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
-from slivertune.parallel.consistency.explain import compare_before_saving, explain_saving
+from slivertune.parallel.consistency.explain import compare_before_saving
 from slivertune.parallel.consistency.heartbeat import guard
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
@@ -45,9 +45,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     with _built_over_placeholder(sft, config) as (placeholder, made):
         prepared, engine = prepare_over(accelerator, model, objects, sft, placeholder)
         made.append(engine)
-    explain_saving(accelerator)
-    replace_prepared(accelerator, prepared, prepared[objects.index(sft)], DeepSpeedOptimizerWrapper(sft), engine)
-    return tuple(prepared)
+    return replace_prepared(accelerator, prepared, objects.index(sft), DeepSpeedOptimizerWrapper(sft), engine)
 
 
 def initialize(sft: SFT, config: dict[str, Any], arguments: dict[str, Any]) -> tuple[Any, SFT, Any, Any]:

@@ -79,13 +79,10 @@ def check_hift_config(config: Mapping[str, Any]) -> int:
         ValueError: Naming the setting and what to use.
     """
     stage = check_stage(config, "HiFT")
-    offloaded = _offloaded_optimizer(config)
-    if offloaded != "none":
-        raise ValueError(
-            f"zero_optimization.offload_optimizer (device {offloaded!r}) steps on the CPU with DeepSpeedCPUAdam in "
-            "place of your optimizer; remove it: HiFT keeps the state of waiting groups in host memory by itself. "
-            "offload_param may stay"
-        )
+    _refuse_offloaded_optimizer(
+        config,
+        " in place of your optimizer; remove it: HiFT keeps the state of waiting groups in host memory by itself",
+    )
     if config.get("optimizer") is not None:
         raise ValueError(
             "the DeepSpeed config names an optimizer, and HiFT brings its own base optimizer; remove the section from "
@@ -125,18 +122,18 @@ def check_sft_config(config: Mapping[str, Any]) -> int:
         raise ValueError(
             "fp16.enabled holds the weights in float16, whose range is too small for weights that are trained; use bf16"
         )
-    offloaded = _offloaded_optimizer(config)
-    if offloaded != "none":
-        raise ValueError(
-            f"zero_optimization.offload_optimizer (device {offloaded!r}) steps on the CPU with DeepSpeedCPUAdam, but "
-            "SFT steps its few deltas by itself; remove it. offload_param may stay"
-        )
+    _refuse_offloaded_optimizer(config, ", but SFT steps its few deltas by itself; remove it")
     _refuse_unsupported(config, "SFT", _BY_SFT)
     return stage
 
 
-def _offloaded_optimizer(config: Mapping[str, Any]) -> str:
-    return str((config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none"))
+def _refuse_offloaded_optimizer(config: Mapping[str, Any], why: str) -> None:
+    device = str((config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none"))
+    if device != "none":
+        raise ValueError(
+            f"zero_optimization.offload_optimizer (device {device!r}) steps on the CPU with DeepSpeedCPUAdam{why}. "
+            "offload_param may stay"
+        )
 
 
 _BY_SFT: UnsupportedSetting = (
