@@ -1,7 +1,5 @@
 """Accelerators of every layout on CPUs, for `ranks.py`, `faults.py` and `same_bits.py`; knows nothing of slivertune."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -11,8 +11,6 @@ Every measurement has a process of its own. Its peak is the most memory that it 
 before the first pass; the time is CPU time, the median of several passes after one that is not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -1,7 +1,5 @@
 """What a benchmark ran on: the machine and the versions, as every result file under `results/` records them."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

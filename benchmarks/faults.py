@@ -14,8 +14,6 @@ as damaged or be whole. Then one rank alone is ended: the others must end by the
 A cell that stands in the result file is not repeated. The exit status is 1 if any run came to something else.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The training run that `faults.py` ends: a user's script with checkpoints, which it can end by itself at any call."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -22,8 +22,6 @@ Never run so far: this script on a CUDA device. Only the dry run on a CPU was, w
 waits and no memory is counted; a dry run says so in its result and can't be written to `results/` unasked.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gc

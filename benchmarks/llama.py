@@ -1,7 +1,5 @@
 """The randomly initialised Llama that the benchmarks of whole steps train; nothing is downloaded."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

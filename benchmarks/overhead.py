@@ -18,8 +18,6 @@ wall, and as CPU time of the process. The ratios that count are those of CPU tim
 work as well stretches the wall clock at random; those of the wall clock stand beside them in the result.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import statistics

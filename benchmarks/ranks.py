@@ -15,8 +15,6 @@ SFT are those without estimation or reselection. A switch is everything HiFT doe
 A meeting is what ranks tell each other before a step or a gradient sync (`Heartbeat.meet`).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Result files under `results/`: written to a temporary file and renamed, so that a stop in mid-write loses nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ under DDP, FSDP2 and ZeRO-1, 2 and 3, with accumulation and clipping. What one c
 The exit status is 1 if any cell differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

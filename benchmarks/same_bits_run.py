@@ -3,8 +3,6 @@
 Imports whatever slivertune the path has, and uses public names alone, so that it runs on older and newer commits alike.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -18,8 +18,6 @@ the S updates that end with a reselection, and what its other steps take beyond 
 share. Bytes are counted in steps of their own, which are not timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import statistics

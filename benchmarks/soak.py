@@ -13,8 +13,6 @@ files, threads and hooks may not grow at all, and resident memory by no more tha
 if anything did.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import shutil

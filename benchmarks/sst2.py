@@ -13,8 +13,6 @@ The best setting of a method is the one with the highest development accuracy af
 what is reported of it is the mean over all seeds it was run with. The test sentences choose nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """SST-2 for `sst2.py`: sentences to token ids, batches of similar length, padding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

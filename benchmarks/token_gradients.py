@@ -8,8 +8,6 @@ draws.
     OMP_NUM_THREADS=1 python benchmarks/token_gradients.py       # three minutes on one core
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from pathlib import Path

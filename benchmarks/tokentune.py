@@ -14,8 +14,6 @@ those of CPU time within a round (on a GPU, of the clock between two moments at 
 0.60). Bytes are counted in a round of their own, which is not timed. Never run so far: `--device cuda`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Bytes that a rank sends, counted at the collectives themselves."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What every test stands on: no network, a home of its own, fixed seeds and threads, no deprecated call."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

@@ -6,8 +6,6 @@
 Only a clean tree is run, and the record names its hash. It is committed alone, on top of the commit that was run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """A method that another package brings: a folder of its own and one registration each for ranks, plans and training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

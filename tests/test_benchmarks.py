@@ -1,7 +1,5 @@
 """Each benchmark starts, with tiny sizes, and writes a result that can be read; the times in it mean nothing here."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

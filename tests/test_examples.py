@@ -1,7 +1,5 @@
 """Every example runs as its first lines say, and prints what they promise."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

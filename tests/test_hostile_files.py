@@ -1,7 +1,5 @@
 """Files that are damaged, or written by somebody who means harm: only errors of our own, and nothing else happens."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import json

@@ -1,7 +1,5 @@
 """Every save of this library, with a fault in each of its file operations: the old or the new is whole."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Long runs hold no more than short ones; `benchmarks/soak.py` counts, and notices what is leaked on purpose."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One number of threads for a whole run of the tests: the recipe's, its processes', the ranks' and the scripts'."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The rules on warnings in pyproject.toml and conftest.py, seen at work."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 

@@ -1,7 +1,5 @@
 """`python -m slivertune` is the `slivertune` command."""
 
-from __future__ import annotations
-
 import sys
 
 from slivertune.cli import main

@@ -1,7 +1,5 @@
 """What others don't document and the library relies on: there, and reached through one file for each library."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """torch.distributed.checkpoint carries HiFT's and SFT's state: what continues has the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Random deltas of tiny models, and damaged files of deltas."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

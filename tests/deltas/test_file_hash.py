@@ -1,7 +1,5 @@
 """A bit changed anywhere in a file of deltas, or in a merged checkpoint, is noticed wherever it is read."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tests in this folder need a CUDA device and skip without one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Never run where there is no CUDA device; `tests/hift/test_ordering.py` checks the order of the same copies on a CPU.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import os

@@ -3,8 +3,6 @@
 Never run where there is no CUDA device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """An `Accelerator` on one CPU device that leaves none of accelerate's global state behind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random models of many architectures, and which of their parameters are embedding and which are head."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A preset is launched as it stands. The command line lowers the number of its pro
 environment takes the GPUs away; nothing else is overridden, so that what the preset says decides what the script sees.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

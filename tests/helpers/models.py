@@ -1,7 +1,5 @@
 """Tiny random models and batches; everything follows from a seed, nothing is downloaded."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Runs a function on several ranks: processes of their own, gloo over a file, with this run's threads each."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

@@ -4,8 +4,6 @@ Nothing here is shared with the package. The whole model computes every gradient
 thrown away; masters are whole fp32 copies that never leave memory.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

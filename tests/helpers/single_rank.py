@@ -1,7 +1,5 @@
 """A process group of one rank, for torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

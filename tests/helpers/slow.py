@@ -1,7 +1,5 @@
 """Cases that `make test` leaves to `make test-all`, and fixtures that run only the cases that are asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

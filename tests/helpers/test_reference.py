@@ -1,7 +1,5 @@
 """The reference is itself checked: with one group it is the plain optimizer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR

@@ -1,7 +1,5 @@
 """The limits let other orders of the same sums pass, and nothing that has a term too many, too few, or doubled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

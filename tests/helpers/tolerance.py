@@ -10,8 +10,6 @@ Sums in another order round otherwise: another processor, another number of thre
 Results of the same operators on the same values need neither: they have the same bits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

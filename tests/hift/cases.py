@@ -1,7 +1,5 @@
 """The optimizers that the tests of HiFT run over, and the plain schedule that they share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """`accelerator.prepare` on one device, unchanged, against the reference in a plain loop."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

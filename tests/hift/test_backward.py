@@ -1,7 +1,5 @@
 """Backward must not run below the active group: graphs walked, operations counted."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from typing import Any

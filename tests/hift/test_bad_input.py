@@ -1,7 +1,5 @@
 """Wrong input ends in an error that names the value and the way out, and nothing is lost by it."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import io

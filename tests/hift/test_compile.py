@@ -1,7 +1,5 @@
 """HiFT's hooks on a model that torch.compile has taken over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

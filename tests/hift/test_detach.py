@@ -1,7 +1,5 @@
 """Who holds a model: one HiFT at a time, until it is detached or dropped; then the model is as it was before."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

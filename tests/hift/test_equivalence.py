@@ -1,7 +1,5 @@
 """HiFT against the bare optimizer (one group) and against the naive reference (several groups), to the bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What others do to `requires_grad` between two steps is put back: exactly the active group trains."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Steps inside the backward: the same bits with one gradient alive, and no update left half done in silence."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import os

@@ -3,8 +3,6 @@
 And a master that is split into its weight and 16 bits comes back, to the bit.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model that is changed under HiFT: an error at the next training forward names parameter, cause and way out."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

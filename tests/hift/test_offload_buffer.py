@@ -1,7 +1,5 @@
 """Pinned memory, with the CUDA runtime pretended: what is registered, and when it is released."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import mmap

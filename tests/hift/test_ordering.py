@@ -4,8 +4,6 @@ What is checked is the real code of `streamed.py` and `offloaded_state.py`; only
 (`helpers/streams.py`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Where the bytes are, by the census of living storages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Save, load into a new process's objects, continue: the same bits as a run that was never interrupted."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Iterator

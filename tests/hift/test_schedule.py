@@ -1,7 +1,5 @@
 """The delayed learning rate (HiFT, section 3.1): read inside the first step of a cycle, held to its end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ The reference computes every gradient of a dense model, throws away what the act
 turn on where nothing is left.
 """
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What one `step` does: closures, GradScaler, missing and non-finite gradients, what it frees."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

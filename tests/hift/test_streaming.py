@@ -1,7 +1,5 @@
 """Pieces, places of the state and forms of the master: choices of memory that must not change one bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

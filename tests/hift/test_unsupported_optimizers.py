@@ -1,7 +1,5 @@
 """Optimizers that can't be rotated are refused by name when HiFT is built, and the model is left as it was."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

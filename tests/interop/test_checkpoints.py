@@ -1,7 +1,5 @@
 """Checkpoints of a stock Trainer with something attached: damage is named first, and one process reads many ranks'."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every `optim` of transformers works under `attach` as it does alone, or is refused with the reason."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a Trainer leaves behind when a training ends: a model that anybody may train, and one that goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

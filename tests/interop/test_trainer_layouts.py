@@ -1,7 +1,5 @@
 """`attach` under a stock Trainer on ZeRO-1, 2, 3 and FSDP2: two ranks against one process on the whole batch."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

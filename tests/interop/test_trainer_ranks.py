@@ -1,7 +1,5 @@
 """`attach` on two ranks against one process with the whole batch, under DDP."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

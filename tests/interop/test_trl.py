@@ -1,7 +1,5 @@
 """TRL's trainers with LoRA, whose reference forwards unfreeze all adapters, against an AdamW rotated by hand."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 It reports, from inside of the run, what the launcher and the preset made of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

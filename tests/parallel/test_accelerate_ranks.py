@@ -1,7 +1,5 @@
 """The example with several ranks runs under both launchers, resumes what it saved, and leaves a plain model behind."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`slivertune.initialize`: DeepSpeed's arguments, configs with "auto", schedules, and the example that shows it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

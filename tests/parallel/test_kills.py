@@ -3,8 +3,6 @@
 `benchmarks/faults.py` has all methods, and its result is kept.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every preset, launched as it stands, trains HiFT on the engine that it names; seen from inside of the run."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

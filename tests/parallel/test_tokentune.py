@@ -1,7 +1,5 @@
 """TokenTune on every layout: each rank draws positions of its own, and the updates are those of one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

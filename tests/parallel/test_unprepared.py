@@ -1,7 +1,5 @@
 """A method on ranks that nothing has prepared, and in the hands of an engine or of a checkpoint that is not whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

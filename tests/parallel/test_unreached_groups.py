@@ -1,7 +1,5 @@
 """Groups that the batches of some ranks, or of all, do not reach: the updates of one process on the whole batch."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

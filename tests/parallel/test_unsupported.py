@@ -1,7 +1,5 @@
 """What a method does not do under a layout: one list, asked before anything is prepared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import bitsandbytes

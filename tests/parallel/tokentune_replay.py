@@ -4,8 +4,6 @@ Twice: by the detached full graph, which shares nothing with the package; and by
 draws are forced, under a plain loop of plain optimizers. The second rounds as the ranks do, which shows single bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock

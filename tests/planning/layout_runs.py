@@ -4,8 +4,6 @@ Inside a rank. Engines take and free the memory of some tensors under them (thei
 shows; these are looked at before every operator.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Real runs of tiny models on the CPU, by the library's plain use, counted by its ledger."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from typing import Any

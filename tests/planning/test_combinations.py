@@ -1,7 +1,5 @@
 """Methods, 4-bit weights, token selection and checkpointing: what `plan` says of each, and what `train` says."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The units of the stand-in against those that accelerate makes of the same models, on two ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models too large for this machine: what their plans must stay under, and what a plan itself may cost."""
 
-from __future__ import annotations
-
 import resource
 import time
 from typing import Any

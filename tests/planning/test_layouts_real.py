@@ -3,8 +3,6 @@
 What a collective's backend allocates, no operator shows.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, make_allowance

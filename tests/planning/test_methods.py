@@ -1,7 +1,5 @@
 """The methods' own numbers: bytes of a trained weight, activations of selected tokens, bytes of a 4-bit weight."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

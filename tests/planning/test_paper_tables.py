@@ -9,8 +9,6 @@ Not reproduced, each with its reason:
   weights' own 2 bytes, and are cast for one piece at a time.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Every preset names the `slivertune plan` command that prints its peak; that command is read and planned here, as it is.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shlex

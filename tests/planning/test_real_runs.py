@@ -4,8 +4,6 @@ The run is the library's plain use, on real weights, counted by the ledger throu
 it in what no operator on the CPU shows (temporaries inside a GPU's kernels), which is what the 3 % are for.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The search against a made-up model of memory, whose least settings are known by hand."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A method that the library does not know: blocks drawn at random train beside embedding and head (as in LISA)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from torch import nn
 
 from slivertune.core.layout import Layout

@@ -4,8 +4,6 @@ Nothing here is shared with the package. A tensor's state is a dictionary of den
 selection sorts every entry of a tensor by (magnitude, position) in numpy; AdamW and SM3 run in fp64.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

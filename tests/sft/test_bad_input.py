@@ -1,7 +1,5 @@
 """What the optimizer refuses, and that it changes nothing by refusing."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

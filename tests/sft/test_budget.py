@@ -1,7 +1,5 @@
 """Redistribution: who gets how many weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

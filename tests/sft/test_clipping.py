@@ -1,7 +1,5 @@
 """Gradient norms and clipping: the optimizer's own, torch's, and what a loss scaler does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

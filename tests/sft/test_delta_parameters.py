@@ -1,7 +1,5 @@
 """The deltas are the model's parameters while SFT is attached, and no part of what the model saves."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

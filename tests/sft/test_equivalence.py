@@ -1,7 +1,5 @@
 """Settings in which SFT must be an optimizer that exists: torch's AdamW, or SM3-II over a dense matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """AG's candidates: a streaming pool over the first update, exact sums afterwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

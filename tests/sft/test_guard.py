@@ -1,7 +1,5 @@
 """Whatever happens to the model between steps, the next one trains what SFT says, or says why not."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

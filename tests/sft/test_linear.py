@@ -1,7 +1,5 @@
 """The layer form against the optimizer form, and over 4-bit weights against the dequantised matrix."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

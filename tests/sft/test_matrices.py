@@ -1,7 +1,5 @@
 """What a block multiplies by is a target, whatever kind of module holds it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

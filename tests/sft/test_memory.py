@@ -1,7 +1,5 @@
 """Bytes of state for each active weight, counted by the ledger from outside."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

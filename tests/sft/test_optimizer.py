@@ -1,7 +1,5 @@
 """The optimizer against the plain reference, on gradients that are prescribed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

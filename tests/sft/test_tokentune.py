@@ -1,7 +1,5 @@
 """SFT x TokenTune: the same as SFT over a dense graph whose unselected rows are cut by hand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

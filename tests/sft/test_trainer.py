@@ -1,7 +1,5 @@
 """SFT handed to the HF Trainer, which calls `model.zero_grad()`, clips, logs the norm, and saves and resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@ Unless a case says otherwise, no two of the batch size 3, the key heads 2, the h
 head size 8 and the length 13 are the same number, since what a dimension means must not be guessed from its size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -5,8 +5,6 @@ the rows of unselected tokens constants at every layer's input and output, and w
 projections (and of their norms). The loss is a plain cross entropy over the whole model's logits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """TokenTune with what else one trains with, against the naive reference for the selections that were drawn."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

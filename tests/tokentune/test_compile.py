@@ -1,7 +1,5 @@
 """TokenTune on a model that torch.compile has taken over."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """With all tokens selected TokenTune is the model itself; with some, it is the naive reference."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """A base model small enough for tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

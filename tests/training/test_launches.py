@@ -1,7 +1,5 @@
 """`slivertune train` in two processes, as each launcher starts it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

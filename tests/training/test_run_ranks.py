@@ -1,7 +1,5 @@
 """`slivertune train --method dense` and `--method lora` on two ranks, under DDP and every stage of ZeRO."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokenizers made on the spot, tiny models that fit them, and rows to read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole runs of `slivertune train`, small enough for a test."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What each of two ranks does for the tests of `slivertune train`, and what it saw from inside of the runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

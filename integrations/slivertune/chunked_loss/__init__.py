@@ -1,7 +1,5 @@
 """Cross-entropy straight from hidden states: neither logits nor their gradient ever exist whole."""
 
-from __future__ import annotations
-
 from slivertune.chunked_loss.function import CHUNK_BYTES, chunked_cross_entropy
 from slivertune.chunked_loss.handle import (
     ChunkedCrossEntropyHandle,

@@ -1,7 +1,5 @@
 """`chunked_cross_entropy`: a head's product and its loss in one function of autograd."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

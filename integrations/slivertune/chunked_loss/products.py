@@ -1,7 +1,5 @@
 """The scores of some rows or of some classes at a time: what the loss and its gradients are summed from."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

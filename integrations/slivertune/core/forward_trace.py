@@ -1,7 +1,5 @@
 """In which order a model's forward reads its parameters and enters its blocks, seen on a copy without data."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """Whether a model still holds what is trained: a walk over its modules, in which no tensor is read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Hyperparameters in an optimizer's param groups: copied, loaded and compared."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

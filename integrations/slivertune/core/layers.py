@@ -13,8 +13,6 @@ CamemBERT its head before its backbone, BART its embedding's norm after its bloc
 device and so without memory for weights, runs a dummy batch until it enters its blocks.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Collection, Iterable, Sequence

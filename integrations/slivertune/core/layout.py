@@ -1,7 +1,5 @@
 """Names of the ways in which ranks share a run."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 Layout = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]

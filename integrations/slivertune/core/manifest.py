@@ -8,8 +8,6 @@ The manifest guards against writing that was cut short and against broken disks,
 harm: they could write a manifest as well.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

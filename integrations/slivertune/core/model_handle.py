@@ -1,7 +1,5 @@
 """What was attached to a model, until it is removed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """The tensors in what a model returns."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

@@ -4,8 +4,6 @@ An optimizer that freezes or wraps what it trains leaves no mark that a second o
 registry holds neither parameters nor optimizers; an optimizer that is gone holds nothing.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Names of a model's parameters without what wrappers put into them."""
 
-from __future__ import annotations
-
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """What torch.compile and checkpointing call the module that they wrap."""
 

@@ -3,8 +3,6 @@
 A wheel carries `launch/` and `ds_configs/` inside the package; a checkout has them at its top, two folders above it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 _SUFFIX_OF_FOLDER = {"launch": ".yaml", "ds_configs": ".json"}

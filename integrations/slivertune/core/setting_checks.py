@@ -1,7 +1,5 @@
 """Checks of settings, for `__post_init__` of a configuration."""
 
-from __future__ import annotations
-
 
 def check_integer(name: str, value: object, minimum: int | None = None) -> None:
     """Refuse a setting that is no integer, or less than the minimum.

@@ -1,7 +1,5 @@
 """What a method that trains a sliver of a model owes to the layouts, the checkpoints and the Trainer."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields

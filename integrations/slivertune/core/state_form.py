@@ -5,8 +5,6 @@ gets the whole state packed (see `pack_state`). Where the state is saved beside 
 get a placeholder, which tells them a count of updates.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar

@@ -4,8 +4,6 @@ Everything else of the library reaches these through this file. `RELIED_ON` says
 test can tell with a clear word which has moved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

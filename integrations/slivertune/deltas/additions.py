@@ -1,7 +1,5 @@
 """Which tensors of a model or checkpoint deltas belong to, and what their sum adds to each. Nothing is written here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The identity of a base tensor: a hash of its exact bits, without a second copy of a large one."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """A sparse difference of one weight from its pretrained value: sorted flat positions and fp32 values."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

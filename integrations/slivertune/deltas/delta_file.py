@@ -5,8 +5,6 @@ its metadata `config`, `base_model_name` and a table: shape, dtype and SHA-256 o
 that it was tied to; and a hash of the whole file, so that no changed bit goes unnoticed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

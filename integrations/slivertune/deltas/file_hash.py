@@ -4,8 +4,6 @@ The hash is that of all bytes with zeros where it stands itself: the header with
 data. It tells damage, not who wrote the file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ as rounding can't be inverted: 4 bytes a position and the weight's own bytes. It
 base, by which unmerging knows that it gives the base back.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

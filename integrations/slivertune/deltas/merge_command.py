@@ -1,7 +1,5 @@
 """The commands `slivertune merge` and `slivertune unmerge`: what they print while they work, and after."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A tensor's name among others that have a prefix more or less, or a wrapper within. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 
 from slivertune.core.parameter_names import WRAPPERS, without_wrappers

@@ -1,7 +1,5 @@
 """The sum of several deltas of one tensor, and how many weights they share. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A plain Hugging Face checkpoint as files: where each tensor's bytes lie, without a model. Only safetensors."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

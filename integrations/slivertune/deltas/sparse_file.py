@@ -5,8 +5,6 @@ table `tensors` (JSON: what is said of each name, its dense `shape` at least), f
 whole file (`file_hash`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """How far a backward runs: where a model may be entered, where its outputs get an anchor, where it stops below."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether a saved state belongs to this optimizer: checked whole before anything is changed. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

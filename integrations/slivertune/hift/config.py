@@ -1,7 +1,5 @@
 """What a user can choose about HiFT."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

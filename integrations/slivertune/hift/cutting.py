@@ -1,7 +1,5 @@
 """Where a group's weights are cut into pieces that fit a number of bytes, by what their steps cost."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Layers to groups, and the order in which the groups take their turn (HiFT, section 3 and Algorithm 1). Pure."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps inside the backward (`step_in_backward`): which weights were stepped, and whether their backward has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -11,8 +11,6 @@ fp32 master u rounded to nearest, ties to even. With `low`, the lower 16 bits of
 Where somebody else has written the weights, the weights count, as they do for a plain optimizer.
 """
 
-from __future__ import annotations
-
 import torch
 
 _TIE = -0x8000  # 0x8000 as int16

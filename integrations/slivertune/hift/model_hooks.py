@@ -6,8 +6,6 @@ would raise. So tensors that the outermost call of the model returns without a g
 identity whose backward only tells that it ran. Tensors that require a gradient stay as they are, and get a hook.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence

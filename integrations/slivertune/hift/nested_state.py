@@ -4,8 +4,6 @@ Tensor subclasses (torchao's 8-bit, 4-bit and fp8 moments, DTensors), lists, tup
 objects with tensors among their attributes (GaLore's projectors).
 """
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator

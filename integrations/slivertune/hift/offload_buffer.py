@@ -1,7 +1,5 @@
 """Memory in which a group's masters and optimizer state wait for their turn: pinned host memory, or files."""
 
-from __future__ import annotations
-
 import errno
 import mmap
 import os

@@ -3,8 +3,6 @@
 Here state is flat: a value with tensors inside is a `Structure` under its key, its tensors have keys of their own.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

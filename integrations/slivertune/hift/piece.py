@@ -1,7 +1,5 @@
 """Slices of weights that one instance of the base optimizer steps together."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Steps a base optimizer on dummy weights: what form its state has, and how many bytes a step needs."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Where a group's masters and optimizer state live between its turns: the contract of the two ways."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any

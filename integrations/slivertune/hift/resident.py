@@ -1,7 +1,5 @@
 """State that stays on the device: `state="device"`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whose turn it is, and the learning rate held for a cycle (HiFT, Algorithm 1 and section 3.1). Picklable."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ device:
 The first two loads start when the group's first gradient arrives, so they run beside the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

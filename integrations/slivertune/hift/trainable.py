@@ -1,7 +1,5 @@
 """What of a model HiFT trains, by the param groups of the base optimizer."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any

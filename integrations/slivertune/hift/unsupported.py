@@ -1,7 +1,5 @@
 """What HiFT does not do under a layout: one list, which `prepare`, `initialize` and the planner read. Pure."""
 
-from __future__ import annotations
-
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind, StatePlace

@@ -4,8 +4,6 @@ Each works on weights, gradients or state outside of its `step`, where those of 
 exist. None of the packages is imported: a class is known by its name and module, or by what it has.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

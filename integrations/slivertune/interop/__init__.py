@@ -1,7 +1,5 @@
 """slivertune inside other libraries' loops: the Trainer of transformers and its subclasses."""
 
-from __future__ import annotations
-
 from slivertune.interop.trainer import Attachment, attach
 
 __all__ = ["Attachment", "attach"]

@@ -1,7 +1,5 @@
 """What a Trainer's checkpoints carry beside what the Trainer itself writes and reads."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Iterator

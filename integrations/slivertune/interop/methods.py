@@ -1,7 +1,5 @@
 """What a method owes to a stock Trainer: which arguments it refuses, its optimizer, what becomes of it in the end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

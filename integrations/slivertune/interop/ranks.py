@@ -1,7 +1,5 @@
 """Compares the ranks where a Trainer keeps their work, and names who is missing when it saves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -1,7 +1,5 @@
 """What of a Trainer's arguments does not go with a sliver of the model, said before it trains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import Trainer, TrainingArguments

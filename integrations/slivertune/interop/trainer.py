@@ -1,7 +1,5 @@
 """`slivertune.attach`: HiFT, SFT and TokenTune under a stock Trainer, which keeps its loop and its checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeAlias

@@ -1,7 +1,5 @@
 """What a layout owes for each method, and where it lies: `parallel/{ddp,fsdp2,zero}/METHOD.py`."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any, Protocol, cast
 

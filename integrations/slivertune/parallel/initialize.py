@@ -1,7 +1,5 @@
 """`slivertune.initialize`: in place of `deepspeed.initialize`, for scripts on bare DeepSpeed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which way of sharing the work an Accelerator has chosen."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from slivertune.core.layout import Layout

@@ -1,7 +1,5 @@
 """What was passed to `slivertune.prepare`, taken apart and put together again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`slivertune.prepare`: in place of `accelerator.prepare`, on one device or many."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -4,8 +4,6 @@ These figures are allowances, not measurements: they depend on the card, the dri
 reason here, is shown on a line of its own, and is never part of a plan's peak.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

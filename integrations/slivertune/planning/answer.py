@@ -1,7 +1,5 @@
 """What `slivertune plan` found out, and the same as plain JSON."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from typing import Any

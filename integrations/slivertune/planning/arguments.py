@@ -1,7 +1,5 @@
 """From the command line of `slivertune plan` to what is asked."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields

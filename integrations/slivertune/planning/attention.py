@@ -4,8 +4,6 @@ The kernel is the one that torch picks on a GPU. Flash and memory-efficient atte
 output and the logarithms of the softmax's sums (and the mask, if there is one); no scores are ever stored.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Numbers of bytes as people write and read them."""
 
-from __future__ import annotations
-
 import re
 
 _BYTES_OF_UNIT = {

@@ -8,8 +8,6 @@ densities, token ratios.
 A candidate is only planned where it can change what is too large, as the parts of the last peak show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

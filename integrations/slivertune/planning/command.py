@@ -1,7 +1,5 @@
 """`slivertune plan`: find the model, plan it, say what came out."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """From what the user calls a model to its configuration; no weights are read, and no code of a model's own is run."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Dense fine-tuning: everything that requires a gradient trains in every step."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

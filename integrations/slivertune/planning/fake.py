@@ -1,7 +1,5 @@
 """Tensors with sizes and no data, and overrides of the operators that read their values."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

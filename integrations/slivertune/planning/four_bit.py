@@ -5,8 +5,6 @@ quantised again, four bytes for every 256 scales (QLoRA, section 3). A product t
 long as it lasts; nothing of it is kept for the backward.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What does not go with 4-bit weights, in the words that planning and training share. Pure."""
 
-from __future__ import annotations
-
 _REASONS = {
     "dense": "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps",
     "hift": "HiFT changes every weight in its turn, and 4-bit weights can't be changed by small steps",

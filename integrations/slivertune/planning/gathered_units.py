@@ -7,8 +7,6 @@ time; the gradients of a unit are copied into one buffer, which lives until the 
 share. The order of all this is that of torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

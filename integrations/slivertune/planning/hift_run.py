@@ -1,7 +1,5 @@
 """HiFT's groups: which differ, and a step of each that does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

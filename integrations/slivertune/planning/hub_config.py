@@ -1,7 +1,5 @@
 """The configuration of a model on the hub: from its cache, or by one small download."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -5,8 +5,6 @@ things for the backward than those of a GPU, and are answered here in their plac
 computes in fp32. All else is the same on both.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

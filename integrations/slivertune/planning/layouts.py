@@ -13,8 +13,6 @@ G for the gradients of what trains in a step, S for its optimizer state with fp3
 With parameters on the host, P and (under FSDP2, whose optimizer then steps there) G and S wait there, too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

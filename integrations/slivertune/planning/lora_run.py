@@ -1,7 +1,5 @@
 """LoRA: small adapters beside frozen weights, by PEFT (Hu et al., 2021)."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A plan from a request: the real step of every distinct group, on tensors without data."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ transformers reads position ids to find out whether several sequences are packed
 where it can't read them. A plan's sequences are never packed, so the answer is known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory that a run requires in all, and the limits it has to fit."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from slivertune.planning.allowance import Allowance, make_allowance

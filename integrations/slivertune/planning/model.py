@@ -1,7 +1,5 @@
 """The model of a plan: the classes of the real one, from its configuration, without data."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

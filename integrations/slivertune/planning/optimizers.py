@@ -1,7 +1,5 @@
 """The optimizers that a plan knows by name, as `slivertune train` builds them on a GPU."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """A plan: what lives at the peak of a step, in all and by group."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 

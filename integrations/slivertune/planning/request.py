@@ -1,7 +1,5 @@
 """What a plan is made for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, get_args
 

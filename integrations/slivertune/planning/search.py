@@ -1,7 +1,5 @@
 """`--fit`: the least costly settings under which a run fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any

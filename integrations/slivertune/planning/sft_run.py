@@ -1,7 +1,5 @@
 """SFT: a step inside an estimation phase, and one outside."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from slivertune.core.layout import Layout

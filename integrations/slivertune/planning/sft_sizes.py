@@ -4,8 +4,6 @@ The rest of SFT runs as it is. Where it searches a gradient for its largest entr
 counts: of the pool, of the candidates, of what a sample of the gradient lets through.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

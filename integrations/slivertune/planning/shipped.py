@@ -4,8 +4,6 @@ Each table is what the model's `config.json` on the hub says about sizes; tests/
 one without memory and compares its number of parameters with the published one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

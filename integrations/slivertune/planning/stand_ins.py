@@ -4,8 +4,6 @@ Buckets of ours are the real ones, with no other rank. Engines can't run without
 a step on one GPU. The ledger counts both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

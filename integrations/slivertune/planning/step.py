@@ -1,7 +1,5 @@
 """One real step under the ledger: the peak, when it came, and what each trained parameter's gradient took."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

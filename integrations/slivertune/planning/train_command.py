@@ -1,7 +1,5 @@
 """From a planned run to the command that makes it."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 

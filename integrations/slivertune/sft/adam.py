@@ -1,7 +1,5 @@
 """AdamW on a vector of deltas whose elements have ages of their own (SFT, section 3.2)."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Whether a saved state belongs to this optimizer: checked whole before anything is changed. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks that train the same deltas on different data have to tell each other; alone, nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What a user can choose about SFT: its settings, and the options of the two update rules."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Deltas and pretrained values as they leave the optimizer: copies, and files."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When the ranks' gradients become one: at the end of a backward, and in it while candidates are being chosen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 The gradient of its active weights is computed without its dense gradient (SFT, appendix B).
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator

@@ -6,8 +6,6 @@ optimizer that steps the deltas, or holds the trained weights, is an error befor
 model's modules in the pre-hook of each training forward and in `step`; no tensor is read.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any

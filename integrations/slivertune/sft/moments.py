@@ -1,7 +1,5 @@
 """What the two update rules keep for a tensor's trained weights: AdamW's moments and ages, or SM3's accumulators."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ The length of this file is that of the documented interface: `SparseWeight` upda
 the choice of weights, `ModelHooks` sees to the model, and `export` writes deltas.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping

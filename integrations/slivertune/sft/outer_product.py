@@ -1,7 +1,5 @@
 """The largest entries of an outer product without the matrix (MA's growth; SFT, equation 10). Pure."""
 
-from __future__ import annotations
-
 import torch
 
 from slivertune.sft.selection import largest_of

@@ -1,7 +1,5 @@
 """Half-size storage of an active weight: 16-bit positions, and bf16 values that are rounded at random."""
 
-from __future__ import annotations
-
 import zlib
 
 import torch

@@ -1,7 +1,5 @@
 """Where a tensor's pretrained values are read and written: in the whole tensor, or in ranks' shards of it."""
 
-from __future__ import annotations
-
 import torch
 
 from slivertune.deltas.delta import read_flat, write_flat

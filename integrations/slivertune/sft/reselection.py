@@ -1,7 +1,5 @@
 """Estimation phases and reselections (SFT, sections 3.2 and 3.3; redistribution is not in the paper)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every choice is a total order (larger first, ties to the lower position), so tha
 cut, on the device or on the rank.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """SM3-II on some entries of a matrix, with one accumulator a row and one a column (Anil et al., arXiv 1901.11150)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Which tensors of a model are trained sparsely: weights of matrix products, or what the user names."""
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """What SFT does not do under a layout: one list, which `prepare`, `initialize` and the planner read. Pure."""
 
-from __future__ import annotations
-
 from slivertune.core.layout import Layout
 from slivertune.sft.config import PhiGradient
 from slivertune.sft.linear import check_layer_form

@@ -1,7 +1,5 @@
 """One tensor that is trained sparsely: its active positions, their deltas and their state."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

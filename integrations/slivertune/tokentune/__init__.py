@@ -3,8 +3,6 @@
 "Memory-Efficient Fine-Tuning of Transformers via Token Selection", arXiv 2501.18824.
 """
 
-from __future__ import annotations
-
 from slivertune.tokentune.config import TokenTune
 from slivertune.tokentune.hook import TokenTuneHandle
 from slivertune.tokentune.quality import GradientQuality, QualityRow, gradient_quality

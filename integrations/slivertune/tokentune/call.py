@@ -1,7 +1,5 @@
 """What a training forward was called with."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

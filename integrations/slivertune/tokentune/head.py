@@ -1,7 +1,5 @@
 """What a model's head gets and is scored on: the selected rows alone."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

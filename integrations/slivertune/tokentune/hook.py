@@ -1,7 +1,5 @@
 """TokenTune on a model: hooked by `attach`, as it was after `remove`."""
 
-from __future__ import annotations
-
 import inspect
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether a hooked model is still the one that was hooked: the same modules, and the same attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How near the gradient of selected tokens is to the dense one: to look at before choosing a ratio and a pattern."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence

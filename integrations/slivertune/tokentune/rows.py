@@ -1,7 +1,5 @@
 """The selected and the other rows of a batch: apart, and together again, with gradients for the selected ones alone."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar

@@ -1,7 +1,5 @@
 """Which positions keep their gradient: pure functions, the same on every device (TokenTune, section 3.2)."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Which selection is in force: the running forward's, or that of the forward whose layers a backward computes again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Modules that treat each token for itself: the selected rows with gradients, then the others without."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import types

@@ -1,7 +1,5 @@
 """From checked arguments to a run that is ready to train: model, data, method, Trainer and callbacks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What watches a run of the stock Trainer: whole checkpoints, and losses or gradients that are not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import wraps

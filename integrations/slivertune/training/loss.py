@@ -1,7 +1,5 @@
 """The loss of a causal language model in a run: in chunks where it can be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model and the tokenizer of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

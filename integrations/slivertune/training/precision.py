@@ -3,8 +3,6 @@
 Weights in 4 bits are bitsandbytes' NF4 with double quantisation, as QLoRA freezes them (Dettmers et al., 2023).
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

@@ -1,7 +1,5 @@
 """`slivertune train`: evaluate, train, evaluate again, save the model, report."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A folder that is replaced until its process is killed; imports nothing that starts threads before it is forked."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

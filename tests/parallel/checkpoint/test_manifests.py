@@ -1,7 +1,5 @@
 """Checkpoints of `accelerator.save_state` with their manifests: on two ranks, and what one process makes of them."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SFT's state beside the checkpoints of ranks that share the weights out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.helpers.ranks import run_ranks

@@ -1,7 +1,5 @@
 """Every collective of the package can say who is missing."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

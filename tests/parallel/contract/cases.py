@@ -1,7 +1,5 @@
 """What `test_equality.py` runs: each method's cases under each layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

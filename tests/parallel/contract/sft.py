@@ -1,7 +1,5 @@
 """Runs of SFT: what they are of, what a rank has at their end, and the same in one process on all ranks' rows."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass

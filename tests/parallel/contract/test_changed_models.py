@@ -3,8 +3,6 @@
 Other weights that it puts in are where the next steps start, or an error says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ranks that differ in their settings or do other things: all say so, before anything is averaged or updated."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Two and three ranks under every layout come to what one process does that sees the rows of all of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """What a rank holds and sends under every layout, counted by the ledger; HiFT's on ZeRO is in `zero/test_memory.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that is saved on its way goes on under every layout: with its own bits, and with another number of ranks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ranks that die or stop: the others end, and say which it was and where it was last seen."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

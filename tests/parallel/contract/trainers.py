@@ -1,7 +1,5 @@
 """Runs of SFT by a stock Trainer that are saved on their way and taken up again."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

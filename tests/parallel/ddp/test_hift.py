@@ -1,7 +1,5 @@
 """HiFT under DDP with a GradScaler, which only this layout can have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """SFT under DDP: 4-bit weights, and gradients that arrive in another order on each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """HiFT under FSDP2: weights with fewer rows than ranks, what is refused, and errors of a model's own."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

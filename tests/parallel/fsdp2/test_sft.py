@@ -1,7 +1,5 @@
 """SFT under FSDP2: what layers can't add, and a placeholder without its state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SFT on ranks, written plainly: the naive reference over mean gradients, with each rank's own entries for the pool."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pretrained values that lie in shards: which of them a rank reads and writes, and what the layers add up."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints of HiFT on DeepSpeed: the files of the ranks, what one process makes of them, and what is refused."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

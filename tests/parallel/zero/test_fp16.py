@@ -1,7 +1,5 @@
 """fp16 weights under DeepSpeed's loss scaler: one scaler for all groups, and a skipped step is no turn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path

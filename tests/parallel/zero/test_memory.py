@@ -1,7 +1,5 @@
 """What HiFT on DeepSpeed holds on a rank's device, counted by the ledger; on a CPU, the host's share is a claim."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

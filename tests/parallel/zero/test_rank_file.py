@@ -1,7 +1,5 @@
 """Files of ranks under ZeRO that are damaged, or written by somebody who means harm: only errors of our own."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SFT on a bare engine of DeepSpeed's ZeRO: schedules, models that are born in parts, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

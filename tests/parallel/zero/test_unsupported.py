@@ -1,7 +1,5 @@
 """What HiFT refuses under DeepSpeed, before anything is built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs a script as `python SCRIPT ARGUMENTS` does, without DeepSpeed's minute of compiling collectives for the CPU."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from slivertune.training.tasks.task import PaddingCollator
 
 

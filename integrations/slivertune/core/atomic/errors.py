@@ -4,8 +4,6 @@ torch.save says `[enforce fail at inline_container.cc:672]` when a disk is full,
 error in a text, and Python's own error of a full disk has no path.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

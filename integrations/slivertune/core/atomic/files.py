@@ -1,7 +1,5 @@
 """New files and folders that appear whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -7,8 +7,6 @@ systems (renameat2); on others (NFS) the old version is moved away first, and a 
 no target: `recover`, which readers and the next writer call, puts the old version back.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

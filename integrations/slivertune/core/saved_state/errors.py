@@ -1,7 +1,5 @@
 """What a saved state is refused with, and what is checked of it first."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

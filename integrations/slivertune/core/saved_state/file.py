@@ -1,7 +1,5 @@
 """What `torch.save` wrote, read as tensors and plain containers: nothing is executed, and damage has a name."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

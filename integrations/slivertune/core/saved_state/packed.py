@@ -10,8 +10,6 @@ torch says by itself that it is about to ask: it finds `optimizer.state` empty a
 gradients. Such a step changes nothing, and the `state_dict` that follows is packed.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A folder of a method's own in the checkpoints that `accelerator.save_state` writes and `load_state` reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """HiFT's state in a sidecar folder, read by any number of ranks under DDP or FSDP2, and by one process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

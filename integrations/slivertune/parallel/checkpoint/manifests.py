@@ -1,7 +1,5 @@
 """Checkpoints that ranks write together: rank 0 removes the manifest first, writes it last, and checks it for all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps

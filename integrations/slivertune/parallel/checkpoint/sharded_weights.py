@@ -1,7 +1,5 @@
 """Weights that FSDP2's ranks have saved, read by one process, or by ranks that hold whole weights (DDP)."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

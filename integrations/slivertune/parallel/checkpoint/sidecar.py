@@ -4,8 +4,6 @@ Programs that save an optimizer know states by parameter and of fixed shapes, ga
 them onto the GPU, where they have no room. So several ranks show them a placeholder, and keep the state here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol

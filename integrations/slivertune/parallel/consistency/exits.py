@@ -1,7 +1,5 @@
 """How a process that has trained on several ranks ends."""
 
-from __future__ import annotations
-
 import atexit
 import time
 

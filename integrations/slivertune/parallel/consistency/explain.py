@@ -1,7 +1,5 @@
 """Lets the collectives of engines, in the midst of their own methods, say which rank is missing when they fail."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

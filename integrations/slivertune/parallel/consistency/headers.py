@@ -4,8 +4,6 @@ Ranks that got out of step would otherwise average the gradients of different la
 agree, and abort where they don't.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """Keeps ranks that train with HiFT together: the same settings in every step, the same weights in every cycle."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

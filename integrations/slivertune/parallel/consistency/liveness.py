@@ -1,7 +1,5 @@
 """Whether a process of this machine still runs: looked up when a collective has failed, to name the rank that died."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

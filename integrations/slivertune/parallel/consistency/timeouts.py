@@ -4,8 +4,6 @@ Engines make process groups of their own, for which torch takes its defaults of 
 the ranks that share a model out, FSDP2's device meshes where the default group does not fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

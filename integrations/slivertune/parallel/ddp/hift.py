@@ -5,8 +5,6 @@ the gradients of the active group alone are averaged, by hooks (`BucketedAllRedu
 does and two buckets. Buffers (running means of a batch norm, say) are sent from rank 0 once, when training is prepared.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """SFT on ranks that each hold the whole model (DDP), without DistributedDataParallel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

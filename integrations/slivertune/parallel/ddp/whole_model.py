@@ -1,7 +1,5 @@
 """A model that every rank holds whole, and the optimizer that steps it, without DistributedDataParallel."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

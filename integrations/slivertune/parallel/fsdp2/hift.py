@@ -10,8 +10,6 @@ A rank's memory: b P / N bytes of weights (b bytes a parameter, P parameters, N 
 over N, two pieces of state, and what FSDP2 gathers to compute: the layers at work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """SFT under FSDP2: the frozen weights are sharded, and the layers add the deltas to what is gathered for each use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A weight of which every rank holds some rows, as FSDP2 shares it out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

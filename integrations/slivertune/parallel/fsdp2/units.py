@@ -1,7 +1,5 @@
 """Which modules of a model FSDP2 is to gather as one, checked before accelerate cuts it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

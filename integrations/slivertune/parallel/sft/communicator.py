@@ -1,7 +1,5 @@
 """SFT's collectives over torch.distributed: small all-reduces and all-gathers, nothing of a dense gradient's size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

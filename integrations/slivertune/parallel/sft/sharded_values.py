@@ -1,7 +1,5 @@
 """Pretrained values of tensors of which every rank holds some elements: SFT's access to them."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 
 import torch

@@ -5,8 +5,6 @@ rank holds the rotation, its share of the masters and state of every group, and 
 is, so that any other number of ranks can put its own shares together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ from other files (`bit16_groups_flat`, `fp16_partitioned_groups_flat`, `averaged
 `ipg_buckets` and the like) are listed, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What HiFT and SFT have in common on a DeepSpeed engine: making it, and taking the place of its optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

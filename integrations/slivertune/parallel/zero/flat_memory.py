@@ -1,7 +1,5 @@
 """Whether a model's weights still lie in the flat memory that DeepSpeed has laid them in and steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -6,8 +6,6 @@ and state, that group's gradients and one reduce bucket; its shares of all other
 DeepSpeed accumulates bf16 gradients in bf16 unless the config says `data_types.grad_accum_dtype: fp32` (stages 2, 3).
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

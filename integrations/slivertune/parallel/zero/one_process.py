@@ -1,7 +1,5 @@
 """A checkpoint of HiFT on DeepSpeed, continued by one process without DeepSpeed: `load_zero`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

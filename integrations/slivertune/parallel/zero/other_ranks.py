@@ -3,8 +3,6 @@
 DeepSpeed (0.19.8) lets a rank read the file of its own number alone, and cuts nothing again.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

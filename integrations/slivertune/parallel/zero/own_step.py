@@ -4,8 +4,6 @@ DeepSpeed (0.19.8) builds no engine of stage 1 or 2 without an optimizer, and Ze
 trains; so the engine is built over one number that is thrown away, and then steps the method's own optimizer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

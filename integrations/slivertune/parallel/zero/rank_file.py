@@ -4,8 +4,6 @@ A manifest tells damage; a file whose manifest agrees may still be of another ma
 sizes, slices and attributes. So all of its form is checked first, and errors name the part that is another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path

@@ -3,8 +3,6 @@
 Over 350 lines, since one class keeps what must change together: the engine's optimizer, its counters, and the turn.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import time

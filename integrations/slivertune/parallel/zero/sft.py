@@ -4,8 +4,6 @@ ZeRO shards gradients and state of what trains, of which there is next to nothin
 what it does under DDP. If its optimizers shared the deltas out, no rank could select.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ ZeRO-1 and 2 lay a param group's parameters end to end and cut that; ZeRO-3 cuts
 a share is told by pieces of flattened parameters, and any other cut can be put together from all saved shares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path

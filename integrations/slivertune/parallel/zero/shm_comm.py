@@ -4,8 +4,6 @@ torch guards the compiling of an extension by a file, for which every other proc
 killed meanwhile leaves the file behind.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -4,8 +4,6 @@ DeepSpeed's own `offload_states` collects garbage and pins its buffers again at 
 the host's buffers are allocated once, and only pointers change.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any

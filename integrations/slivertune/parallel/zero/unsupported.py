@@ -1,7 +1,5 @@
 """What of a DeepSpeed config HiFT and SFT do not train under, said before anything is built."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which columns of a dataset are read, and which of its rows can be."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

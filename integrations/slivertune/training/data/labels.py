@@ -1,7 +1,5 @@
 """Class labels as they stand in the data -> class numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

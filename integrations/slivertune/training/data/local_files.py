@@ -1,7 +1,5 @@
 """Read local csv, tsv, json, jsonl, txt and parquet files, or a folder of them, through the datasets library."""
 
-from __future__ import annotations
-
 import csv
 import glob
 import logging

@@ -1,7 +1,5 @@
 """From a dataset's name, on the disk or on the Hugging Face hub, to a training and an evaluation split."""
 
-from __future__ import annotations
-
 import logging
 import re
 from pathlib import Path

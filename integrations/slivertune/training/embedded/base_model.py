@@ -4,8 +4,6 @@ Nothing is downloaded. The first run trains it (`BaseRecipe`, one to two minutes
 user's cache; later runs of the same recipe under the same Python load it from there.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

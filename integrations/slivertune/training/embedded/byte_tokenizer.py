@@ -1,7 +1,5 @@
 """A tokenizer of 256 bytes and two marks: it reads any text in any language, and nothing has to be downloaded."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,5 @@
 """Text that every Python carries: docstrings of its standard library, and the language reference of `help()`."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import sysconfig

@@ -1,7 +1,5 @@
 """The embedded default, as a run uses it: the base model with a progress bar, and the language reference as rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

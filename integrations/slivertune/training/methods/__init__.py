@@ -1,7 +1,5 @@
 """The methods of `slivertune train`: what each does to the model and to the Trainer, and says of itself."""
 
-from __future__ import annotations
-
 from slivertune.training.methods.method import SliverMethod, TrainingMethod
 from slivertune.training.methods.registry import register_train_method
 

@@ -1,7 +1,5 @@
 """`--method dense`: all weights every update, as the Trainer does it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`--method hift`: one group of layers an update."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields

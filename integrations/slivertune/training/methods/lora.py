@@ -1,7 +1,5 @@
 """`--method lora`: small adapters beside frozen weights, by PEFT (Hu et al., 2021; with 4-bit weights QLoRA)."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """What a method of `slivertune train` has to say and do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The methods that `slivertune train --method` takes, those of other packages among them."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 

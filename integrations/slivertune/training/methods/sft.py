@@ -1,7 +1,5 @@
 """`--method sft`: a sparse choice of weights, dropped and grown again while it trains (arXiv 2401.16405)."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Token selection in a run: attached to the model, kept in every checkpoint, restored from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import Trainer

@@ -1,7 +1,5 @@
 """What `slivertune train` is asked beside the method's options and the data: the run, the model, the tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What of a command line does not hold together, said before anything is loaded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainingArguments

@@ -1,7 +1,5 @@
 """What a run learns from: the dataset, its columns, and how rows become tensors."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """What `slivertune train` takes where the user says nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the command line of `slivertune train` to the settings of a run."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

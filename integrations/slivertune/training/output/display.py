@@ -3,8 +3,6 @@
 One voice: the run's own lines, and nothing that libraries print for their own sake.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

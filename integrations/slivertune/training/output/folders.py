@@ -3,8 +3,6 @@
 Which of its checkpoints are whole, which is the newest of them, and which may go.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """One line of the memory ledger a cycle, from a census taken during updates alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any

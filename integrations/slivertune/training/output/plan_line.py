@@ -1,7 +1,5 @@
 """The planned peak of a run, said before it starts, and the measured one to hold against it when it is over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a run says of itself before it starts, and ends with: a table, and `results.json` with the same figures."""
 
-from __future__ import annotations
-
 import platform
 import shlex
 from dataclasses import asdict, dataclass, field

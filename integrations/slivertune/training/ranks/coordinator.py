@@ -4,8 +4,6 @@ They talk through the store that their launcher's addresses lead to, and so befo
 a timeout that a long preparation could run into.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

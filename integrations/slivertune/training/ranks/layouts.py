@@ -1,7 +1,5 @@
 """What `slivertune train` sees to under each layout, beside what `slivertune.attach` does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

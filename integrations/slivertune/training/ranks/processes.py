@@ -1,7 +1,5 @@
 """How the processes of a run find each other's devices, and whether they really train together."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Language modelling: documents, or prompts with the loss on their responses; padded or packed."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from functools import partial

@@ -10,8 +10,6 @@ beside the labels to them, and may take rows in any order, so the labels carry i
 evaluation row. The hooks take the two apart; no model sees these labels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

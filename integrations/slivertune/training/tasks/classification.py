@@ -1,7 +1,5 @@
 """Sequence classification: one text or a pair, a label, and the accuracy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompt-based classification by a masked language model: label words scored at the mask (paper, Tables 1 and 12)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From loaded splits to what the HF Trainer takes, for every task."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

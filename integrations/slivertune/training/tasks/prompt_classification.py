@@ -1,7 +1,5 @@
 """Prompt-based classification: a template, label words, and the language model's own head (paper, appendix B.4)."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

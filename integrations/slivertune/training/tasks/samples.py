@@ -1,7 +1,5 @@
 """What the model says about one evaluation row, before and after."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 

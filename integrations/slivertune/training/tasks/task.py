@@ -1,7 +1,5 @@
 """What a task hands to the HF Trainer, and how its rows become one padded batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What all tasks share between text and token ids: lengths, the model's positions, special tokens, caching."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
