@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
-from slivertune.core.model_handle import ModelHandle
-from slivertune.core.module_hook import ModuleHook
+from slivertune.core.module_hook import ModelHandle, ModuleHook
 
 
 def attach_chunked_cross_entropy(

@@ -9,8 +9,7 @@ import torch.distributed
 from torch import nn
 from transformers import PreTrainedModel
 
-from slivertune.core.model_handle import ModelHandle
-from slivertune.core.module_hook import ModuleHook
+from slivertune.core.module_hook import ModelHandle, ModuleHook
 from slivertune.core.transformers_internals import attention_of
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
 from slivertune.tokentune.call import Call, by_name, check_call, find_real, tokens_shape

@@ -1,5 +1,8 @@
-"""An optimizer's state in the form that `torch.distributed.checkpoint` carries: `get_state_dict`, `set_state_dict`.
+"""An optimizer's state on its way to a file and back: torch's own, and those of `torch.distributed.checkpoint`.
 
+What `torch.save` wrote is read as tensors and plain containers: nothing is executed, and damage has a name.
+
+The state has a packed form, which `torch.distributed.checkpoint` carries: `get_state_dict`, `set_state_dict`.
 Those two know states by parameter alone, keep no other keys, drop the state of parameters that are frozen when it is
 loaded, and fill in place what the loading optimizer has already. HiFT's and SFT's state is known by name, most of it is
 of frozen parameters, and its size depends on the step. So it travels whole, as one value of the first param group:
@@ -12,14 +15,102 @@ gradients. Such a step changes nothing, and the `state_dict` that follows is pac
 
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from slivertune.core.saved_state.file import check_loadable, load_dictionary
-
 _KEY = "slivertune"
 _UNFLATTENABLE = "flatten_optimizer_state_dict can't carry this optimizer"
+
+
+class StateMismatchError(ValueError):
+    """A saved state is of another model, grouping, selection or optimizer, or is damaged."""
+
+
+def check_header(saved: Mapping[str, Any], method: str, title: str, versions: Sequence[int]) -> None:
+    """Check that a state is one of a method, in a form that can be read, before anything of it is used.
+
+    Args:
+        saved: The state.
+        method: Key of its header.
+        title: The method's name in messages.
+        versions: Of the forms that can be read.
+
+    Raises:
+        StateMismatchError: Naming what is missing or damaged.
+    """
+    for key in ("state", "param_groups", method):
+        if key not in saved:
+            raise StateMismatchError(
+                f"this is no state of {title}: it has no {key!r}; save one with optimizer.state_dict()"
+            )
+    header = saved[method]
+    if header.get("version") not in versions:
+        raise StateMismatchError(
+            f"the saved state has version {header.get('version')!r}, this library reads "
+            f"{' and '.join(map(str, versions))}; continue with the version that wrote it"
+        )
+    updates = header.get("updates")
+    if not isinstance(updates, int) or updates < 0:
+        raise StateMismatchError(f"the saved state is damaged: updates={updates!r}; use another checkpoint")
+
+
+def describe_damage(place: object, problem: str) -> str:
+    """Say that a saved state can't be read, and what to do.
+
+    Args:
+        place: The file or folder.
+        problem: What is wrong with it.
+
+    Returns:
+        The text of an error.
+    """
+    return (
+        f"{place} holds no state that can be read ({problem}); it is damaged or was not written by slivertune, use "
+        "another checkpoint"
+    )
+
+
+def load_dictionary(file: Path | io.BytesIO, *, name: str | None = None, mmap: bool = False) -> dict[str, Any]:
+    """Read a dictionary of tensors and plain containers onto the host.
+
+    Args:
+        file: What `torch.save` wrote.
+        name: What errors call it; its path when None.
+        mmap: Whether tensors are read when they are needed.
+
+    Raises:
+        ValueError: If it is missing, damaged or holds something else: whatever torch's readers fail with.
+    """
+    try:
+        value = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        if not isinstance(value, dict):
+            raise TypeError(f"a {type(value).__name__} instead of a dictionary")
+    except MemoryError:
+        raise
+    # The readers of pickles and of zip archives raise whatever the bytes make them stumble over.
+    except Exception as error:
+        place = file if name is None else name
+        raise ValueError(describe_damage(place, f"{type(error).__name__}: {str(error)[:200]}")) from error
+    return value
+
+
+def check_loadable(file: Path | io.BytesIO) -> None:
+    """Refuse what `torch.load(weights_only=True)` would not read back, while there is still something to save.
+
+    Args:
+        file: What `torch.save` has written.
+
+    Raises:
+        ValueError: Naming the classes.
+    """
+    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if unknown:
+        raise ValueError(
+            f"the base optimizer's state holds objects of {', '.join(unknown)}, which torch does not load unless they "
+            f"are allowed; call torch.serialization.add_safe_globals([...]) with them when the run starts"
+        )
 
 
 def is_initialising_step(param_groups: Sequence[Mapping[str, Any]]) -> bool:
