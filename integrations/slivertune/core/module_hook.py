@@ -1,7 +1,8 @@
-"""What hangs on a model: hooks that a copy does not have, and handles that take them off."""
+"""What hangs on a model: hooks and stand-ins that a copy does not have, and handles that take them off."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -26,6 +27,29 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ModuleHook, (None,))
+
+
+class StandIn:
+    """Stands in for a function of a model: a module's forward, a loss.
+
+    A copy of the model, deep or pickled, has the function itself: it is not hooked.
+
+    Args:
+        function: The model's own.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.function, memo)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.function,)
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
 
 
 class ModelHandle:
