@@ -91,8 +91,7 @@ def load_dictionary(file: Path | io.BytesIO, *, name: str | None = None, mmap: b
         raise
     # The readers of pickles and of zip archives raise whatever the bytes make them stumble over.
     except Exception as error:
-        place = file if name is None else name
-        raise ValueError(describe_damage(place, f"{type(error).__name__}: {str(error)[:200]}")) from error
+        raise ValueError(describe_damage(name or file, f"{type(error).__name__}: {str(error)[:200]}")) from error
     return value
 
 

@@ -156,7 +156,10 @@ class Rows:
         Args:
             tensor: Keys or values, shape (batch, heads, n, head size).
         """
-        return apply_function(_Keep, tensor, self)
+        kept = tensor.view_as(tensor)
+        if kept.requires_grad:
+            kept.register_hook(lambda gradient: gradient * self.is_selected[:, None, :, None])
+        return kept
 
     def forget_parts(self) -> None:
         """Let go of the parts of tensors that are still alive."""
@@ -203,20 +206,6 @@ class _Merge(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return gradient.index_select(0, ctx.rows.selected), None, None
-
-
-class _Keep(torch.autograd.Function):
-    """Keys or values as they are; the backward drops what the other rows would get."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.rows.is_selected[:, None, :, None], None
 
 
 class SelectionContext:
@@ -271,38 +260,28 @@ def in_backward() -> bool:
 
 
 def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -> torch.Tensor:
-    """The layers' output, whose backward puts the selection of this forward in force.
+    """The layers' output. When the backward passes it, layers that it computes again are this forward's.
+
+    Within a backward, nodes run in the reverse order of their making, so that the layers of a later forward are done
+    before an earlier one's output is passed.
 
     Args:
         hidden: The output.
         selection: What modules ask.
         rows: The running forward's selection.
     """
-    return apply_function(_Passed, hidden, selection, rows)
+    passed = hidden.view_as(hidden)
 
-
-class _Passed(torch.autograd.Function):
-    """The layers' output. When the backward passes it, layers that it computes again are this forward's.
-
-    Within a backward, nodes run in the reverse order of their making, so that the layers of a later forward are done
-    before an earlier one's output is passed.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -> torch.Tensor:
-        ctx.selection, ctx.rows = selection, rows
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        selection: SelectionContext = ctx.selection
-        if selection.is_removed and ctx.rows.is_checkpointed:
+    def enter(gradient: torch.Tensor) -> None:
+        if selection.is_removed and rows.is_checkpointed:
             raise RuntimeError(
                 "TokenTune was removed between the forward and the backward of checkpointed layers, which would now be "
                 "computed again without it; run the backward before remove(), or inside of the context"
             )
-        selection.of_backward = ctx.rows
+        selection.of_backward = rows
         # At the end of this backward, so that nothing of the forward is kept alive by it.
         at_end_of_backward(selection.leave_backward)
-        return gradient, None, None
+
+    if passed.requires_grad:
+        passed.register_hook(enter)
+    return passed
