@@ -98,6 +98,11 @@ def made(build: Callable[[], nn.Module]) -> Any:
     return model
 
 
+@pytest.fixture
+def model() -> Any:
+    return made(llama)
+
+
 TERMS = 16 + 32 + 24
 """Of a loss: products along the hidden size, classes in a log-sum-exp, and rows."""
 
@@ -181,8 +186,7 @@ def test_other_heads_and_losses_are_refused(name: str) -> None:
         attach_chunked_cross_entropy(made(NOT_SERVED[name][0]))
 
 
-def test_the_model_is_as_before_when_the_handle_is_gone() -> None:
-    model = made(llama)
+def test_the_model_is_as_before_when_the_handle_is_gone(model: Any) -> None:
     before = state_of(model)
     handle = attach_chunked_cross_entropy(model)
     assert state_of(model) != before
@@ -195,8 +199,7 @@ def test_the_model_is_as_before_when_the_handle_is_gone() -> None:
     attach_chunked_cross_entropy(model).remove()
 
 
-def test_only_training_with_labels_is_changed() -> None:
-    model = made(llama)
+def test_only_training_with_labels_is_changed(model: Any) -> None:
     ids = {"input_ids": batch()["input_ids"]}
 
     def answers() -> list[torch.Tensor]:
@@ -223,8 +226,7 @@ def test_evaluation_is_chunked_where_that_is_asked_for() -> None:
     assert found.logits.shape == (2, 12, 0)
 
 
-def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
-    model = made(llama)
+def test_labels_that_are_shifted_already_are_taken_as_they_are(model: Any) -> None:
     shifted = batch()["labels"].roll(-1, 1)
     expected, exact = with_exact(partial(step, model, shift_labels=shifted))
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
@@ -232,8 +234,7 @@ def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
     assert not torch.equal(expected[0], step(model)[0])
 
 
-def test_labels_may_be_given_by_position_and_outputs_be_a_tuple() -> None:
-    model = made(llama)
+def test_labels_may_be_given_by_position_and_outputs_be_a_tuple(model: Any) -> None:
     arguments = (batch()["input_ids"], None, None, None, None, batch()["labels"])
     expected = model(*arguments).loss
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
@@ -242,21 +243,18 @@ def test_labels_may_be_given_by_position_and_outputs_be_a_tuple() -> None:
     assert logits.shape == (2, 12, 0)
 
 
-def test_one_model_has_one_handle() -> None:
-    model = made(llama)
+def test_one_model_has_one_handle(model: Any) -> None:
     with attach_chunked_cross_entropy(model), pytest.raises(RuntimeError, match="in chunks already"):
         attach_chunked_cross_entropy(model)
 
 
-def test_a_loss_of_the_users_own_is_refused() -> None:
-    model = made(llama)
+def test_a_loss_of_the_users_own_is_refused(model: Any) -> None:
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
     reason = why_not_chunked(model)
     assert reason is not None and "its loss function is '<lambda>'" in reason
 
 
-def test_a_head_that_is_wrapped_later_is_found_out() -> None:
-    model = made(llama)
+def test_a_head_that_is_wrapped_later_is_found_out(model: Any) -> None:
     handle = attach_chunked_cross_entropy(model)
     model.lm_head.forward = lambda hidden: nn.functional.linear(hidden, 2 * model.lm_head.weight)
     with pytest.raises(ChunkedLossError, match="forward was replaced after the handle was attached"):
@@ -265,8 +263,7 @@ def test_a_head_that_is_wrapped_later_is_found_out() -> None:
     assert model(**batch()).logits.shape == (2, 12, 32)
 
 
-def test_a_forward_that_failed_leaves_the_head_as_it_is() -> None:
-    model = made(llama)
+def test_a_forward_that_failed_leaves_the_head_as_it_is(model: Any) -> None:
     expected = model.lm_head(torch.ones(1, 16))
     with attach_chunked_cross_entropy(model):
         with pytest.raises(IndexError):
@@ -274,8 +271,7 @@ def test_a_forward_that_failed_leaves_the_head_as_it_is() -> None:
         assert torch.equal(model.lm_head(torch.ones(1, 16)), expected)
 
 
-def test_a_copy_of_the_model_has_no_handle() -> None:
-    model = made(llama)
+def test_a_copy_of_the_model_has_no_handle(model: Any) -> None:
     expected = step(model)
     with attach_chunked_cross_entropy(model):
         other = copy.deepcopy(model)
@@ -289,16 +285,14 @@ def test_a_copy_of_the_model_has_no_handle() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_nothing(reentrant: bool) -> None:
-    model = made(llama)
+def test_checkpointing_changes_nothing(reentrant: bool, model: Any) -> None:
     expected, exact = with_exact(partial(step, model))
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
         assert_same_step(step(model), expected, exact)
 
 
-def test_micro_batches_add_up() -> None:
-    model = made(llama)
+def test_micro_batches_add_up(model: Any) -> None:
     num_items = (batch()["labels"][:, 1:] != -100).sum()
     expected, exact = with_exact(lambda: step(model)[1])
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
@@ -309,8 +303,7 @@ def test_micro_batches_add_up() -> None:
     assert_step_close(found, expected, exact, cap=CAP)
 
 
-def test_autocast_is_followed() -> None:
-    model = made(llama)
+def test_autocast_is_followed(model: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**batch()).loss
         with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
@@ -320,9 +313,8 @@ def test_autocast_is_followed() -> None:
     assert not torch.equal(found, model(**batch()).loss)
 
 
-def test_the_weight_is_read_inside_the_heads_own_forward() -> None:
+def test_the_weight_is_read_inside_the_heads_own_forward(model: Any) -> None:
     # As engines do that gather a weight before a module's forward and let go of it afterwards.
-    model = made(llama)
     model.lm_head.weight.requires_grad_(False)
     expected, exact = with_exact(partial(step, model))
     whole = model.lm_head.weight.data
@@ -416,8 +408,7 @@ def test_adapters_under_a_plain_head(four_bit: bool) -> None:
     assert_same_step(found, expected, exact)
 
 
-def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autocast_lets_it_run() -> None:
-    model = made(llama)
+def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autocast_lets_it_run(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.bfloat16())
     # Asked inside of autocast or not, where its own forward could not run either.
     assert why_not_chunked(model) is None
@@ -438,9 +429,8 @@ def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autoc
 @pytest.mark.parametrize("chunked_first", [False, True])
 @pytest.mark.parametrize("removed_first", ["tokens", "chunks"])
 def test_tokentune_scores_its_selected_rows_in_chunks(
-    removed_first: str, chunked_first: bool, num_items: torch.Tensor | None
+    removed_first: str, chunked_first: bool, num_items: torch.Tensor | None, model: Any
 ) -> None:
-    model = made(llama)
     dense, exact_dense = with_exact(partial(step, model))
     before = state_of(model)
 

@@ -60,6 +60,11 @@ class PlainModel(nn.Module):
         return output
 
 
+@pytest.fixture
+def model() -> nn.Module:
+    return PlainModel()
+
+
 PLAIN_EMBEDDING = {"tokens.weight", "first_norm.weight", "first_norm.bias"}
 PLAIN_HEAD = {"final_norm.weight", "final_norm.bias", "output.weight", "output.bias"}
 
@@ -262,8 +267,7 @@ def count_calls(function: Any, *args: Any) -> tuple[Any, int]:
         sys.setprofile(None)
 
 
-def test_the_search_copies_no_weights_buffers_or_other_tensors() -> None:
-    model = PlainModel()
+def test_the_search_copies_no_weights_buffers_or_other_tensors(model: Any) -> None:
     model.register_buffer("mask", torch.zeros(1 << 16))
     model.extra = torch.zeros(1 << 16)  # as quantised layers keep their scales
     model.output.weight.grad = torch.zeros_like(model.output.weight)
@@ -280,8 +284,7 @@ def test_a_plain_module_is_sorted_by_what_its_forward_reads_first() -> None:
     assert found["head"] == PLAIN_HEAD
 
 
-def test_one_item_with_attention_makes_blocks_of_a_whole_list() -> None:
-    model = PlainModel()
+def test_one_item_with_attention_makes_blocks_of_a_whole_list(model: Any) -> None:
     model.blocks[0] = nn.Linear(HIDDEN, HIDDEN)
     model.blocks[2] = nn.Linear(HIDDEN, HIDDEN)
     found = by_name(find_layers(model))
@@ -296,21 +299,18 @@ class Chain(nn.ModuleList):
         return hidden
 
 
-def test_a_list_without_attention_holds_no_blocks() -> None:
-    model: Any = PlainModel()
+def test_a_list_without_attention_holds_no_blocks(model: Any) -> None:
     model.output = Chain([nn.Linear(HIDDEN, VOCAB)])
     head = {"final_norm.weight", "final_norm.bias", "output.0.weight", "output.0.bias"}
     assert by_name(find_layers(model))["head"] == head
 
 
-def test_a_block_without_parameters_is_left_out() -> None:
-    model = PlainModel()
+def test_a_block_without_parameters_is_left_out(model: Any) -> None:
     model.blocks[1] = nn.Identity()
     assert [layer.name for layer in find_layers(model)] == ["embedding", "blocks.0", "blocks.2", "head"]
 
 
-def test_a_parameter_beside_the_list_of_blocks_belongs_to_the_embedding_even_if_it_is_not_read() -> None:
-    model = PlainModel()
+def test_a_parameter_beside_the_list_of_blocks_belongs_to_the_embedding_even_if_it_is_not_read(model: Any) -> None:
     model.class_token = nn.Parameter(torch.zeros(HIDDEN))
     assert "class_token" in by_name(find_layers(model))["embedding"]
 
@@ -323,8 +323,7 @@ class MaskedTokens(nn.Embedding):
         self.mask_token = nn.Parameter(torch.zeros(HIDDEN))
 
 
-def test_what_a_dummy_batch_leaves_out_goes_with_its_neighbours() -> None:
-    model = PlainModel()
+def test_what_a_dummy_batch_leaves_out_goes_with_its_neighbours(model: Any) -> None:
     model.tokens = MaskedTokens()
     assert "tokens.mask_token" in by_name(find_layers(model))["embedding"]
 
@@ -383,8 +382,7 @@ def test_frozen_parameters_are_sorted_too() -> None:
     assert sum(len(layer.parameter_names) for layer in find_layers(model)) == len(list(model.parameters()))
 
 
-def test_a_shared_parameter_belongs_to_the_lowest_of_its_layers() -> None:
-    model: Any = PlainModel()
+def test_a_shared_parameter_belongs_to_the_lowest_of_its_layers(model: Any) -> None:
     model.blocks[2][0].weight = model.blocks[1][0].weight
     model.final_norm.bias = model.blocks[1][0].bias  # and has the name of the head, which is registered first
     found = by_name(find_layers(model))
@@ -393,8 +391,7 @@ def test_a_shared_parameter_belongs_to_the_lowest_of_its_layers() -> None:
     assert found["head"] == PLAIN_HEAD - {"final_norm.bias"}
 
 
-def test_a_tie_to_the_embedding_does_not_pull_the_rest_of_the_head_with_it() -> None:
-    model = PlainModel()
+def test_a_tie_to_the_embedding_does_not_pull_the_rest_of_the_head_with_it(model: Any) -> None:
     model.output.weight = model.tokens.weight
     found = by_name(find_layers(model))
     assert found["embedding"] == PLAIN_EMBEDDING
@@ -458,8 +455,7 @@ class SpyingAttention(Attention):
         raise RuntimeError("no such kernel")
 
 
-def test_blocks_need_not_run() -> None:
-    model: Any = PlainModel()
+def test_blocks_need_not_run(model: Any) -> None:
     for block in model.blocks:
         block[1] = SpyingAttention()
     found = by_name(find_layers(model))
@@ -502,8 +498,7 @@ def test_weights_that_accelerate_offloads_do_not_hinder_the_search() -> None:
 PLAIN_LAYERS = [["tokens", "first_norm"], ["blocks.0"], ["blocks.1", "blocks.2"], ["final_norm", "output.weight"]]
 
 
-def test_listed_layers_replace_the_search() -> None:
-    model = PlainModel()
+def test_listed_layers_replace_the_search(model: Any) -> None:
     layers = find_layers(model, layers=[*PLAIN_LAYERS, ["output.bias"]])
     assert {layer.kind for layer in layers} == {"custom"}
     assert [layer.name for layer in layers] == ["custom.0", "blocks.0", "custom.2", "custom.3", "output.bias"]
@@ -524,8 +519,7 @@ def test_a_listed_module_path_is_not_a_prefix_of_others() -> None:
     assert by_name(layers) == {"a": {"a.weight", "a.bias"}, "ab": {"ab.weight", "ab.bias"}}
 
 
-def test_a_tied_parameter_may_be_listed_under_any_of_its_names() -> None:
-    model = PlainModel()
+def test_a_tied_parameter_may_be_listed_under_any_of_its_names(model: Any) -> None:
     model.output.weight = model.tokens.weight
     layers = find_layers(model, layers=[["first_norm"], ["blocks"], ["final_norm"], ["output.weight", "output.bias"]])
     assert layers[3].parameter_names == ("tokens.weight", "output.bias")
@@ -555,8 +549,7 @@ def test_a_list_that_is_no_partition_is_refused(layers: Any, message: str) -> No
         find_layers(PlainModel(), layers=layers)
 
 
-def test_a_tied_parameter_listed_in_two_layers_is_refused() -> None:
-    model = PlainModel()
+def test_a_tied_parameter_listed_in_two_layers_is_refused(model: Any) -> None:
     model.output.weight = model.tokens.weight
     with pytest.raises(ValueError, match=r"'tokens\.weight' is in layers\[0\] and, through 'output'.*tied parameter"):
         find_layers(model, layers=[["tokens", "first_norm"], ["blocks"], ["final_norm", "output"]])

@@ -13,6 +13,11 @@ from slivertune.core.ledger import Ledger, claim, claimed_at_birth
 MIB = 2**20
 
 
+@pytest.fixture
+def model() -> nn.Module:
+    return linear()
+
+
 def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 
@@ -42,8 +47,7 @@ def test_a_leak_that_autograd_holds_shows() -> None:
         assert ledger.current().residual == MIB
 
 
-def test_weights_and_gradients_of_the_model_are_counted_as_such() -> None:
-    model = linear()
+def test_weights_and_gradients_of_the_model_are_counted_as_such(model: nn.Module) -> None:
     weight_bytes = bytes_of(list(model.parameters()))
     with Ledger(model) as ledger:
         assert (ledger.current().parameters, ledger.current().gradients) == (weight_bytes, 0)
@@ -126,8 +130,7 @@ def test_a_resized_storage_is_counted_anew() -> None:
         assert ledger.current().residual == 2 * MIB
 
 
-def test_nothing_stays_behind_after_leaving() -> None:
-    model = linear()
+def test_nothing_stays_behind_after_leaving(model: nn.Module) -> None:
     with Ledger(model):
         pass
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
@@ -173,8 +176,7 @@ def test_what_is_claimed_at_birth_never_counts_as_residual() -> None:
         assert waiting.nbytes == after.nbytes
 
 
-def test_a_parameter_that_an_owner_claimed_as_state_stays_state() -> None:
-    model = linear()
+def test_a_parameter_that_an_owner_claimed_as_state_stays_state(model: nn.Module) -> None:
     claim(model[0].weight, "state")
     with Ledger(model) as ledger:
         model[0].weight.data.add_(1)

@@ -13,6 +13,12 @@ from tests.helpers.tolerance import assert_step_close, exact_sums
 TUNE = st.TokenTune(ratio=0.4)
 
 
+@pytest.fixture
+def model() -> Any:
+    """Two queries share a head of keys."""
+    return tiny_llama()
+
+
 def gradients(model: Any, **options: Any) -> dict[str, torch.Tensor]:
     ids = torch.randint(1, VOCAB, (3, 13), generator=torch.Generator().manual_seed(0))
     model.zero_grad()
@@ -28,9 +34,8 @@ def padding() -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"attention_mask": padding()}], ids=["no mask", "padded"])
 def test_folded_groups_give_the_same_gradients_as_grouped_kernels(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    model = tiny_llama()  # two queries share a head of keys
     found = {}
     for takes in (True, False):
         monkeypatch.setattr(attention, "takes_grouped_mask", lambda device, takes=takes: takes)
@@ -84,7 +89,7 @@ def test_a_function_registered_over_another_models_selection_is_refused_and_left
     assert not attention._dispatched
 
 
-def test_the_mask_of_selected_queries_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mask_of_selected_queries_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
     made: list[Any] = []
     make = attention._make_selected_mask
 
@@ -93,15 +98,13 @@ def test_the_mask_of_selected_queries_is_made_once_for_all_layers(monkeypatch: p
         return make(*args, **kwargs)
 
     monkeypatch.setattr(attention, "_make_selected_mask", counted)
-    model = tiny_llama()
     with TUNE.attach(model):
         gradients(model, attention_mask=padding())
     assert len(made) == 1
 
 
-def test_a_class_derived_elsewhere_is_hooked_as_the_models_own() -> None:
+def test_a_class_derived_elsewhere_is_hooked_as_the_models_own(model: Any) -> None:
     # FSDP2 gives every module such a class.
-    model = tiny_llama()
     expected = gradients(model)
     for module in list(model.modules()):
         kind = type(module)
