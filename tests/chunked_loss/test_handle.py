@@ -1,6 +1,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,8 +44,7 @@ SCALED = {name: value for name, value in DECODER.items() if name != "head_dim"}
 
 def mamba() -> nn.Module:
     config = hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)
-    model: nn.Module = hf.MambaForCausalLM(config)
-    return model
+    return hf.MambaForCausalLM(config)  # type: ignore[no-any-return]
 
 
 SERVED: dict[str, Callable[[], nn.Module]] = {
@@ -89,10 +89,7 @@ def made(build: Callable[[], nn.Module]) -> Any:
     torch.manual_seed(0)
     model = build().train()
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for module in model.modules():
-        for name in ("dropout", "attention_dropout"):
+        for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
@@ -126,25 +123,25 @@ def step(model: Any, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 
 CAP = 1e-4
 """What no limit exceeds in fp32; a row too many or too few is off by more than 1e-2."""
-BF16_CAP = 0.05
-"""The same in bf16, whose results are rounded to 4e-3 of them."""
+CAPS = {torch.float32: CAP, torch.bfloat16: 0.05}
+"""In bf16 results are rounded to 4e-3 of them."""
 
 
 def assert_same_step(one: Any, expected: Any, exact: Any) -> None:
     """Loss and gradients agree, but for the order of sums."""
     dtype = next(iter(expected[1].values())).dtype
-    cap = BF16_CAP if dtype == torch.bfloat16 else CAP
-    assert_step_close(one[0], expected[0], exact[0], cap=cap, dtype=dtype)
-    assert_step_close(one[1], expected[1], exact[1], cap=cap, dtype=dtype)
+    for part in range(2):
+        assert_step_close(one[part], expected[part], exact[part], cap=CAPS[dtype], dtype=dtype)
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
+def state_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """All that a handle could leave behind."""
-    found = {}
-    for path, module in model.named_modules():
-        own = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_modules", "_buffers")}
-        found[path] = {key: dict(value) if isinstance(value, dict) else value for key, value in own.items()}
-    return found
+    return {
+        (path, key): dict(value) if isinstance(value, dict) else value
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_modules", "_buffers")
+    }
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -332,6 +329,10 @@ def test_the_weight_is_read_inside_the_heads_own_forward(model: Any) -> None:
         assert_same_step(step(model), expected, exact)
 
 
+def attached_if(chunked: bool, model: nn.Module) -> AbstractContextManager[object]:
+    return attach_chunked_cross_entropy(model, chunk_bytes=SMALL) if chunked else nullcontext()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("order", ["bottom2up", "top2down"])
 def test_hift_trains_the_same_with_the_head_active_and_frozen(order: Any, tied: bool) -> None:
@@ -339,15 +340,13 @@ def test_hift_trains_the_same_with_the_head_active_and_frozen(order: Any, tied: 
 
     def trained(*, chunked: bool) -> dict[str, torch.Tensor]:
         model = twin(start)
-        handle = attach_chunked_cross_entropy(model, chunk_bytes=SMALL) if chunked else None
-        optimizer = HiFT(model, torch.optim.SGD, lr=0.1, config=HiFTConfig(order=order))
-        for one in token_batches(2 * optimizer.num_groups):
-            model(**one).loss.backward()
-            head = model.get_output_embeddings().weight  # type: ignore[operator]
-            assert (head.grad is not None) is bool(head.requires_grad)
-            optimizer.step()
-        if handle is not None:
-            handle.remove()
+        with attached_if(chunked, model):
+            optimizer = HiFT(model, torch.optim.SGD, lr=0.1, config=HiFTConfig(order=order))
+            for one in token_batches(2 * optimizer.num_groups):
+                model(**one).loss.backward()
+                head = model.get_output_embeddings().weight  # type: ignore[operator]
+                assert (head.grad is not None) is bool(head.requires_grad)
+                optimizer.step()
         return {name: value - before[name] for name, value in weights(model).items()}
 
     before = weights(start)
@@ -361,16 +360,14 @@ def test_sft_takes_the_heads_active_entries_out_of_its_gradient() -> None:
 
     def trained(*, chunked: bool) -> dict[str, Any]:
         model = twin(start)
-        handle = attach_chunked_cross_entropy(model, chunk_bytes=SMALL) if chunked else None
         config = SFTConfig(
             density=0.1, form="optimizer", targets=["lm_head", "q_proj"], selection="momentum", reselection_interval=3
         )
-        optimizer = SFT(model, config=config, lr=1e-2, total_steps=8)
-        for one in token_batches(8):
-            model(**one).loss.backward()
-            optimizer.step()
-        if handle is not None:
-            handle.remove()
+        with attached_if(chunked, model):
+            optimizer = SFT(model, config=config, lr=1e-2, total_steps=8)
+            for one in token_batches(8):
+                model(**one).loss.backward()
+                optimizer.step()
         return optimizer.deltas()
 
     expected, exact = with_exact(partial(trained, chunked=False))
@@ -440,12 +437,11 @@ def test_tokentune_scores_its_selected_rows_in_chunks(
 
     expected, exact = with_exact(tuned)
     assert not torch.equal(expected[0], dense[0])
-    handles = {}
-    for name in ("chunks", "tokens") if chunked_first else ("tokens", "chunks"):
-        if name == "tokens":
-            handles[name] = TokenTune(ratio=0.4, seed=3).attach(model)
-        else:
-            handles[name] = attach_chunked_cross_entropy(model, chunk_bytes=SMALL)
+    attaches: dict[str, Callable[[], Any]] = {
+        "tokens": lambda: TokenTune(ratio=0.4, seed=3).attach(model),
+        "chunks": lambda: attach_chunked_cross_entropy(model, chunk_bytes=SMALL),
+    }
+    handles = {name: attaches[name]() for name in sorted(attaches, reverse=not chunked_first)}
     found = step(model, num_items_in_batch=num_items)
     assert found[2].logits.shape == (2, 5, 0)
     assert_same_step(found, expected, exact)
