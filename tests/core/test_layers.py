@@ -1,3 +1,5 @@
+"""Layers are found in models of many kinds, each of which stands in one table: longer than other files for that."""
+
 import random
 import sys
 import warnings
@@ -79,24 +81,23 @@ def forward_with(model: nn.Module, case: Case, trainable: Iterable[str]) -> tupl
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
         parameter.grad = None
-    recorded: dict[str, bool] = {}
-    hooks = []
-    for path in case.blocks:
+    recorded: dict[nn.Module, bool] = {}
 
-        def record(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-            recorded[path] = any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        recorded[module] = any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
-        hooks.append(model.get_submodule(path).register_forward_hook(record))
+    blocks = [model.get_submodule(path) for path in case.blocks]
+    hooks = [block.register_forward_hook(record) for block in blocks]
     torch.manual_seed(0)
     output = model(**case.batch())
     for hook in hooks:
         hook.remove()
     scores = output.logits_per_text if "logits_per_text" in output else output.logits
-    return scores.float().square().sum(), [recorded[path] for path in case.blocks]
+    return scores.float().square().sum(), [recorded[block] for block in blocks]
 
 
 @each_case
-def test_each_parameter_lands_where_it_is_expected(case: Case) -> None:
+def test_each_parameter_lands_where_it_is_expected_once_and_in_order(case: Case) -> None:
     model = case.build()
     layers = find_layers(model)
     found = by_name(layers)
@@ -105,12 +106,6 @@ def test_each_parameter_lands_where_it_is_expected(case: Case) -> None:
     assert [layer.name for layer in layers if layer.kind == "block"] == case.blocks
     for path in case.blocks:
         assert found[path] == {name for name, _ in model.named_parameters() if name.startswith(f"{path}.")}
-
-
-@each_case
-def test_the_layers_hold_every_parameter_once_in_order(case: Case) -> None:
-    model = case.build()
-    layers = find_layers(model)
     kinds = ["embedding", *["block"] * len(case.blocks), *(["head"] if case.head else [])]
     assert [layer.kind for layer in layers] == kinds
     order = [name for name, _ in model.named_parameters()]
@@ -157,7 +152,6 @@ def test_each_embedded_parameter_acts_before_the_blocks_and_each_of_the_head_aft
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """All that a search could disturb: bits, versions, identities, flags, attributes, hooks, generators."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    attributes = {path: sorted(vars(module)) for path, module in model.named_modules()}
     hooks = {
         (path, name): list(value.items())
         for path, module in model.named_modules()
@@ -169,7 +163,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         "tensors": [(name, id(tensor), tensor._version, tensor.requires_grad, tensor.grad) for name, tensor in tensors],
         "training": [module.training for module in model.modules()],
         "modules": [(path, id(module), type(module)) for path, module in model.named_modules()],
-        "attributes": attributes,
+        "attributes": {path: sorted(vars(module)) for path, module in model.named_modules()},
         "hooks": hooks,
         "generators": (torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())),  # noqa: NPY002
     }
@@ -186,9 +180,8 @@ def test_the_search_leaves_the_model_and_the_generators_as_they_were(case: Case)
     next(model.parameters()).requires_grad_(False)
     before = snapshot(model)
     find_layers(model)
-    after = snapshot(model)
-    for aspect in before:
-        assert after[aspect] == before[aspect], aspect
+    for aspect, found in snapshot(model).items():
+        assert found == before[aspect], aspect
     assert ran == []
 
 
@@ -277,9 +270,8 @@ def test_the_search_copies_no_weights_buffers_or_other_tensors(model: Any) -> No
 
 
 def test_a_plain_module_is_sorted_by_what_its_forward_reads_first() -> None:
-    layers = find_layers(PlainModel())
-    assert [layer.name for layer in layers] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
-    found = by_name(layers)
+    found = by_name(find_layers(PlainModel()))
+    assert list(found) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert found["embedding"] == PLAIN_EMBEDDING
     assert found["head"] == PLAIN_HEAD
 
@@ -364,9 +356,8 @@ class Wrapper(nn.Module):
 
 
 def test_a_transformers_model_inside_another_gets_a_dummy_batch_of_its_own() -> None:
-    layers = find_layers(Wrapper())
-    assert [layer.name for layer in layers] == ["embedding", "inner.model.layers.0", "inner.model.layers.1", "head"]
-    found = by_name(layers)
+    found = by_name(find_layers(Wrapper()))
+    assert list(found) == ["embedding", "inner.model.layers.0", "inner.model.layers.1", "head"]
     assert found["embedding"] == {"inner.model.embed_tokens.weight"}
     assert found["head"] == {
         "probe.weight",
@@ -507,16 +498,19 @@ def test_listed_layers_replace_the_search(model: Any) -> None:
     assert layers[3].parameter_names == ("final_norm.weight", "final_norm.bias", "output.weight")
 
 
-def test_listed_layers_need_no_blocks_and_keep_the_order_of_the_list() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    layers = find_layers(model, layers=[["1"], ["0.bias", "0.weight"]])
-    assert [layer.parameter_names for layer in layers] == [("1.weight", "1.bias"), ("0.weight", "0.bias")]
-
-
-def test_a_listed_module_path_is_not_a_prefix_of_others() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
-    layers = find_layers(model, layers=[["a"], ["ab"]])
-    assert by_name(layers) == {"a": {"a.weight", "a.bias"}, "ab": {"ab.weight", "ab.bias"}}
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([["ab"], ["a.bias", "a.weight"]], {"ab": ("ab.weight", "ab.bias"), "custom.1": ("a.weight", "a.bias")}),
+        (
+            [["a"], ["ab"]],
+            {"a": ("a.weight", "a.bias"), "ab": ("ab.weight", "ab.bias")},
+        ),  # a path, and no prefix of others
+    ],
+)
+def test_listed_layers_need_no_blocks_and_keep_the_order_of_the_list(layers: Any, expected: Any) -> None:
+    found = find_layers(nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)}), layers=layers)
+    assert [(layer.name, layer.parameter_names) for layer in found] == list(expected.items())
 
 
 def test_a_tied_parameter_may_be_listed_under_any_of_its_names(model: Any) -> None:

@@ -62,12 +62,12 @@ def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_what_was_f
     folder = small_disk / "folder"
     with atomic_folder(folder) as new:
         (new / "a").write_text("old")
+
+    def write_in(new: Path) -> None:
+        (new / "sub").mkdir()
+        write(new / "sub" / "state")
+
     for make, place in ((atomic_folder, folder), (atomic_new_folder, small_disk / "other")):
-
-        def write_in(new: Path) -> None:
-            (new / "sub").mkdir()
-            write(new / "sub" / "state")
-
         with (
             pytest.raises(OSError, match=f"{place} could not be written: No space .* needs more than "),
             make(place) as new,
