@@ -144,16 +144,21 @@ def state_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
+def assert_is_the_plain_step(model: Any, **more: Any) -> None:
+    """Loss and gradients in chunks are those of the plain model, and there are no logits."""
+    expected, exact = with_exact(partial(step, model, **more))
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        found = step(model, **more)
+    assert found[2].logits.shape == (2, 12, 0)
+    assert_same_step(found, expected, exact)
+
+
 @pytest.mark.parametrize("name", SERVED)
 def test_loss_and_gradients_are_those_of_the_plain_model(name: str) -> None:
     model = made(SERVED[name])
     assert why_not_chunked(model) is None
-    for more in ({}, {"num_items_in_batch": torch.tensor(31)}):
-        expected, exact = with_exact(partial(step, model, **more))
-        with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
-            found = step(model, **more)
-        assert found[2].logits.shape == (2, 12, 0)
-        assert_same_step(found, expected, exact)
+    assert_is_the_plain_step(model)
+    assert_is_the_plain_step(model, num_items_in_batch=torch.tensor(31))
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
@@ -225,10 +230,8 @@ def test_evaluation_is_chunked_where_that_is_asked_for() -> None:
 
 def test_labels_that_are_shifted_already_are_taken_as_they_are(model: Any) -> None:
     shifted = batch()["labels"].roll(-1, 1)
-    expected, exact = with_exact(partial(step, model, shift_labels=shifted))
-    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
-        assert_same_step(step(model, shift_labels=shifted), expected, exact)
-    assert not torch.equal(expected[0], step(model)[0])
+    assert_is_the_plain_step(model, shift_labels=shifted)
+    assert not torch.equal(step(model, shift_labels=shifted)[0], step(model)[0])
 
 
 def test_labels_may_be_given_by_position_and_outputs_be_a_tuple(model: Any) -> None:
@@ -271,8 +274,7 @@ def test_a_forward_that_failed_leaves_the_head_as_it_is(model: Any) -> None:
 def test_a_copy_of_the_model_has_no_handle(model: Any) -> None:
     expected = step(model)
     with attach_chunked_cross_entropy(model):
-        other = copy.deepcopy(model)
-        found = step(other)
+        found = step(copy.deepcopy(model))
         assert found[2].logits.shape == (2, 12, 32)
         assert_same_tree(found[:2], expected[:2])
     with TokenTune(ratio=0.5).attach(model), attach_chunked_cross_entropy(model):
@@ -397,12 +399,8 @@ def test_adapters_under_a_plain_head(four_bit: bool) -> None:
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    expected, exact = with_exact(partial(step, adapted))
     assert why_not_chunked(adapted) is None
-    with attach_chunked_cross_entropy(adapted, chunk_bytes=SMALL):
-        found = step(adapted)
-    assert found[2].logits.shape == (2, 12, 0)
-    assert_same_step(found, expected, exact)
+    assert_is_the_plain_step(adapted)
 
 
 def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autocast_lets_it_run(model: Any) -> None:

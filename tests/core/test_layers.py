@@ -302,22 +302,17 @@ def test_a_block_without_parameters_is_left_out(model: Any) -> None:
     assert [layer.name for layer in find_layers(model)] == ["embedding", "blocks.0", "blocks.2", "head"]
 
 
-def test_a_parameter_beside_the_list_of_blocks_belongs_to_the_embedding_even_if_it_is_not_read(model: Any) -> None:
-    model.class_token = nn.Parameter(torch.zeros(HIDDEN))
-    assert "class_token" in by_name(find_layers(model))["embedding"]
-
-
-class MaskedTokens(nn.Embedding):
-    """Holds a parameter that only some batches read."""
-
-    def __init__(self) -> None:
-        super().__init__(VOCAB, HIDDEN)
-        self.mask_token = nn.Parameter(torch.zeros(HIDDEN))
-
-
-def test_what_a_dummy_batch_leaves_out_goes_with_its_neighbours(model: Any) -> None:
-    model.tokens = MaskedTokens()
-    assert "tokens.mask_token" in by_name(find_layers(model))["embedding"]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "class_token",  # beside the list of blocks
+        "tokens.mask_token",  # goes with its neighbours
+    ],
+)
+def test_what_a_dummy_batch_leaves_out_belongs_to_the_embedding(name: str, model: Any) -> None:
+    owner, _, attribute = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(attribute, nn.Parameter(torch.zeros(HIDDEN)))
+    assert name in by_name(find_layers(model))["embedding"]
 
 
 class EncoderDecoder(nn.Module):

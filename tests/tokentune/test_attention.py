@@ -1,4 +1,5 @@
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,17 +91,11 @@ def test_a_function_registered_over_another_models_selection_is_refused_and_left
 
 
 def test_the_mask_of_selected_queries_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
-    made: list[Any] = []
-    make = attention._make_selected_mask
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        made.append(args)
-        return make(*args, **kwargs)
-
-    monkeypatch.setattr(attention, "_make_selected_mask", counted)
+    make = mock.Mock(wraps=attention._make_selected_mask)
+    monkeypatch.setattr(attention, "_make_selected_mask", make)
     with TUNE.attach(model):
         gradients(model, attention_mask=padding())
-    assert len(made) == 1
+    assert make.call_count == 1
 
 
 def test_a_class_derived_elsewhere_is_hooked_as_the_models_own(model: Any) -> None:

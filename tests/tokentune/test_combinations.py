@@ -52,6 +52,13 @@ def checkpointed(model: Any, use_reentrant: bool | None) -> Any:
     return model
 
 
+def with_copy(family: Family, use_reentrant: bool | None = None) -> tuple[Any, Any]:
+    """A model, as `checkpointed` makes it, and a plain copy that is not going to be hooked."""
+    model = make_model(family)
+    unhooked = copy.deepcopy(model)
+    return checkpointed(model, use_reentrant), unhooked
+
+
 def changes(model: nn.Module, before: dict[str, torch.Tensor]) -> Gradients:
     """What updates have added to the weights."""
     return {name: value - before[name] for name, value in weights(model).items()}
@@ -180,9 +187,7 @@ def test_checkpointed_feed_forward_parts_change_nothing_in_checkpointed_layers_n
 def test_two_forwards_before_their_backwards_each_have_their_own_selection(
     use_reentrant: bool | None, order: str
 ) -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
-    checkpointed(model, use_reentrant)
+    model, unhooked = with_copy(LLAMA, use_reentrant)
     batches = [make_batch(LLAMA, "padded right"), short_batch()]
     with TUNE.attach(model) as handle:
         losses, selections = [], []
@@ -206,9 +211,7 @@ def test_two_forwards_before_their_backwards_each_have_their_own_selection(
 
 @PLAIN_OR_CHECKPOINTING
 def test_gradients_accumulate_over_two_steps_of_forward_and_backward(use_reentrant: bool | None) -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
-    checkpointed(model, use_reentrant)
+    model, unhooked = with_copy(LLAMA, use_reentrant)
     parts = []
     with TUNE.attach(model) as handle:
         for batch in (make_batch(LLAMA, "padded right"), short_batch()):
@@ -282,18 +285,17 @@ def fp32_copy(gradients: Gradients) -> Gradients:
 
 
 @PLAIN_OR_CHECKPOINTING
-@pytest.mark.parametrize("name", ["llama, grouped", "gemma3", "gpt2", "gpt_neox", "bert, masked", "gpt_oss"])
+@pytest.mark.parametrize("family", families("llama, grouped", "gemma3", "gpt2", "gpt_neox", "bert, masked", "gpt_oss"))
 @pytest.mark.parametrize(
     ("dtype", "context"),
     [(torch.bfloat16, nullcontext), (torch.float32, partial(torch.autocast, "cpu", torch.bfloat16))],
     ids=["bf16 weights", "bf16 autocast"],
 )
 def test_in_bf16_gradients_are_as_near_to_the_truth_as_the_references(
-    dtype: torch.dtype, context: Callable[[], Any], name: str, use_reentrant: bool | None
+    dtype: torch.dtype, context: Callable[[], Any], family: Family, use_reentrant: bool | None
 ) -> None:
     # bf16 has eight bits, and sums in another order round otherwise, so that two correct results differ by as much as
     # each differs from the fp32 one: some percent. A wrong gradient would be off by tens of percent.
-    family = FAMILIES[name]
     exact = make_model(family).to(dtype).float()
     unhooked = copy.deepcopy(exact).to(dtype)
     model, batch = copy.deepcopy(unhooked), make_batch(family, "padded right")
@@ -340,8 +342,7 @@ def trainer_arguments(folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointing"])
 def test_the_hf_trainer_updates_as_a_loop_over_the_reference(options: dict[str, Any], tmp_path: Path) -> None:
     rows = trainer_rows(8)
-    model: Any = make_model(LLAMA)
-    untrained = copy.deepcopy(model)
+    model, untrained = with_copy(LLAMA)
     before = weights(model)
     recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
     with TUNE.attach(model) as handle:
@@ -396,13 +397,10 @@ def test_num_items_in_batch_counts_for_the_selected_share(num_items: Any) -> Non
 
 @pytest.mark.parametrize("use_reentrant", [None, False], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("order", ["bottom2up", "top2down"])
-@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bert, sequences"])
-def test_under_hift_a_cycle_is_hift_over_the_reference(name: str, order: Any, use_reentrant: bool | None) -> None:
-    family = FAMILIES[name]
-    model: Any = make_model(family)
-    unhooked = copy.deepcopy(model)
+@pytest.mark.parametrize("family", families("llama, grouped", "gpt2", "bert, sequences"))
+def test_under_hift_a_cycle_is_hift_over_the_reference(family: Family, order: Any, use_reentrant: bool | None) -> None:
+    model, unhooked = with_copy(family, use_reentrant)
     before = weights(model)
-    checkpointed(model, use_reentrant)
     config = st.HiFTConfig(order=order)
     exact = copy.deepcopy(unhooked)
     optimizers = [st.HiFT(each, torch.optim.SGD, config=config, lr=0.2) for each in (model, unhooked, exact)]
@@ -429,11 +427,12 @@ def test_under_hift_a_cycle_is_hift_over_the_reference(name: str, order: Any, us
 # ---- evaluation, generation
 
 
-@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "falcon, alibi", "bert, sequences", "gpt_oss", "vit"])
-def test_outside_of_training_a_hooked_model_has_the_bits_of_an_unhooked_one(name: str) -> None:
-    family = FAMILIES[name]
-    model, batch = make_model(family), make_batch(family)
-    unhooked = copy.deepcopy(model)
+@pytest.mark.parametrize(
+    "family", families("llama, grouped", "gpt2", "falcon, alibi", "bert, sequences", "gpt_oss", "vit")
+)
+def test_outside_of_training_a_hooked_model_has_the_bits_of_an_unhooked_one(family: Family) -> None:
+    model, unhooked = with_copy(family)
+    batch = make_batch(family)
     with TUNE.attach(model) as handle:
         assert torch.equal(model.eval()(**batch).logits, unhooked.eval()(**batch).logits)
         evaluated, expected = model_gradients(model, batch), model_gradients(unhooked, batch)
@@ -446,11 +445,9 @@ def test_outside_of_training_a_hooked_model_has_the_bits_of_an_unhooked_one(name
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["in evaluation", "in training"])
-@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bloom", "gemma3"])
-def test_a_hooked_model_generates_as_ever_and_trains_on(name: str, training: bool) -> None:
-    family = FAMILIES[name]
-    model: Any = make_model(family)
-    unhooked = copy.deepcopy(model)
+@pytest.mark.parametrize("family", families("llama, grouped", "gpt2", "bloom", "gemma3"))
+def test_a_hooked_model_generates_as_ever_and_trains_on(family: Family, training: bool) -> None:
+    model, unhooked = with_copy(family)
     ids = make_batch(family)["input_ids"]
     mask = torch.ones_like(ids)
     wanted = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
@@ -474,8 +471,7 @@ def test_a_cache_that_the_model_makes_in_training_is_no_hindrance() -> None:
 
 
 def test_embeddings_in_place_of_ids_get_the_references_gradients() -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
+    model, unhooked = with_copy(LLAMA)
     batch = make_batch(LLAMA)
     labels = batch["labels"]
     embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
@@ -494,8 +490,7 @@ def test_embeddings_in_place_of_ids_get_the_references_gradients() -> None:
 
 
 def test_positional_arguments_and_a_tuple_for_an_answer_are_fine() -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
+    model, unhooked = with_copy(LLAMA)
     batch = make_batch(LLAMA, "padded right")
     with TUNE.attach(model) as handle:
         loss, logits = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], return_dict=False)
@@ -513,9 +508,8 @@ def test_targets_that_are_shifted_already_are_used_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["random", "chunks", "block"])
-@pytest.mark.parametrize("name", ["llama, grouped", "bert, masked"])
-def test_every_pattern_is_the_reference_for_what_it_drew(name: str, pattern: Any) -> None:
-    family = FAMILIES[name]
+@pytest.mark.parametrize("family", families("llama, grouped", "bert, masked"))
+def test_every_pattern_is_the_reference_for_what_it_drew(family: Family, pattern: Any) -> None:
     tune = st.TokenTune(ratio=0.4, pattern=pattern, chunk_size=2, always=(0, -1), seed=3)
     assert_is_the_reference(make_model(family), family, make_batch(family, "padded right"), tune)
 
@@ -528,9 +522,8 @@ def test_one_token_may_be_enough(sequences: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("num_items", [None, 9])
-@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bert, masked"])
-def test_a_selection_without_a_label_gives_no_loss_and_no_gradient(name: str, num_items: int | None) -> None:
-    family = FAMILIES[name]
+@pytest.mark.parametrize("family", families("llama, grouped", "gpt2", "bert, masked"))
+def test_a_selection_without_a_label_gives_no_loss_and_no_gradient(family: Family, num_items: int | None) -> None:
     model, batch = make_model(family), make_batch(family)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     options = {} if num_items is None else {"num_items_in_batch": num_items}
@@ -561,8 +554,7 @@ def test_a_mask_for_every_pair_of_tokens_is_followed(attention: str) -> None:
 
 
 def test_an_error_in_a_forward_leaves_nothing_behind() -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
+    model, unhooked = with_copy(LLAMA)
     batch = make_batch(LLAMA)
 
     def fail(*_: Any) -> None:

@@ -288,10 +288,9 @@ def _lock(file: IO[bytes]) -> None:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _partials(target: Path) -> list[Path]:

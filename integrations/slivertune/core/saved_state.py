@@ -120,7 +120,8 @@ def is_initialising_step(param_groups: Sequence[Mapping[str, Any]]) -> bool:
     Args:
         param_groups: The optimizer's.
     """
-    if any(_is_moving(group.get("lr", 0.0)) for group in param_groups):
+    rates = [group.get("lr", 0.0) for group in param_groups]
+    if any(rate is not None and float(rate) != 0.0 for rate in rates):
         return False
     gradients = [parameter.grad for group in param_groups for parameter in group["params"]]
     return any(g is not None for g in gradients) and not any(g is not None and bool(g.any()) for g in gradients)
@@ -179,7 +180,3 @@ def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
             "set_state_dict without flatten_optimizer_state_dict"
         )
     return None
-
-
-def _is_moving(rate: Any) -> bool:
-    return rate is not None and float(rate) != 0.0

@@ -199,13 +199,12 @@ class TokenTuneHandle(ModelHandle):
             )
         self._check()
         try:
-            bound = self._signature.bind_partial(model, *args, **kwargs)
+            arguments = by_name(self._signature.bind_partial(model, *args, **kwargs))
         except TypeError:
             return None  # the model's own error says what is wrong with the call
-        arguments = by_name(bound)
-        call = Call(arguments=arguments, is_checkpointed=self._is_checkpointed())
-        check_call(model, self._head, arguments, is_checkpointed=call.is_checkpointed)
-        self._call = call
+        is_checkpointed = any(each.training and getattr(each, "gradient_checkpointing", False) for each in self._layers)
+        check_call(model, self._head, arguments, is_checkpointed=is_checkpointed)
+        self._call = call = Call(arguments, is_checkpointed)
         tokens = find_tokens(arguments)
         if tokens is None:  # as with pixels: the first layer tells
             return None
@@ -237,13 +236,9 @@ class TokenTuneHandle(ModelHandle):
         )
         self.num_draws += 1
         self.last_selection = positions
-        rows = Rows(positions, length)
-        rows.is_checkpointed = call.is_checkpointed
+        rows = Rows(positions, length, is_checkpointed=call.is_checkpointed)
         self._selection.of_forward = rows
         return rows
-
-    def _is_checkpointed(self) -> bool:
-        return any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
 
     def _enter_layer(self, layer: nn.Module, layer_rows: LayerRows, hidden: Any) -> None:
         selection = self._selection
@@ -254,10 +249,7 @@ class TokenTuneHandle(ModelHandle):
             )
         if not selection.in_forward or self._call is None:
             return
-        if selection.of_forward is None:
-            self._draw(hidden, self._call)
-        rows = selection.of_forward
-        assert rows is not None
+        rows = selection.of_forward or self._draw(hidden, self._call)
         rows.forget_parts()
         may_train = layer_rows.has_other_forwards or any(each.requires_grad for each in layer.parameters())
         if hidden.requires_grad or may_train:

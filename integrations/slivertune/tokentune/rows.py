@@ -37,13 +37,15 @@ def uncompiled(function: _F) -> _F:
 class Rows:
     """One forward's selection, as indices into the rows of its hidden states."""
 
-    def __init__(self, positions: torch.Tensor, length: int) -> None:
+    def __init__(self, positions: torch.Tensor, length: int, *, is_checkpointed: bool = False) -> None:
         """Number the rows.
 
         Args:
             positions: Selected positions, sorted in each row, int64, shape (batch, k).
             length: Positions n in a sequence.
+            is_checkpointed: Whether layers are computed again in the backward.
         """
+        self.is_checkpointed = is_checkpointed
         self.positions = positions
         self.batch, self.num_selected = positions.shape
         self.length = length
@@ -57,8 +59,6 @@ class Rows:
         """The other rows, int64, shape (batch * (n - k),)."""
         self.is_shrunk = False
         """Whether the model's head gets the selected rows alone, so that nothing reads the last layer's others."""
-        self.is_checkpointed = False
-        """Whether layers are computed again in the backward."""
         self.live_layers: set[int] = set()
         """Layers that anything in the backward reaches; the others run as they are."""
         self.masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = {}

@@ -37,7 +37,9 @@ class TokenWise(StandIn):
         super().__init__(self.module.forward)
         self.selection, self.layer = selection, layer
         self.checkpointed = checkpointed
-        self.works_on_last_dimension = _is_norm(self.module) or _is_linear(self.module)
+        # A linear layer, in 4 bits or not, or PEFT's layer around one.
+        is_linear = isinstance(getattr(self.module, "base_layer", self.module), nn.Linear)
+        self.works_on_last_dimension = is_linear or _is_norm(self.module)
         self.has_parameters = any(True for _ in self.module.parameters())
         self.was_wrapped = "forward" in vars(self.module)
         self.module.forward = self
@@ -106,16 +108,13 @@ class TokenWise(StandIn):
             rows.skips_others = False
         return rows.skips_others
 
-    def _find_layout(self, rows: Rows, value: Any) -> TokenLayout | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        return self._head_layout(rows, value) if value.dim() == 4 else rows.layout(value)
-
-    def _head_layout(self, rows: Rows, tensor: torch.Tensor) -> TokenLayout | None:
+    def _find_layout(self, rows: Rows, tensor: Any) -> TokenLayout | None:
         """Norms of heads and projections of latents get (batch, n, heads, size) or (batch, heads, n, size).
 
         Dropout gets attention weights.
         """
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+            return rows.layout(tensor) if isinstance(tensor, torch.Tensor) else None
         by_token = tensor.shape[:2] == (rows.batch, rows.length)
         by_head = tensor.shape[0] == rows.batch and tensor.shape[2] == rows.length
         if not self.has_parameters or by_token == by_head or not self.works_on_last_dimension:
@@ -133,11 +132,6 @@ def _call(forward: Callable[..., Any], values: Sequence[Any], names: tuple[str, 
 
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, in 4 bits or not, or PEFT's layer around one."""
-    return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
 def _merge_results(rows: Rows, selected: Any, others: Any, given: TokenLayout) -> Any:
