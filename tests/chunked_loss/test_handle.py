@@ -1,3 +1,5 @@
+"""The handle on models of many kinds, which stand in two tables: longer than other files for that."""
+
 import copy
 import warnings
 from collections.abc import Callable

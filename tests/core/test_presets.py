@@ -112,6 +112,9 @@ def test_a_launch_preset_is_one_that_accelerate_reads_from_any_folder(
     # Accelerate would look for it in the folder in which the launch is typed.
     assert "deepspeed_config_file" not in (config.deepspeed_config or {})
     assert config.use_cpu is False
+    assert config.compute_environment == ComputeEnvironment.LOCAL_MACHINE
+    assert bool(config.deepspeed_config) is (config.distributed_type == DistributedType.DEEPSPEED)
+    assert bool(config.fsdp_config) is (config.distributed_type == DistributedType.FSDP)
 
 
 ENGINES = {
@@ -210,17 +213,6 @@ def test_the_hostfile_names_the_machines_of_its_preset() -> None:
     machines = runner.fetch_hostfile(str(presets.preset_path("multi_node_zero3.hostfile")))
     _, num_machines, num_processes = ENGINES["multi_node_zero3"]
     assert list(machines.values()) == [num_processes // num_machines] * num_machines
-
-
-def test_single_gpu_24g_is_one_gpu_process_in_bf16() -> None:
-    config = load_config_from_file(str(presets.preset_path("single_gpu_24g")))
-    assert isinstance(config, ClusterConfig)
-    assert config.compute_environment == ComputeEnvironment.LOCAL_MACHINE
-    assert config.distributed_type == DistributedType.NO
-    assert (config.num_machines, config.num_processes) == (1, 1)
-    assert config.mixed_precision == "bf16"
-    assert config.use_cpu is False
-    assert config.deepspeed_config == config.fsdp_config == {}
 
 
 HIFT_UNDER_ACCELERATE = """

@@ -8,7 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import slivertune as st
 from slivertune.tokentune import attention
-from tests.helpers.models import VOCAB, tiny_llama
+from tests.helpers.models import VOCAB, assert_same_tree, tiny_llama
 from tests.helpers.tolerance import assert_step_close, exact_sums
 
 TUNE = st.TokenTune(ratio=0.4)
@@ -52,7 +52,7 @@ def test_other_models_have_their_own_attention_while_one_is_hooked() -> None:
     expected = gradients(other)
     with TUNE.attach(hooked):
         found = gradients(other)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_tree(found, expected)
 
 
 def test_a_function_that_was_registered_before_is_used_and_put_back() -> None:

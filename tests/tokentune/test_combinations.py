@@ -1,4 +1,7 @@
-"""TokenTune with what else one trains with, against the naive reference for the selections that were drawn."""
+"""TokenTune with what else one trains with, against the naive reference for the selections that were drawn.
+
+Longer than other files, since each combination is a test or two, and all share the comparison at its head.
+"""
 
 import copy
 import warnings

@@ -1,3 +1,5 @@
+"""What a handle promises and what it refuses, on one tiny model: longer than other files for its many refusals."""
+
 import copy
 import itertools
 import pickle
@@ -14,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import slivertune as st
-from tests.helpers.models import VOCAB, tiny_bert, tiny_gpt2, tiny_llama
+from tests.helpers.models import VOCAB, assert_same_tree, tiny_bert, tiny_gpt2, tiny_llama
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.tokentune.reference import selected
 
@@ -51,19 +53,8 @@ def anatomy(model: nn.Module) -> Any:
     return modules, {name: each.clone() for name, each in model.state_dict().items()}
 
 
-def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, each in expected.items():
-        assert torch.equal(found[name], each), name
-
-
 def registry() -> dict[str, Any]:
     return dict(ALL_ATTENTION_FUNCTIONS._local_mapping), dict(ALL_ATTENTION_FUNCTIONS._global_mapping)  # type: ignore[return-value]
-
-
-def assert_same_anatomy(left: Any, right: Any) -> None:
-    assert left[0] == right[0]
-    assert_equal(left[1], right[1])
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
@@ -81,21 +72,21 @@ def test_removed_in_any_order_everything_is_as_before(order: tuple[int, ...]) ->
     for index in order:
         handles[index].remove()
         handles[index].remove()  # a second time does nothing
-        assert_same_anatomy(anatomy(models[index]), before[index][0])
+        assert_same_tree(anatomy(models[index]), before[index][0])
         for still in set(range(3)) - set(order[: order.index(index) + 1]):
             norm = "model.norm.weight" if still != 1 else "transformer.ln_f.weight"
             assert not torch.equal(gradients(models[still])[norm], before[still][1][norm])
             models[still].zero_grad()
     assert registry() == functions
     for model, (_, expected) in zip(models, before, strict=True):
-        assert_equal(gradients(model), expected)
+        assert_same_tree(gradients(model), expected)
 
 
 def test_a_context_takes_the_hook_off_after_an_error(model: Any) -> None:
     before = anatomy(model)
     with pytest.raises(KeyError), TUNE.attach(model):
         raise KeyError
-    assert_same_anatomy(anatomy(model), before)
+    assert_same_tree(anatomy(model), before)
 
 
 def test_a_model_that_cannot_be_hooked_is_left_as_it_was(model: Any) -> None:
@@ -103,7 +94,7 @@ def test_a_model_that_cannot_be_hooked_is_left_as_it_was(model: Any) -> None:
     before, functions = anatomy(model), registry()
     with pytest.raises(ValueError, match="Conv1d in mlp mixes tokens inside a layer"):
         TUNE.attach(model)
-    assert_same_anatomy(anatomy(model), before)
+    assert_same_tree(anatomy(model), before)
     assert registry() == functions
     model.model.layers[2].mlp = nn.Identity()
     TUNE.attach(model).remove()
@@ -114,7 +105,7 @@ def test_the_hook_changes_neither_parameters_nor_the_state_dict(model: Any) -> N
     names = [name for name, _ in model.named_parameters()]
     with TUNE.attach(model):
         assert [name for name, _ in model.named_parameters()] == names
-        assert_equal(model.state_dict(), before)
+        assert_same_tree(dict(model.state_dict()), before)
 
 
 def test_the_latest_training_selection_survives_evaluation_and_backward(model: Any) -> None:
@@ -199,7 +190,7 @@ def test_a_copy_of_a_hooked_model_is_not_hooked(take: Callable[[Any], Any], mode
         found = gradients(twin)
         assert handle.num_draws == 0 and twin(**batch()).logits.shape == (2, 12, VOCAB)
         assert twin.loss_function is type(tiny_llama()).loss_function.fget(tiny_llama())  # type: ignore[attr-defined]
-    assert_equal(found, expected)
+    assert_same_tree(found, expected)
 
 
 @pytest.mark.parametrize("take", [copy.deepcopy, copy.copy, pickle.dumps])
@@ -296,19 +287,19 @@ def test_what_a_script_may_do_between_steps_leaves_the_gradients_of_the_selected
         return found
 
     expected = after()
-    assert_equal(after(lambda model: model.eval(), lambda model: model(**batch()), lambda m: m.train()), expected)
+    assert_same_tree(after(lambda model: model.eval(), lambda model: model(**batch()), lambda m: m.train()), expected)
     found = after(
         lambda model: model.activation_checkpointing_enable({"use_reentrant": False}),
         lambda model: model.activation_checkpointing_disable(),
     )
-    assert_equal(found, expected)
+    assert_same_tree(found, expected)
     # The same operations once more, on rows that stand elsewhere in memory.
     found = after(lambda model: model.activation_checkpointing_enable({"use_reentrant": False}))
     assert_step_close(found, *with_exact(after), cap=1e-4)
     model = tiny_llama().to(torch.float64)
     with TUNE.attach(model):
         in_fp64 = gradients(model)
-    assert_equal(after(lambda model: model.to(torch.float64)), in_fp64)
+    assert_same_tree(after(lambda model: model.to(torch.float64)), in_fp64)
 
 
 def test_hift_finds_the_layers_of_a_hooked_model(model: Any) -> None:
@@ -434,7 +425,7 @@ def test_removing_between_forward_and_backward_changes_nothing_without_checkpoin
     with TUNE.attach(model):
         loss = model(**batch()).loss
     loss.backward()
-    assert_equal({name: each.grad for name, each in model.named_parameters()}, expected)
+    assert_same_tree({name: each.grad for name, each in model.named_parameters()}, expected)
 
 
 def test_hidden_states_of_checkpointed_layers_are_refused() -> None:
@@ -443,9 +434,7 @@ def test_hidden_states_of_checkpointed_layers_are_refused() -> None:
     with TUNE.attach(model):
         assert len(model(**inputs).hidden_states) == len(model.bert.encoder.layer) + 1
         model.activation_checkpointing_enable()
-        with pytest.raises(
-            ValueError, match="output_hidden_states=True in a training forward under TokenTune: checkpointed"
-        ):
+        with pytest.raises(ValueError, match=r"output_hidden_states=True in a .* under TokenTune: checkpointed"):
             model(**inputs)
 
 
@@ -556,7 +545,7 @@ def test_checkpoint_mlp_gives_the_same_gradients_and_saves_less(model: Any) -> N
             model.zero_grad()
             loss.backward()
             found[checkpoint_mlp] = {name: each.grad.clone() for name, each in model.named_parameters()}
-    assert_equal(found[True], found[False])
+    assert_same_tree(found[True], found[False])
     assert saved[True] < 0.8 * saved[False]
 
 
@@ -572,15 +561,6 @@ def test_a_bare_backbone_gives_hidden_states_of_all_tokens() -> None:
         (gradient,) = torch.autograd.grad(hidden.square().sum(), [model.embeddings.position_embeddings.weight])
         used = set(selected(handle).flatten().tolist())
         assert {row for row in range(12) if gradient[row].abs().sum() > 0} == used
-
-
-def test_masked_models_are_scored_on_selected_labels_and_give_zero_without_any() -> None:
-    model = tiny("BertForMaskedLM", "BertConfig")
-    with TUNE.attach(model):
-        loss = model(input_ids=batch()["input_ids"], labels=torch.full((2, 12), -100)).loss
-        assert loss.item() == 0.0
-        loss.backward()
-        assert all(each.grad is None or (each.grad == 0).all() for each in model.parameters())
 
 
 def test_accelerate_saves_and_restores_the_draws(tmp_path: Any) -> None:
