@@ -1,5 +1,3 @@
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,9 +23,7 @@ def inputs(dtype: torch.dtype = torch.float32, *, rows: int = ROWS, scale: float
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(rows, SIZE, generator=generator)
     weight = torch.randn(CLASSES, SIZE, generator=generator) * scale
-    bias = torch.randn(CLASSES, generator=generator) * scale
-    made = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)]
-    return made[0], made[1], made[2]
+    return like((hidden, weight, torch.randn(CLASSES, generator=generator) * scale), dtype)
 
 
 CAP = 1e-4
@@ -110,9 +106,7 @@ def assert_is_plain(
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
 @pytest.mark.parametrize("chunk_bytes", CHUNKS[1:])
 def test_in_bf16_it_is_as_near_to_fp64_as_the_plain_loss(chunk_bytes: int, autocast: bool) -> None:
-    start = inputs(torch.bfloat16)
-    if autocast:
-        start = like(start, torch.float32)
+    start = like(inputs(torch.bfloat16), torch.float32 if autocast else None)
     mine, theirs, exact = like(start), like(start), like(start, torch.float64)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = chunked_cross_entropy(mine[0], mine[1], targets(), bias=mine[2], chunk_bytes=chunk_bytes)
@@ -141,29 +135,28 @@ def test_a_gradient_that_arrives_scaled_scales_all() -> None:
     assert_is_plain(mine, targets(), scale=3.5)
 
 
-def num_products(
-    *, of_hidden: bool, of_weight: bool, of_bias: bool = False, dtype: torch.dtype = torch.float32
-) -> float:
-    """Products of the size of the head's forward that a step takes."""
+@pytest.mark.parametrize(
+    ("trained", "dtype", "expected"),
+    [
+        ("", torch.float32, 1),
+        ("hidden", torch.float32, 2),
+        ("weight", torch.float32, 3),
+        ("hidden weight", torch.float32, 4),
+        ("bias", torch.float32, 2),
+        # fp16 waits for the loss scale, and so computes scores once more.
+        ("hidden", torch.float16, 3),
+    ],
+)
+def test_what_is_frozen_costs_no_product(trained: str, dtype: torch.dtype, expected: int) -> None:
     hidden, weight, bias = inputs()
-    hidden.requires_grad_(of_hidden)
-    weight.requires_grad_(of_weight)
-    bias.requires_grad_(of_bias)
+    for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        tensor.requires_grad_(name in trained)
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss = chunked_cross_entropy(hidden, weight, targets(), bias=bias, chunk_bytes=20_000)
         if loss.requires_grad:
             loss.backward()
-    return counter.get_total_flops() / (2 * ROWS * SIZE * CLASSES)
-
-
-def test_what_is_frozen_costs_no_product() -> None:
-    assert num_products(of_hidden=False, of_weight=False) == 1
-    assert num_products(of_hidden=True, of_weight=False) == 2
-    assert num_products(of_hidden=False, of_weight=True) == 3
-    assert num_products(of_hidden=True, of_weight=True) == 4
-    assert num_products(of_hidden=False, of_weight=False, of_bias=True) == 2
-    # fp16 waits for the loss scale, and so computes scores once more.
-    assert num_products(of_hidden=True, of_weight=False, dtype=torch.float16) == 3
+    # In products of the size of the head's forward.
+    assert counter.get_total_flops() == expected * 2 * ROWS * SIZE * CLASSES
 
 
 class _Births(TorchDispatchMode):
@@ -181,12 +174,6 @@ class _Births(TorchDispatchMode):
         return out
 
 
-@contextmanager
-def births(at_least: int) -> Iterator[dict[int, torch.UntypedStorage]]:
-    with _Births(at_least) as mode:
-        yield mode.storages
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_one_large_tensor_of_a_step_becomes_the_gradient_of_the_weight(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -194,21 +181,21 @@ def test_the_one_large_tensor_of_a_step_becomes_the_gradient_of_the_weight(dtype
     hidden, weight = torch.randn(rows, size).to(dtype), torch.randn(classes, size).to(dtype)
     weight.requires_grad_()
     known = weight.untyped_storage().data_ptr()
-    with births(classes * size * dtype.itemsize) as large:
+    with _Births(classes * size * dtype.itemsize) as large:
         chunked_cross_entropy(hidden.requires_grad_(), weight, torch.arange(rows), chunk_bytes=40_000).backward()
     assert weight.grad is not None
-    assert large.keys() - {known} == {weight.grad.untyped_storage().data_ptr()}
-    with births(rows * classes) as large:  # a quarter of the fp32 logits, which the plain loss holds three times
+    assert large.storages.keys() - {known} == {weight.grad.untyped_storage().data_ptr()}
+    with _Births(rows * classes) as large:  # a quarter of the fp32 logits, which the plain loss holds three times
         plain(hidden, weight, torch.arange(rows), None).backward()
-    assert sum(storage.nbytes() >= 4 * rows * classes for storage in large.values()) >= 3
+    assert sum(storage.nbytes() >= 4 * rows * classes for storage in large.storages.values()) >= 3
 
 
 def test_a_frozen_weight_is_neither_copied_nor_given_a_gradient() -> None:
     hidden, weight, _ = inputs()
     weight.requires_grad_(False)
-    with births(weight.nbytes) as large:
+    with _Births(weight.nbytes) as large:
         chunked_cross_entropy(hidden, weight, targets(), chunk_bytes=4096).backward()
-    assert large.keys() <= {weight.untyped_storage().data_ptr()}
+    assert large.storages.keys() <= {weight.untyped_storage().data_ptr()}
     assert weight.grad is None and hidden.grad is not None
 
 

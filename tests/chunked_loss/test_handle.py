@@ -1,6 +1,9 @@
+"""The handle on models of many kinds, which stand in two tables: longer than other files for that."""
+
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,8 +46,7 @@ SCALED = {name: value for name, value in DECODER.items() if name != "head_dim"}
 
 def mamba() -> nn.Module:
     config = hf.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=2, state_size=4)
-    model: nn.Module = hf.MambaForCausalLM(config)
-    return model
+    return hf.MambaForCausalLM(config)  # type: ignore[no-any-return]
 
 
 SERVED: dict[str, Callable[[], nn.Module]] = {
@@ -89,13 +91,15 @@ def made(build: Callable[[], nn.Module]) -> Any:
     torch.manual_seed(0)
     model = build().train()
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    for module in model.modules():
-        for name in ("dropout", "attention_dropout"):
+        for name in ("p",) if isinstance(module, nn.Dropout) else ("dropout", "attention_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
+
+
+@pytest.fixture
+def model() -> Any:
+    return made(llama)
 
 
 TERMS = 16 + 32 + 24
@@ -121,37 +125,42 @@ def step(model: Any, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 
 CAP = 1e-4
 """What no limit exceeds in fp32; a row too many or too few is off by more than 1e-2."""
-BF16_CAP = 0.05
-"""The same in bf16, whose results are rounded to 4e-3 of them."""
+CAPS = {torch.float32: CAP, torch.bfloat16: 0.05}
+"""In bf16 results are rounded to 4e-3 of them."""
 
 
 def assert_same_step(one: Any, expected: Any, exact: Any) -> None:
     """Loss and gradients agree, but for the order of sums."""
     dtype = next(iter(expected[1].values())).dtype
-    cap = BF16_CAP if dtype == torch.bfloat16 else CAP
-    assert_step_close(one[0], expected[0], exact[0], cap=cap, dtype=dtype)
-    assert_step_close(one[1], expected[1], exact[1], cap=cap, dtype=dtype)
+    for part in range(2):
+        assert_step_close(one[part], expected[part], exact[part], cap=CAPS[dtype], dtype=dtype)
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
+def state_of(model: nn.Module) -> dict[tuple[str, str], Any]:
     """All that a handle could leave behind."""
-    found = {}
-    for path, module in model.named_modules():
-        own = {key: value for key, value in vars(module).items() if key not in ("_parameters", "_modules", "_buffers")}
-        found[path] = {key: dict(value) if isinstance(value, dict) else value for key, value in own.items()}
-    return found
+    return {
+        (path, key): dict(value) if isinstance(value, dict) else value
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in ("_parameters", "_modules", "_buffers")
+    }
+
+
+def assert_is_the_plain_step(model: Any, **more: Any) -> None:
+    """Loss and gradients in chunks are those of the plain model, and there are no logits."""
+    expected, exact = with_exact(partial(step, model, **more))
+    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
+        found = step(model, **more)
+    assert found[2].logits.shape == (2, 12, 0)
+    assert_same_step(found, expected, exact)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_loss_and_gradients_are_those_of_the_plain_model(name: str) -> None:
     model = made(SERVED[name])
     assert why_not_chunked(model) is None
-    for more in ({}, {"num_items_in_batch": torch.tensor(31)}):
-        expected, exact = with_exact(partial(step, model, **more))
-        with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
-            found = step(model, **more)
-        assert found[2].logits.shape == (2, 12, 0)
-        assert_same_step(found, expected, exact)
+    assert_is_the_plain_step(model)
+    assert_is_the_plain_step(model, num_items_in_batch=torch.tensor(31))
 
 
 @pytest.mark.parametrize("name", NOT_SERVED)
@@ -181,8 +190,7 @@ def test_other_heads_and_losses_are_refused(name: str) -> None:
         attach_chunked_cross_entropy(made(NOT_SERVED[name][0]))
 
 
-def test_the_model_is_as_before_when_the_handle_is_gone() -> None:
-    model = made(llama)
+def test_the_model_is_as_before_when_the_handle_is_gone(model: Any) -> None:
     before = state_of(model)
     handle = attach_chunked_cross_entropy(model)
     assert state_of(model) != before
@@ -195,8 +203,7 @@ def test_the_model_is_as_before_when_the_handle_is_gone() -> None:
     attach_chunked_cross_entropy(model).remove()
 
 
-def test_only_training_with_labels_is_changed() -> None:
-    model = made(llama)
+def test_only_training_with_labels_is_changed(model: Any) -> None:
     ids = {"input_ids": batch()["input_ids"]}
 
     def answers() -> list[torch.Tensor]:
@@ -223,17 +230,13 @@ def test_evaluation_is_chunked_where_that_is_asked_for() -> None:
     assert found.logits.shape == (2, 12, 0)
 
 
-def test_labels_that_are_shifted_already_are_taken_as_they_are() -> None:
-    model = made(llama)
+def test_labels_that_are_shifted_already_are_taken_as_they_are(model: Any) -> None:
     shifted = batch()["labels"].roll(-1, 1)
-    expected, exact = with_exact(partial(step, model, shift_labels=shifted))
-    with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
-        assert_same_step(step(model, shift_labels=shifted), expected, exact)
-    assert not torch.equal(expected[0], step(model)[0])
+    assert_is_the_plain_step(model, shift_labels=shifted)
+    assert not torch.equal(step(model, shift_labels=shifted)[0], step(model)[0])
 
 
-def test_labels_may_be_given_by_position_and_outputs_be_a_tuple() -> None:
-    model = made(llama)
+def test_labels_may_be_given_by_position_and_outputs_be_a_tuple(model: Any) -> None:
     arguments = (batch()["input_ids"], None, None, None, None, batch()["labels"])
     expected = model(*arguments).loss
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
@@ -242,21 +245,18 @@ def test_labels_may_be_given_by_position_and_outputs_be_a_tuple() -> None:
     assert logits.shape == (2, 12, 0)
 
 
-def test_one_model_has_one_handle() -> None:
-    model = made(llama)
+def test_one_model_has_one_handle(model: Any) -> None:
     with attach_chunked_cross_entropy(model), pytest.raises(RuntimeError, match="in chunks already"):
         attach_chunked_cross_entropy(model)
 
 
-def test_a_loss_of_the_users_own_is_refused() -> None:
-    model = made(llama)
+def test_a_loss_of_the_users_own_is_refused(model: Any) -> None:
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
     reason = why_not_chunked(model)
     assert reason is not None and "its loss function is '<lambda>'" in reason
 
 
-def test_a_head_that_is_wrapped_later_is_found_out() -> None:
-    model = made(llama)
+def test_a_head_that_is_wrapped_later_is_found_out(model: Any) -> None:
     handle = attach_chunked_cross_entropy(model)
     model.lm_head.forward = lambda hidden: nn.functional.linear(hidden, 2 * model.lm_head.weight)
     with pytest.raises(ChunkedLossError, match="forward was replaced after the handle was attached"):
@@ -265,8 +265,7 @@ def test_a_head_that_is_wrapped_later_is_found_out() -> None:
     assert model(**batch()).logits.shape == (2, 12, 32)
 
 
-def test_a_forward_that_failed_leaves_the_head_as_it_is() -> None:
-    model = made(llama)
+def test_a_forward_that_failed_leaves_the_head_as_it_is(model: Any) -> None:
     expected = model.lm_head(torch.ones(1, 16))
     with attach_chunked_cross_entropy(model):
         with pytest.raises(IndexError):
@@ -274,12 +273,10 @@ def test_a_forward_that_failed_leaves_the_head_as_it_is() -> None:
         assert torch.equal(model.lm_head(torch.ones(1, 16)), expected)
 
 
-def test_a_copy_of_the_model_has_no_handle() -> None:
-    model = made(llama)
+def test_a_copy_of_the_model_has_no_handle(model: Any) -> None:
     expected = step(model)
     with attach_chunked_cross_entropy(model):
-        other = copy.deepcopy(model)
-        found = step(other)
+        found = step(copy.deepcopy(model))
         assert found[2].logits.shape == (2, 12, 32)
         assert_same_tree(found[:2], expected[:2])
     with TokenTune(ratio=0.5).attach(model), attach_chunked_cross_entropy(model):
@@ -289,16 +286,14 @@ def test_a_copy_of_the_model_has_no_handle() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_nothing(reentrant: bool) -> None:
-    model = made(llama)
+def test_checkpointing_changes_nothing(reentrant: bool, model: Any) -> None:
     expected, exact = with_exact(partial(step, model))
     model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
         assert_same_step(step(model), expected, exact)
 
 
-def test_micro_batches_add_up() -> None:
-    model = made(llama)
+def test_micro_batches_add_up(model: Any) -> None:
     num_items = (batch()["labels"][:, 1:] != -100).sum()
     expected, exact = with_exact(lambda: step(model)[1])
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
@@ -309,8 +304,7 @@ def test_micro_batches_add_up() -> None:
     assert_step_close(found, expected, exact, cap=CAP)
 
 
-def test_autocast_is_followed() -> None:
-    model = made(llama)
+def test_autocast_is_followed(model: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(**batch()).loss
         with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
@@ -320,9 +314,8 @@ def test_autocast_is_followed() -> None:
     assert not torch.equal(found, model(**batch()).loss)
 
 
-def test_the_weight_is_read_inside_the_heads_own_forward() -> None:
+def test_the_weight_is_read_inside_the_heads_own_forward(model: Any) -> None:
     # As engines do that gather a weight before a module's forward and let go of it afterwards.
-    model = made(llama)
     model.lm_head.weight.requires_grad_(False)
     expected, exact = with_exact(partial(step, model))
     whole = model.lm_head.weight.data
@@ -340,6 +333,10 @@ def test_the_weight_is_read_inside_the_heads_own_forward() -> None:
         assert_same_step(step(model), expected, exact)
 
 
+def attached_if(chunked: bool, model: nn.Module) -> AbstractContextManager[object]:
+    return attach_chunked_cross_entropy(model, chunk_bytes=SMALL) if chunked else nullcontext()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("order", ["bottom2up", "top2down"])
 def test_hift_trains_the_same_with_the_head_active_and_frozen(order: Any, tied: bool) -> None:
@@ -347,15 +344,13 @@ def test_hift_trains_the_same_with_the_head_active_and_frozen(order: Any, tied: 
 
     def trained(*, chunked: bool) -> dict[str, torch.Tensor]:
         model = twin(start)
-        handle = attach_chunked_cross_entropy(model, chunk_bytes=SMALL) if chunked else None
-        optimizer = HiFT(model, torch.optim.SGD, lr=0.1, config=HiFTConfig(order=order))
-        for one in token_batches(2 * optimizer.num_groups):
-            model(**one).loss.backward()
-            head = model.get_output_embeddings().weight  # type: ignore[operator]
-            assert (head.grad is not None) is bool(head.requires_grad)
-            optimizer.step()
-        if handle is not None:
-            handle.remove()
+        with attached_if(chunked, model):
+            optimizer = HiFT(model, torch.optim.SGD, lr=0.1, config=HiFTConfig(order=order))
+            for one in token_batches(2 * optimizer.num_groups):
+                model(**one).loss.backward()
+                head = model.get_output_embeddings().weight  # type: ignore[operator]
+                assert (head.grad is not None) is bool(head.requires_grad)
+                optimizer.step()
         return {name: value - before[name] for name, value in weights(model).items()}
 
     before = weights(start)
@@ -369,16 +364,14 @@ def test_sft_takes_the_heads_active_entries_out_of_its_gradient() -> None:
 
     def trained(*, chunked: bool) -> dict[str, Any]:
         model = twin(start)
-        handle = attach_chunked_cross_entropy(model, chunk_bytes=SMALL) if chunked else None
         config = SFTConfig(
             density=0.1, form="optimizer", targets=["lm_head", "q_proj"], selection="momentum", reselection_interval=3
         )
-        optimizer = SFT(model, config=config, lr=1e-2, total_steps=8)
-        for one in token_batches(8):
-            model(**one).loss.backward()
-            optimizer.step()
-        if handle is not None:
-            handle.remove()
+        with attached_if(chunked, model):
+            optimizer = SFT(model, config=config, lr=1e-2, total_steps=8)
+            for one in token_batches(8):
+                model(**one).loss.backward()
+                optimizer.step()
         return optimizer.deltas()
 
     expected, exact = with_exact(partial(trained, chunked=False))
@@ -408,16 +401,11 @@ def test_adapters_under_a_plain_head(four_bit: bool) -> None:
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    expected, exact = with_exact(partial(step, adapted))
     assert why_not_chunked(adapted) is None
-    with attach_chunked_cross_entropy(adapted, chunk_bytes=SMALL):
-        found = step(adapted)
-    assert found[2].logits.shape == (2, 12, 0)
-    assert_same_step(found, expected, exact)
+    assert_is_the_plain_step(adapted)
 
 
-def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autocast_lets_it_run() -> None:
-    model = made(llama)
+def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autocast_lets_it_run(model: Any) -> None:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.bfloat16())
     # Asked inside of autocast or not, where its own forward could not run either.
     assert why_not_chunked(model) is None
@@ -438,9 +426,8 @@ def test_a_head_in_another_dtype_than_its_hidden_states_is_served_wherever_autoc
 @pytest.mark.parametrize("chunked_first", [False, True])
 @pytest.mark.parametrize("removed_first", ["tokens", "chunks"])
 def test_tokentune_scores_its_selected_rows_in_chunks(
-    removed_first: str, chunked_first: bool, num_items: torch.Tensor | None
+    removed_first: str, chunked_first: bool, num_items: torch.Tensor | None, model: Any
 ) -> None:
-    model = made(llama)
     dense, exact_dense = with_exact(partial(step, model))
     before = state_of(model)
 
@@ -450,12 +437,11 @@ def test_tokentune_scores_its_selected_rows_in_chunks(
 
     expected, exact = with_exact(tuned)
     assert not torch.equal(expected[0], dense[0])
-    handles = {}
-    for name in ("chunks", "tokens") if chunked_first else ("tokens", "chunks"):
-        if name == "tokens":
-            handles[name] = TokenTune(ratio=0.4, seed=3).attach(model)
-        else:
-            handles[name] = attach_chunked_cross_entropy(model, chunk_bytes=SMALL)
+    attaches: dict[str, Callable[[], Any]] = {
+        "tokens": lambda: TokenTune(ratio=0.4, seed=3).attach(model),
+        "chunks": lambda: attach_chunked_cross_entropy(model, chunk_bytes=SMALL),
+    }
+    handles = {name: attaches[name]() for name in sorted(attaches, reverse=not chunked_first)}
     found = step(model, num_items_in_batch=num_items)
     assert found[2].logits.shape == (2, 5, 0)
     assert_same_step(found, expected, exact)

@@ -1,3 +1,5 @@
+"""Layers are found in models of many kinds, each of which stands in one table: longer than other files for that."""
+
 import random
 import sys
 import warnings
@@ -60,6 +62,11 @@ class PlainModel(nn.Module):
         return output
 
 
+@pytest.fixture
+def model() -> nn.Module:
+    return PlainModel()
+
+
 PLAIN_EMBEDDING = {"tokens.weight", "first_norm.weight", "first_norm.bias"}
 PLAIN_HEAD = {"final_norm.weight", "final_norm.bias", "output.weight", "output.bias"}
 
@@ -74,24 +81,23 @@ def forward_with(model: nn.Module, case: Case, trainable: Iterable[str]) -> tupl
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
         parameter.grad = None
-    recorded: dict[str, bool] = {}
-    hooks = []
-    for path in case.blocks:
+    recorded: dict[nn.Module, bool] = {}
 
-        def record(module: nn.Module, args: Any, output: Any, path: str = path) -> None:
-            recorded[path] = any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        recorded[module] = any(leaf.requires_grad for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
 
-        hooks.append(model.get_submodule(path).register_forward_hook(record))
+    blocks = [model.get_submodule(path) for path in case.blocks]
+    hooks = [block.register_forward_hook(record) for block in blocks]
     torch.manual_seed(0)
     output = model(**case.batch())
     for hook in hooks:
         hook.remove()
     scores = output.logits_per_text if "logits_per_text" in output else output.logits
-    return scores.float().square().sum(), [recorded[path] for path in case.blocks]
+    return scores.float().square().sum(), [recorded[block] for block in blocks]
 
 
 @each_case
-def test_each_parameter_lands_where_it_is_expected(case: Case) -> None:
+def test_each_parameter_lands_where_it_is_expected_once_and_in_order(case: Case) -> None:
     model = case.build()
     layers = find_layers(model)
     found = by_name(layers)
@@ -100,12 +106,6 @@ def test_each_parameter_lands_where_it_is_expected(case: Case) -> None:
     assert [layer.name for layer in layers if layer.kind == "block"] == case.blocks
     for path in case.blocks:
         assert found[path] == {name for name, _ in model.named_parameters() if name.startswith(f"{path}.")}
-
-
-@each_case
-def test_the_layers_hold_every_parameter_once_in_order(case: Case) -> None:
-    model = case.build()
-    layers = find_layers(model)
     kinds = ["embedding", *["block"] * len(case.blocks), *(["head"] if case.head else [])]
     assert [layer.kind for layer in layers] == kinds
     order = [name for name, _ in model.named_parameters()]
@@ -152,7 +152,6 @@ def test_each_embedded_parameter_acts_before_the_blocks_and_each_of_the_head_aft
 def snapshot(model: nn.Module) -> dict[str, Any]:
     """All that a search could disturb: bits, versions, identities, flags, attributes, hooks, generators."""
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    attributes = {path: sorted(vars(module)) for path, module in model.named_modules()}
     hooks = {
         (path, name): list(value.items())
         for path, module in model.named_modules()
@@ -164,7 +163,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
         "tensors": [(name, id(tensor), tensor._version, tensor.requires_grad, tensor.grad) for name, tensor in tensors],
         "training": [module.training for module in model.modules()],
         "modules": [(path, id(module), type(module)) for path, module in model.named_modules()],
-        "attributes": attributes,
+        "attributes": {path: sorted(vars(module)) for path, module in model.named_modules()},
         "hooks": hooks,
         "generators": (torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())),  # noqa: NPY002
     }
@@ -181,9 +180,8 @@ def test_the_search_leaves_the_model_and_the_generators_as_they_were(case: Case)
     next(model.parameters()).requires_grad_(False)
     before = snapshot(model)
     find_layers(model)
-    after = snapshot(model)
-    for aspect in before:
-        assert after[aspect] == before[aspect], aspect
+    for aspect, found in snapshot(model).items():
+        assert found == before[aspect], aspect
     assert ran == []
 
 
@@ -262,8 +260,7 @@ def count_calls(function: Any, *args: Any) -> tuple[Any, int]:
         sys.setprofile(None)
 
 
-def test_the_search_copies_no_weights_buffers_or_other_tensors() -> None:
-    model = PlainModel()
+def test_the_search_copies_no_weights_buffers_or_other_tensors(model: Any) -> None:
     model.register_buffer("mask", torch.zeros(1 << 16))
     model.extra = torch.zeros(1 << 16)  # as quantised layers keep their scales
     model.output.weight.grad = torch.zeros_like(model.output.weight)
@@ -273,15 +270,13 @@ def test_the_search_copies_no_weights_buffers_or_other_tensors() -> None:
 
 
 def test_a_plain_module_is_sorted_by_what_its_forward_reads_first() -> None:
-    layers = find_layers(PlainModel())
-    assert [layer.name for layer in layers] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
-    found = by_name(layers)
+    found = by_name(find_layers(PlainModel()))
+    assert list(found) == ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert found["embedding"] == PLAIN_EMBEDDING
     assert found["head"] == PLAIN_HEAD
 
 
-def test_one_item_with_attention_makes_blocks_of_a_whole_list() -> None:
-    model = PlainModel()
+def test_one_item_with_attention_makes_blocks_of_a_whole_list(model: Any) -> None:
     model.blocks[0] = nn.Linear(HIDDEN, HIDDEN)
     model.blocks[2] = nn.Linear(HIDDEN, HIDDEN)
     found = by_name(find_layers(model))
@@ -296,37 +291,28 @@ class Chain(nn.ModuleList):
         return hidden
 
 
-def test_a_list_without_attention_holds_no_blocks() -> None:
-    model: Any = PlainModel()
+def test_a_list_without_attention_holds_no_blocks(model: Any) -> None:
     model.output = Chain([nn.Linear(HIDDEN, VOCAB)])
     head = {"final_norm.weight", "final_norm.bias", "output.0.weight", "output.0.bias"}
     assert by_name(find_layers(model))["head"] == head
 
 
-def test_a_block_without_parameters_is_left_out() -> None:
-    model = PlainModel()
+def test_a_block_without_parameters_is_left_out(model: Any) -> None:
     model.blocks[1] = nn.Identity()
     assert [layer.name for layer in find_layers(model)] == ["embedding", "blocks.0", "blocks.2", "head"]
 
 
-def test_a_parameter_beside_the_list_of_blocks_belongs_to_the_embedding_even_if_it_is_not_read() -> None:
-    model = PlainModel()
-    model.class_token = nn.Parameter(torch.zeros(HIDDEN))
-    assert "class_token" in by_name(find_layers(model))["embedding"]
-
-
-class MaskedTokens(nn.Embedding):
-    """Holds a parameter that only some batches read."""
-
-    def __init__(self) -> None:
-        super().__init__(VOCAB, HIDDEN)
-        self.mask_token = nn.Parameter(torch.zeros(HIDDEN))
-
-
-def test_what_a_dummy_batch_leaves_out_goes_with_its_neighbours() -> None:
-    model = PlainModel()
-    model.tokens = MaskedTokens()
-    assert "tokens.mask_token" in by_name(find_layers(model))["embedding"]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "class_token",  # beside the list of blocks
+        "tokens.mask_token",  # goes with its neighbours
+    ],
+)
+def test_what_a_dummy_batch_leaves_out_belongs_to_the_embedding(name: str, model: Any) -> None:
+    owner, _, attribute = name.rpartition(".")
+    model.get_submodule(owner).register_parameter(attribute, nn.Parameter(torch.zeros(HIDDEN)))
+    assert name in by_name(find_layers(model))["embedding"]
 
 
 class EncoderDecoder(nn.Module):
@@ -365,9 +351,8 @@ class Wrapper(nn.Module):
 
 
 def test_a_transformers_model_inside_another_gets_a_dummy_batch_of_its_own() -> None:
-    layers = find_layers(Wrapper())
-    assert [layer.name for layer in layers] == ["embedding", "inner.model.layers.0", "inner.model.layers.1", "head"]
-    found = by_name(layers)
+    found = by_name(find_layers(Wrapper()))
+    assert list(found) == ["embedding", "inner.model.layers.0", "inner.model.layers.1", "head"]
     assert found["embedding"] == {"inner.model.embed_tokens.weight"}
     assert found["head"] == {
         "probe.weight",
@@ -383,8 +368,7 @@ def test_frozen_parameters_are_sorted_too() -> None:
     assert sum(len(layer.parameter_names) for layer in find_layers(model)) == len(list(model.parameters()))
 
 
-def test_a_shared_parameter_belongs_to_the_lowest_of_its_layers() -> None:
-    model: Any = PlainModel()
+def test_a_shared_parameter_belongs_to_the_lowest_of_its_layers(model: Any) -> None:
     model.blocks[2][0].weight = model.blocks[1][0].weight
     model.final_norm.bias = model.blocks[1][0].bias  # and has the name of the head, which is registered first
     found = by_name(find_layers(model))
@@ -393,8 +377,7 @@ def test_a_shared_parameter_belongs_to_the_lowest_of_its_layers() -> None:
     assert found["head"] == PLAIN_HEAD - {"final_norm.bias"}
 
 
-def test_a_tie_to_the_embedding_does_not_pull_the_rest_of_the_head_with_it() -> None:
-    model = PlainModel()
+def test_a_tie_to_the_embedding_does_not_pull_the_rest_of_the_head_with_it(model: Any) -> None:
     model.output.weight = model.tokens.weight
     found = by_name(find_layers(model))
     assert found["embedding"] == PLAIN_EMBEDDING
@@ -458,8 +441,7 @@ class SpyingAttention(Attention):
         raise RuntimeError("no such kernel")
 
 
-def test_blocks_need_not_run() -> None:
-    model: Any = PlainModel()
+def test_blocks_need_not_run(model: Any) -> None:
     for block in model.blocks:
         block[1] = SpyingAttention()
     found = by_name(find_layers(model))
@@ -502,8 +484,7 @@ def test_weights_that_accelerate_offloads_do_not_hinder_the_search() -> None:
 PLAIN_LAYERS = [["tokens", "first_norm"], ["blocks.0"], ["blocks.1", "blocks.2"], ["final_norm", "output.weight"]]
 
 
-def test_listed_layers_replace_the_search() -> None:
-    model = PlainModel()
+def test_listed_layers_replace_the_search(model: Any) -> None:
     layers = find_layers(model, layers=[*PLAIN_LAYERS, ["output.bias"]])
     assert {layer.kind for layer in layers} == {"custom"}
     assert [layer.name for layer in layers] == ["custom.0", "blocks.0", "custom.2", "custom.3", "output.bias"]
@@ -512,20 +493,22 @@ def test_listed_layers_replace_the_search() -> None:
     assert layers[3].parameter_names == ("final_norm.weight", "final_norm.bias", "output.weight")
 
 
-def test_listed_layers_need_no_blocks_and_keep_the_order_of_the_list() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    layers = find_layers(model, layers=[["1"], ["0.bias", "0.weight"]])
-    assert [layer.parameter_names for layer in layers] == [("1.weight", "1.bias"), ("0.weight", "0.bias")]
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ([["ab"], ["a.bias", "a.weight"]], {"ab": ("ab.weight", "ab.bias"), "custom.1": ("a.weight", "a.bias")}),
+        (
+            [["a"], ["ab"]],
+            {"a": ("a.weight", "a.bias"), "ab": ("ab.weight", "ab.bias")},
+        ),  # a path, and no prefix of others
+    ],
+)
+def test_listed_layers_need_no_blocks_and_keep_the_order_of_the_list(layers: Any, expected: Any) -> None:
+    found = find_layers(nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)}), layers=layers)
+    assert [(layer.name, layer.parameter_names) for layer in found] == list(expected.items())
 
 
-def test_a_listed_module_path_is_not_a_prefix_of_others() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "ab": nn.Linear(2, 2)})
-    layers = find_layers(model, layers=[["a"], ["ab"]])
-    assert by_name(layers) == {"a": {"a.weight", "a.bias"}, "ab": {"ab.weight", "ab.bias"}}
-
-
-def test_a_tied_parameter_may_be_listed_under_any_of_its_names() -> None:
-    model = PlainModel()
+def test_a_tied_parameter_may_be_listed_under_any_of_its_names(model: Any) -> None:
     model.output.weight = model.tokens.weight
     layers = find_layers(model, layers=[["first_norm"], ["blocks"], ["final_norm"], ["output.weight", "output.bias"]])
     assert layers[3].parameter_names == ("tokens.weight", "output.bias")
@@ -555,8 +538,7 @@ def test_a_list_that_is_no_partition_is_refused(layers: Any, message: str) -> No
         find_layers(PlainModel(), layers=layers)
 
 
-def test_a_tied_parameter_listed_in_two_layers_is_refused() -> None:
-    model = PlainModel()
+def test_a_tied_parameter_listed_in_two_layers_is_refused(model: Any) -> None:
     model.output.weight = model.tokens.weight
     with pytest.raises(ValueError, match=r"'tokens\.weight' is in layers\[0\] and, through 'output'.*tied parameter"):
         find_layers(model, layers=[["tokens", "first_norm"], ["blocks"], ["final_norm", "output"]])

@@ -13,6 +13,18 @@ from slivertune.core.ledger import Ledger, claim, claimed_at_birth
 MIB = 2**20
 
 
+@pytest.fixture
+def model() -> nn.Module:
+    return linear()
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    """One without a model, entered."""
+    with Ledger() as entered:
+        yield entered
+
+
 def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
 
@@ -21,14 +33,13 @@ def bytes_of(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def test_a_planted_leak_of_one_mebibyte_shows_until_it_is_gone() -> None:
-    with Ledger() as ledger:
-        before = ledger.current().residual
-        leak = torch.zeros(MIB // 4)
-        assert ledger.current().residual - before == MIB
-        del leak
-        assert ledger.current().residual == before
-        assert ledger.peak.residual - before == MIB
+def test_a_planted_leak_of_one_mebibyte_shows_until_it_is_gone(ledger: Ledger) -> None:
+    before = ledger.current().residual
+    leak = torch.zeros(MIB // 4)
+    assert ledger.current().residual - before == MIB
+    del leak
+    assert ledger.current().residual == before
+    assert ledger.peak.residual - before == MIB
 
 
 def test_a_leak_that_autograd_holds_shows() -> None:
@@ -42,8 +53,7 @@ def test_a_leak_that_autograd_holds_shows() -> None:
         assert ledger.current().residual == MIB
 
 
-def test_weights_and_gradients_of_the_model_are_counted_as_such() -> None:
-    model = linear()
+def test_weights_and_gradients_of_the_model_are_counted_as_such(model: nn.Module) -> None:
     weight_bytes = bytes_of(list(model.parameters()))
     with Ledger(model) as ledger:
         assert (ledger.current().parameters, ledger.current().gradients) == (weight_bytes, 0)
@@ -64,50 +74,46 @@ def test_frozen_parameters_are_watched_and_stay_frozen() -> None:
     assert not model[0].weight._post_accumulate_grad_hooks
 
 
-def test_only_what_is_claimed_for_the_host_counts_there() -> None:
-    with Ledger() as ledger:
-        tensor = torch.zeros(MIB // 4)
+def test_only_what_is_claimed_for_the_host_counts_there(ledger: Ledger) -> None:
+    tensor = torch.zeros(MIB // 4)
+    assert (ledger.current().residual, ledger.current().host) == (MIB, 0)
+    claim(tensor, "state", "host")
+    assert (ledger.current().residual, ledger.current().host) == (0, MIB)
+    claim(tensor, "state", "disk")
+    assert (ledger.current().host, ledger.current().disk) == (0, MIB)
+    claim(tensor, "state")
+    assert (ledger.current().state, ledger.current().disk) == (MIB, 0)
+    assert ledger.current().device == MIB
+
+
+def test_a_claim_ends_with_its_storage(ledger: Ledger) -> None:
+    for _ in range(20):  # the allocator hands out the same addresses again
+        claimed = torch.zeros(MIB // 4)
+        claim(claimed, "state", "host")
+        del claimed
+        fresh = torch.zeros(MIB // 4)
         assert (ledger.current().residual, ledger.current().host) == (MIB, 0)
-        claim(tensor, "state", "host")
-        assert (ledger.current().residual, ledger.current().host) == (0, MIB)
-        claim(tensor, "state", "disk")
-        assert (ledger.current().host, ledger.current().disk) == (0, MIB)
-        claim(tensor, "state")
-        assert (ledger.current().state, ledger.current().disk) == (MIB, 0)
-        assert ledger.current().device == MIB
+        del fresh
 
 
-def test_a_claim_ends_with_its_storage() -> None:
-    with Ledger() as ledger:
-        for _ in range(20):  # the allocator hands out the same addresses again
-            claimed = torch.zeros(MIB // 4)
-            claim(claimed, "state", "host")
-            del claimed
-            fresh = torch.zeros(MIB // 4)
-            assert (ledger.current().residual, ledger.current().host) == (MIB, 0)
-            del fresh
+def test_views_count_their_storage_once(ledger: Ledger) -> None:
+    base = torch.zeros(MIB // 4)
+    views = [base[i:] for i in range(10)]
+    assert ledger.current().residual == MIB
+    del base
+    assert ledger.current().residual == MIB
+    views.clear()
+    assert ledger.current().residual == 0
 
 
-def test_views_count_their_storage_once() -> None:
-    with Ledger() as ledger:
-        base = torch.zeros(MIB // 4)
-        views = [base[i:] for i in range(10)]
-        assert ledger.current().residual == MIB
-        del base
-        assert ledger.current().residual == MIB
-        views.clear()
-        assert ledger.current().residual == 0
-
-
-def test_the_peak_is_of_one_moment_and_starts_anew() -> None:
-    with Ledger() as ledger:
-        first = torch.zeros(MIB)
-        del first
-        second = torch.zeros(MIB // 4)
-        assert ledger.peak.device == 4 * MIB
-        ledger.reset_peak()
-        assert ledger.peak.device == ledger.highest.residual == MIB
-        del second
+def test_the_peak_is_of_one_moment_and_starts_anew(ledger: Ledger) -> None:
+    first = torch.zeros(MIB)
+    del first
+    second = torch.zeros(MIB // 4)
+    assert ledger.peak.device == 4 * MIB
+    ledger.reset_peak()
+    assert ledger.peak.device == ledger.highest.residual == MIB
+    del second
 
 
 def test_what_was_made_before_is_counted_when_shown() -> None:
@@ -118,16 +124,14 @@ def test_what_was_made_before_is_counted_when_shown() -> None:
         assert ledger.current().device == MIB
 
 
-def test_a_resized_storage_is_counted_anew() -> None:
-    with Ledger() as ledger:
-        tensor = torch.zeros(MIB // 4)
-        tensor.untyped_storage().resize_(2 * MIB)
-        tensor.add_(1)
-        assert ledger.current().residual == 2 * MIB
+def test_a_resized_storage_is_counted_anew(ledger: Ledger) -> None:
+    tensor = torch.zeros(MIB // 4)
+    tensor.untyped_storage().resize_(2 * MIB)
+    tensor.add_(1)
+    assert ledger.current().residual == 2 * MIB
 
 
-def test_nothing_stays_behind_after_leaving() -> None:
-    model = linear()
+def test_nothing_stays_behind_after_leaving(model: nn.Module) -> None:
     with Ledger(model):
         pass
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
@@ -138,15 +142,14 @@ def test_nothing_stays_behind_after_leaving() -> None:
     assert kept.nbytes == MIB
 
 
-def test_a_line_names_every_kind_in_megabytes() -> None:
-    with Ledger() as ledger:
-        state, waiting = torch.zeros(250_000), torch.zeros(500_000)
-        claim(state, "state")
-        claim(waiting, "state", "host")
-        expected = "weights 0.0 MB, gradients 0.0 MB, state on the device 1.0 MB, state on the host 2.0 MB"
-        assert ledger.current().line() == expected
-        claim(waiting, "state", "disk")
-        assert ledger.current().line().endswith("state on the host 0.0 MB, state on disk 2.0 MB")
+def test_a_line_names_every_kind_in_megabytes(ledger: Ledger) -> None:
+    state, waiting = torch.zeros(250_000), torch.zeros(500_000)
+    claim(state, "state")
+    claim(waiting, "state", "host")
+    expected = "weights 0.0 MB, gradients 0.0 MB, state on the device 1.0 MB, state on the host 2.0 MB"
+    assert ledger.current().line() == expected
+    claim(waiting, "state", "disk")
+    assert ledger.current().line().endswith("state on the host 0.0 MB, state on disk 2.0 MB")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,18 +166,16 @@ def test_a_training_step_adds_up(dtype: torch.dtype) -> None:
         assert ledger.current().device == 4 * weight_bytes + 4 * len(list(model.parameters()))
 
 
-def test_what_is_claimed_at_birth_never_counts_as_residual() -> None:
-    with Ledger() as ledger:
-        with claimed_at_birth("state", "host"):
-            waiting = torch.zeros(MIB // 4)
-        assert (ledger.current().host, ledger.highest.residual) == (MIB, 0)
-        after = torch.zeros(MIB // 4)
-        assert ledger.current().residual == MIB
-        assert waiting.nbytes == after.nbytes
+def test_what_is_claimed_at_birth_never_counts_as_residual(ledger: Ledger) -> None:
+    with claimed_at_birth("state", "host"):
+        waiting = torch.zeros(MIB // 4)
+    assert (ledger.current().host, ledger.highest.residual) == (MIB, 0)
+    after = torch.zeros(MIB // 4)
+    assert ledger.current().residual == MIB
+    assert waiting.nbytes == after.nbytes
 
 
-def test_a_parameter_that_an_owner_claimed_as_state_stays_state() -> None:
-    model = linear()
+def test_a_parameter_that_an_owner_claimed_as_state_stays_state(model: nn.Module) -> None:
     claim(model[0].weight, "state")
     with Ledger(model) as ledger:
         model[0].weight.data.add_(1)

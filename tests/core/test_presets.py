@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.utils import ComputeEnvironment, DistributedType
 
 from slivertune.core import presets
 
@@ -19,11 +21,10 @@ DEEPSPEED_CONFIGS = [name for name in presets.preset_names() if name.endswith(".
 
 def run(command: list[str], cwd: Path, **variables: str) -> str:
     """Run a command with the environment's programs on its path and return what it printed."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command,
         cwd=cwd,
-        env={**os.environ, "PATH": path, **variables},
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", **variables},
         capture_output=True,
         text=True,
         timeout=240,
@@ -72,14 +73,11 @@ def test_the_package_folder_comes_before_the_checkout(tmp_path: Path, monkeypatc
 
 @pytest.mark.parametrize("name", LAUNCH_PRESETS)
 def test_a_launch_preset_opens_with_what_it_trains_on_what_and_the_command(name: str) -> None:
-    text = presets.preset_path(name).read_text(encoding="utf-8")
-    comment = re.match(r"(?:#.*\n)+", text)
+    comment = re.match(r"(?:#.*\n)+", presets.preset_path(name).read_text(encoding="utf-8"))
     assert comment is not None
     assert comment[0].startswith("# Trains: ")
     assert re.search(r"^# On: ", comment[0], re.MULTILINE)
-    stem = Path(name).stem
-    command = f"# Run: accelerate launch --config_file $(slivertune path {stem}) train.py\n"
-    assert command in comment[0]
+    assert f"# Run: accelerate launch --config_file $(slivertune path {Path(name).stem}) train.py\n" in comment[0]
     assert re.search(r"^# Planned peak: \S", comment[0], re.MULTILINE)
 
 
@@ -89,8 +87,7 @@ def test_a_launch_preset_has_a_twin_for_deepspeed_and_a_row_in_the_table(name: s
     twin = presets.preset_path(f"{path.stem}.json")
     assert twin.stem == path.stem
     assert isinstance(json.loads(twin.read_text(encoding="utf-8")), dict)
-    table = (path.parent / "README.md").read_text(encoding="utf-8")
-    assert f"| `{path.stem}` |" in table
+    assert f"| `{path.stem}` |" in (path.parent / "README.md").read_text(encoding="utf-8")
 
 
 def test_every_deepspeed_config_has_a_launch_preset() -> None:
@@ -108,8 +105,6 @@ def settings_of(name: str) -> dict[str, Any]:
 def test_a_launch_preset_is_one_that_accelerate_reads_from_any_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-
     monkeypatch.chdir(tmp_path)
     config = load_config_from_file(str(presets.preset_path(name)))
     assert isinstance(config, ClusterConfig)
@@ -117,6 +112,9 @@ def test_a_launch_preset_is_one_that_accelerate_reads_from_any_folder(
     # Accelerate would look for it in the folder in which the launch is typed.
     assert "deepspeed_config_file" not in (config.deepspeed_config or {})
     assert config.use_cpu is False
+    assert config.compute_environment == ComputeEnvironment.LOCAL_MACHINE
+    assert bool(config.deepspeed_config) is (config.distributed_type == DistributedType.DEEPSPEED)
+    assert bool(config.fsdp_config) is (config.distributed_type == DistributedType.FSDP)
 
 
 ENGINES = {
@@ -134,11 +132,8 @@ ENGINES = {
 
 
 def test_the_presets_are_those_of_the_design_on_the_machines_that_they_say() -> None:
-    found = {name: settings_of(name) for name in LAUNCH_PRESETS}
-    assert {
-        Path(name).stem: (each["distributed_type"], each["num_machines"], each["num_processes"])
-        for name, each in found.items()
-    } == ENGINES
+    kinds = ("distributed_type", "num_machines", "num_processes")
+    assert {Path(name).stem: tuple(settings_of(name)[kind] for kind in kinds) for name in LAUNCH_PRESETS} == ENGINES
 
 
 TWIN_STAGES = {"NO": 2, "MULTI_GPU": 1, "FSDP": 3}
@@ -220,20 +215,6 @@ def test_the_hostfile_names_the_machines_of_its_preset() -> None:
     assert list(machines.values()) == [num_processes // num_machines] * num_machines
 
 
-def test_single_gpu_24g_is_one_gpu_process_in_bf16() -> None:
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-    from accelerate.utils import ComputeEnvironment, DistributedType
-
-    config = load_config_from_file(str(presets.preset_path("single_gpu_24g")))
-    assert isinstance(config, ClusterConfig)
-    assert config.compute_environment == ComputeEnvironment.LOCAL_MACHINE
-    assert config.distributed_type == DistributedType.NO
-    assert (config.num_machines, config.num_processes) == (1, 1)
-    assert config.mixed_precision == "bf16"
-    assert config.use_cpu is False
-    assert config.deepspeed_config == config.fsdp_config == {}
-
-
 HIFT_UNDER_ACCELERATE = """
 import json
 
@@ -272,8 +253,8 @@ print(json.dumps({
 @pytest.mark.slow
 def test_single_gpu_24g_launches_hift_unedited(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HIFT_UNDER_ACCELERATE, encoding="utf-8")
-    preset = presets.preset_path("single_gpu_24g")
-    printed = run(["accelerate", "launch", "--config_file", str(preset), "train.py"], tmp_path)
+    preset = str(presets.preset_path("single_gpu_24g"))
+    printed = run(["accelerate", "launch", "--config_file", preset, "train.py"], tmp_path)
     low, both = ["low.bias", "low.weight"], ["high.bias", "high.weight", "low.bias", "low.weight"]
     assert json.loads(printed.splitlines()[-1]) == {
         "distributed_type": "NO",
@@ -332,9 +313,8 @@ print(json.dumps({
 def test_single_gpu_24g_under_deepspeed_takes_every_auto_value_from_the_trainers_arguments(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     (tmp_path / "train.py").write_text(DENSE_UNDER_DEEPSPEED, encoding="utf-8")
-    config = presets.preset_path("single_gpu_24g.json")
-    launch = ["torchrun", "--standalone", "--nproc_per_node", "1", "train.py", str(config)]
-    printed = run(launch, tmp_path, DS_ACCELERATOR="cpu")
+    launch = ["torchrun", "--standalone", "--nproc_per_node", "1", "train.py"]
+    printed = run([*launch, str(presets.preset_path("single_gpu_24g.json"))], tmp_path, DS_ACCELERATOR="cpu")
     assert json.loads(printed.splitlines()[-1]) == {
         "engine": "DeepSpeedEngine",
         "bf16": True,

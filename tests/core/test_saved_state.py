@@ -84,6 +84,10 @@ def run(build: Build, start: int, steps: int, seed: int = 0) -> tuple[nn.Module,
     return model, optimizer
 
 
+def states_of(model: nn.Module, optimizer: Any, options: str) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=OPTIONS[options]), strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", CASES)
@@ -92,15 +96,14 @@ def test_a_run_continues_with_the_same_bits(name: str, options: str, tmp_path: P
     model, optimizer = run(CASES[name], 0, DONE)
     if isinstance(optimizer, SFT) and optimizer.config.selection == "accumulated_gradient":
         assert optimizer.is_estimating
-    states = get_state_dict(model, optimizer, options=OPTIONS[options])
-    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=tmp_path / "saved")
+    dcp.save(states_of(model, optimizer, options), checkpoint_id=tmp_path / "saved")
     # Saving has changed nothing.
     train(model, optimizer, BATCHES, MORE, start=DONE)
     assert_same_bits(model, undisturbed)
 
     again, other = CASES[name](9)
     before = trainable(again)
-    into = dict(zip(("model", "optimizer"), get_state_dict(again, other, options=OPTIONS[options]), strict=True))
+    into = states_of(again, other, options)
     assert other.updates == 0 and trainable(again) == before
     dcp.load(into, checkpoint_id=tmp_path / "saved")
     set_state_dict(
@@ -145,15 +148,10 @@ def test_saving_leaves_weights_turn_and_plain_state_as_they_were(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["hift", "sft"])
-def test_a_flattened_state_is_refused_by_torch(name: str) -> None:
+def test_a_flattened_state_is_refused_by_torch_and_one_that_has_lost_its_bytes_by_name(name: str) -> None:
     model, optimizer = run(CASES[name], 0, DONE)
     with pytest.raises(NotImplementedError, match="Flattening optimizer state_dict only supports"):
         get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-
-
-@pytest.mark.parametrize("name", ["hift", "sft"])
-def test_a_state_that_has_lost_its_bytes_is_named(name: str) -> None:
-    model, optimizer = run(CASES[name], 0, DONE)
     state: Any = get_optimizer_state_dict(model, optimizer)
     del state["param_groups"][0]["slivertune"]
     with pytest.raises(ValueError, match="has lost what lay in its first param group"):

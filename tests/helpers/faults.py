@@ -18,7 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from slivertune.core.atomic import partial
+from slivertune.core import atomic
 
 Fault = Callable[[str], BaseException]
 """Given an operation, the error to raise; or never returns."""
@@ -116,8 +116,8 @@ def counted(operations: Operations, *, can_exchange: bool = True) -> Iterator[No
             replace(safetensors.torch, name, _half_written(getattr(safetensors.torch, name), name, operations))
         replace(torch, "save", _half_written(torch.save, "torch.save", operations))
         replace(shutil, "disk_usage", _usage(shutil.disk_usage, operations))
-        exchange = _before(partial.exchange, "exchange", operations)
-        replace(partial, "exchange", exchange if can_exchange else lambda first, second: False)
+        exchange = _before(atomic.exchange, "exchange", operations)
+        replace(atomic, "exchange", exchange if can_exchange else lambda first, second: False)
         yield
 
 

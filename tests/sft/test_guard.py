@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import slivertune
 from slivertune import SFT, SFTConfig
-from slivertune.core import ownership
+from slivertune.core import parameters
 from tests.helpers.models import (
     HIDDEN,
     VOCAB,
@@ -411,16 +411,16 @@ class OtherOwner:
 
 def test_a_model_that_another_optimizer_holds_is_refused_and_sft_registers_what_it_holds() -> None:
     model, other = tiny_llama(), OtherOwner()
-    ownership.take(model.parameters(), other)
+    parameters.take(model.parameters(), other)
     before = trainable(model)
     with pytest.raises(ValueError, match=r"is trained by another OtherOwner.* so SFT can't train it; call detach\(\)"):
         make(model)
     assert trainable(model) == before
-    ownership.release(model.parameters(), other)
+    parameters.release(model.parameters(), other)
     optimizer = make(model)
-    assert all(ownership.owner_of(parameter) is optimizer for parameter in model.parameters())
+    assert all(parameters.owner_of(parameter) is optimizer for parameter in model.parameters())
     optimizer.detach()
-    assert not any(ownership.owner_of(parameter) for parameter in model.parameters())
+    assert not any(parameters.owner_of(parameter) for parameter in model.parameters())
 
 
 def test_after_detach_a_step_is_an_error_and_the_model_as_before() -> None:

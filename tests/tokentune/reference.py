@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slivertune import TokenTuneHandle
 from tests.helpers.models import bits
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.tokentune.families import Batch, Cut, Family
@@ -31,6 +32,12 @@ class Expected(NamedTuple):
     gradients: Gradients
     exact_loss: torch.Tensor
     exact_gradients: Gradients
+
+
+def selected(handle: TokenTuneHandle) -> torch.Tensor:
+    """What the latest training forward of a hooked model drew."""
+    assert handle.last_selection is not None
+    return handle.last_selection
 
 
 def constants(tensor: torch.Tensor, selection: torch.Tensor, cut: Cut) -> torch.Tensor:

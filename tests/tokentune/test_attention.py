@@ -1,4 +1,5 @@
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -7,10 +8,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import slivertune as st
 from slivertune.tokentune import attention
-from tests.helpers.models import VOCAB, tiny_llama
+from tests.helpers.models import VOCAB, assert_same_tree, tiny_llama
 from tests.helpers.tolerance import assert_step_close, exact_sums
 
 TUNE = st.TokenTune(ratio=0.4)
+
+
+@pytest.fixture
+def model() -> Any:
+    """Two queries share a head of keys."""
+    return tiny_llama()
 
 
 def gradients(model: Any, **options: Any) -> dict[str, torch.Tensor]:
@@ -28,9 +35,8 @@ def padding() -> torch.Tensor:
 
 @pytest.mark.parametrize("options", [{}, {"attention_mask": padding()}], ids=["no mask", "padded"])
 def test_folded_groups_give_the_same_gradients_as_grouped_kernels(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, model: Any
 ) -> None:
-    model = tiny_llama()  # two queries share a head of keys
     found = {}
     for takes in (True, False):
         monkeypatch.setattr(attention, "takes_grouped_mask", lambda device, takes=takes: takes)
@@ -46,7 +52,7 @@ def test_other_models_have_their_own_attention_while_one_is_hooked() -> None:
     expected = gradients(other)
     with TUNE.attach(hooked):
         found = gradients(other)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert_same_tree(found, expected)
 
 
 def test_a_function_that_was_registered_before_is_used_and_put_back() -> None:
@@ -84,24 +90,16 @@ def test_a_function_registered_over_another_models_selection_is_refused_and_left
     assert not attention._dispatched
 
 
-def test_the_mask_of_selected_queries_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    make = attention._make_selected_mask
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        made.append(args)
-        return make(*args, **kwargs)
-
-    monkeypatch.setattr(attention, "_make_selected_mask", counted)
-    model = tiny_llama()
+def test_the_mask_of_selected_queries_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    make = mock.Mock(wraps=attention._make_selected_mask)
+    monkeypatch.setattr(attention, "_make_selected_mask", make)
     with TUNE.attach(model):
         gradients(model, attention_mask=padding())
-    assert len(made) == 1
+    assert make.call_count == 1
 
 
-def test_a_class_derived_elsewhere_is_hooked_as_the_models_own() -> None:
+def test_a_class_derived_elsewhere_is_hooked_as_the_models_own(model: Any) -> None:
     # FSDP2 gives every module such a class.
-    model = tiny_llama()
     expected = gradients(model)
     for module in list(model.modules()):
         kind = type(module)

@@ -1,9 +1,13 @@
-"""TokenTune with what else one trains with, against the naive reference for the selections that were drawn."""
+"""TokenTune with what else one trains with, against the naive reference for the selections that were drawn.
+
+Longer than other files, since each combination is a test or two, and all share the comparison at its head.
+"""
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from tests.tokentune.reference import (
     model_gradients,
     reference_gradients,
     reference_loss,
+    selected,
     take_gradients,
 )
 
@@ -35,19 +40,26 @@ hf: Any = transformers
 
 LLAMA = FAMILIES["llama, grouped"]
 TUNE = st.TokenTune(ratio=0.4, pattern="random")
+TUNE_AGAIN = st.TokenTune(ratio=0.4, pattern="random", checkpoint_mlp=True)
 
 CHECKPOINTING = pytest.mark.parametrize("use_reentrant", [False, True], ids=["not reentrant", "reentrant"])
+PLAIN_OR_CHECKPOINTING = pytest.mark.parametrize(
+    "use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"]
+)
 
 
-def checkpointed(model: Any, use_reentrant: bool) -> Any:
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+def checkpointed(model: Any, use_reentrant: bool | None) -> Any:
+    """The model itself, whose layers are computed again in the backward; None leaves it as it is."""
+    if use_reentrant is not None:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
     return model
 
 
-def selected(handle: st.TokenTuneHandle) -> torch.Tensor:
-    """What the latest training forward drew."""
-    assert handle.last_selection is not None
-    return handle.last_selection
+def with_copy(family: Family, use_reentrant: bool | None = None) -> tuple[Any, Any]:
+    """A model, as `checkpointed` makes it, and a plain copy that is not going to be hooked."""
+    model = make_model(family)
+    unhooked = copy.deepcopy(model)
+    return checkpointed(model, use_reentrant), unhooked
 
 
 def changes(model: nn.Module, before: dict[str, torch.Tensor]) -> Gradients:
@@ -56,12 +68,33 @@ def changes(model: nn.Module, before: dict[str, torch.Tensor]) -> Gradients:
 
 
 def assert_is_the_reference(
-    model: nn.Module, unhooked: nn.Module, family: Family, batch: Batch, tune: st.TokenTune = TUNE, **options: Any
+    model: nn.Module,
+    family: Family,
+    batch: Batch,
+    tune: st.TokenTune = TUNE,
+    *,
+    unhooked: nn.Module | None = None,
+    use_reentrant: bool | None = None,
+    num_items: Any = None,
 ) -> None:
-    """A hooked model's loss and gradients are those of the reference on a copy that was never hooked."""
-    with tune.attach(model) as handle:
+    """A hooked model's loss and gradients are those of the reference on a copy that was never hooked.
+
+    Args:
+        model: The model.
+        family: Its family.
+        batch: As the model takes it.
+        tune: What to select.
+        unhooked: The copy; None makes one.
+        use_reentrant: How the layers are computed again in the backward; None keeps what they saved.
+        num_items: Labels in all forwards of an update; None: the mean of this forward.
+    """
+    unhooked = copy.deepcopy(model) if unhooked is None else unhooked
+    options = {} if num_items is None else {"num_items_in_batch": num_items}
+    with tune.attach(checkpointed(model, use_reentrant)) as handle:
         loss, gradients = model_gradients(model, batch, **options)
-        expected = reference_gradients(unhooked, family, batch, selected(handle))
+        expected = reference_gradients(
+            unhooked, family, batch, selected(handle), None if num_items is None else float(num_items)
+        )
     assert_same(loss, gradients, expected)
 
 
@@ -96,15 +129,14 @@ def lora(model: nn.Module, **options: Any) -> Any:
 )
 def test_lora_is_the_reference_with_lora(options: dict[str, Any]) -> None:
     model, unhooked = (lora(make_model(LLAMA), **options) for _ in range(2))
-    assert_is_the_reference(model, unhooked, LLAMA, make_batch(LLAMA, "padded right"))
+    assert_is_the_reference(model, LLAMA, make_batch(LLAMA, "padded right"), unhooked=unhooked)
 
 
 @CHECKPOINTING
 def test_lora_with_checkpointing_is_the_reference_with_lora(use_reentrant: bool) -> None:
     model, unhooked = (lora(make_model(LLAMA)) for _ in range(2))
-    checkpointed(model, use_reentrant)
     model.enable_input_require_grads()
-    assert_is_the_reference(model, unhooked, LLAMA, make_batch(LLAMA))
+    assert_is_the_reference(model, LLAMA, make_batch(LLAMA), unhooked=unhooked, use_reentrant=use_reentrant)
 
 
 def quantised(folder: Path) -> Any:
@@ -118,16 +150,15 @@ def quantised(folder: Path) -> Any:
     return hf.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+@PLAIN_OR_CHECKPOINTING
 def test_lora_over_nf4_weights_is_the_reference_over_them(use_reentrant: bool | None, tmp_path: Path) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     make_model(LLAMA).save_pretrained(tmp_path)  # type: ignore[operator]
     model, unhooked = (lora(quantised(tmp_path)) for _ in range(2))
     assert sum(isinstance(module, bnb.nn.Linear4bit) for module in model.modules()) == 3 * 7
     if use_reentrant is not None:
-        checkpointed(model, use_reentrant)
         model.enable_input_require_grads()
-    assert_is_the_reference(model, unhooked, LLAMA, make_batch(LLAMA))
+    assert_is_the_reference(model, LLAMA, make_batch(LLAMA), unhooked=unhooked, use_reentrant=use_reentrant)
 
 
 # ---- gradient checkpointing
@@ -136,36 +167,30 @@ def test_lora_over_nf4_weights_is_the_reference_over_them(use_reentrant: bool | 
 @CHECKPOINTING
 @pytest.mark.parametrize("family", families())
 def test_checkpointing_changes_nothing(family: Family, use_reentrant: bool) -> None:
-    model = make_model(family)
-    unhooked = copy.deepcopy(model)
-    assert_is_the_reference(checkpointed(model, use_reentrant), unhooked, family, make_batch(family))
+    assert_is_the_reference(make_model(family), family, make_batch(family), use_reentrant=use_reentrant)
 
 
-@pytest.mark.parametrize("name", ["llama, grouped", "gemma3", "gpt2", "bert, masked", "mixtral", "vit"])
-def test_checkpointed_feed_forward_parts_change_nothing(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "use_reentrant"),
+    [
+        *((name, None) for name in ("llama, grouped", "gemma3", "gpt2", "bert, masked", "mixtral", "vit")),
+        ("llama, grouped", False),
+        ("llama, grouped", True),
+    ],
+)
+def test_checkpointed_feed_forward_parts_change_nothing_in_checkpointed_layers_neither(
+    name: str, use_reentrant: bool | None
+) -> None:
     family = FAMILIES[name]
-    model = make_model(family)
-    tune = st.TokenTune(ratio=0.4, pattern="random", checkpoint_mlp=True)
-    assert_is_the_reference(model, copy.deepcopy(model), family, make_batch(family), tune)
-
-
-@CHECKPOINTING
-def test_checkpointed_feed_forward_parts_in_checkpointed_layers_change_nothing(use_reentrant: bool) -> None:
-    model = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
-    tune = st.TokenTune(ratio=0.4, pattern="random", checkpoint_mlp=True)
-    assert_is_the_reference(checkpointed(model, use_reentrant), unhooked, LLAMA, make_batch(LLAMA), tune)
+    assert_is_the_reference(make_model(family), family, make_batch(family), TUNE_AGAIN, use_reentrant=use_reentrant)
 
 
 @pytest.mark.parametrize("order", ["together", "first forward first", "last forward first"])
-@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+@PLAIN_OR_CHECKPOINTING
 def test_two_forwards_before_their_backwards_each_have_their_own_selection(
     use_reentrant: bool | None, order: str
 ) -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
-    if use_reentrant is not None:
-        checkpointed(model, use_reentrant)
+    model, unhooked = with_copy(LLAMA, use_reentrant)
     batches = [make_batch(LLAMA, "padded right"), short_batch()]
     with TUNE.attach(model) as handle:
         losses, selections = [], []
@@ -187,12 +212,9 @@ def test_two_forwards_before_their_backwards_each_have_their_own_selection(
     assert_same_gradients(gradients, *sums(expected))
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+@PLAIN_OR_CHECKPOINTING
 def test_gradients_accumulate_over_two_steps_of_forward_and_backward(use_reentrant: bool | None) -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
-    if use_reentrant is not None:
-        checkpointed(model, use_reentrant)
+    model, unhooked = with_copy(LLAMA, use_reentrant)
     parts = []
     with TUNE.attach(model) as handle:
         for batch in (make_batch(LLAMA, "padded right"), short_batch()):
@@ -234,8 +256,8 @@ def with_dropout(name: str) -> Any:
     return model
 
 
-def drop(model: nn.Module, batch: Batch, seed: int) -> Gradients:
-    with TUNE.attach(model), torch.random.fork_rng():
+def drop(model: nn.Module, batch: Batch, seed: int, tune: st.TokenTune = TUNE) -> Gradients:
+    with tune.attach(model), torch.random.fork_rng():
         torch.manual_seed(seed)
         return model_gradients(model, batch)[1]
 
@@ -251,16 +273,11 @@ def test_checkpointed_layers_drop_the_same_again(name: str, use_reentrant: bool)
     assert_same_bits(drop(checkpointed(model, use_reentrant), batch, seed=1), plain)
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
+@PLAIN_OR_CHECKPOINTING
 def test_checkpointed_feed_forward_parts_drop_the_same_again(use_reentrant: bool | None) -> None:
     model, batch = with_dropout("gpt2"), make_batch(FAMILIES["gpt2"])
     expected = drop(model, batch, seed=1)
-    if use_reentrant is not None:
-        checkpointed(model, use_reentrant)
-    tune = st.TokenTune(ratio=0.4, pattern="random", checkpoint_mlp=True)
-    with tune.attach(model), torch.random.fork_rng():
-        torch.manual_seed(1)
-        assert_same_bits(model_gradients(model, batch)[1], expected)
+    assert_same_bits(drop(checkpointed(model, use_reentrant), batch, seed=1, tune=TUNE_AGAIN), expected)
 
 
 # ---- reduced precision
@@ -270,43 +287,33 @@ def fp32_copy(gradients: Gradients) -> Gradients:
     return {name: None if value is None else value.float() for name, value in gradients.items()}
 
 
-@contextmanager
-def autocast() -> Iterator[None]:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        yield
-
-
-@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "not reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["llama, grouped", "gemma3", "gpt2", "gpt_neox", "bert, masked", "gpt_oss"])
+@PLAIN_OR_CHECKPOINTING
+@pytest.mark.parametrize("family", families("llama, grouped", "gemma3", "gpt2", "gpt_neox", "bert, masked", "gpt_oss"))
 @pytest.mark.parametrize(
     ("dtype", "context"),
-    [(torch.bfloat16, nullcontext), (torch.float32, autocast)],
+    [(torch.bfloat16, nullcontext), (torch.float32, partial(torch.autocast, "cpu", torch.bfloat16))],
     ids=["bf16 weights", "bf16 autocast"],
 )
 def test_in_bf16_gradients_are_as_near_to_the_truth_as_the_references(
-    dtype: torch.dtype, context: Callable[[], Any], name: str, use_reentrant: bool | None
+    dtype: torch.dtype, context: Callable[[], Any], family: Family, use_reentrant: bool | None
 ) -> None:
     # bf16 has eight bits, and sums in another order round otherwise, so that two correct results differ by as much as
     # each differs from the fp32 one: some percent. A wrong gradient would be off by tens of percent.
-    family = FAMILIES[name]
     exact = make_model(family).to(dtype).float()
     unhooked = copy.deepcopy(exact).to(dtype)
     model, batch = copy.deepcopy(unhooked), make_batch(family, "padded right")
-    if use_reentrant is not None:
-        checkpointed(model, use_reentrant)
+    checkpointed(model, use_reentrant)
     with TUNE.attach(model) as handle:
         with context():
             loss = model(**batch).loss
         loss.backward()
         gradients = take_gradients(model)
-    selection = selected(handle)
     with context():
-        reference = reference_loss(unhooked, family, batch, selection)
+        reference = reference_loss(unhooked, family, batch, selected(handle))
     reference.backward()
-    rounded = take_gradients(unhooked)
-    truth = reference_gradients(exact, family, batch, selection)
+    truth = reference_gradients(exact, family, batch, selected(handle))
     assert {value.dtype for value in gradients.values() if value is not None} == {dtype}
-    near = distance(fp32_copy(rounded), truth[1])
+    near = distance(fp32_copy(take_gradients(unhooked)), truth[1])
     assert 1e-4 < near < 0.05
     assert distance(fp32_copy(gradients), truth[1]) < 1.5 * near
     assert_step_close(loss.detach(), reference.detach(), truth[0], cap=0.01, dtype=torch.bfloat16)
@@ -338,8 +345,7 @@ def trainer_arguments(folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointing"])
 def test_the_hf_trainer_updates_as_a_loop_over_the_reference(options: dict[str, Any], tmp_path: Path) -> None:
     rows = trainer_rows(8)
-    model: Any = make_model(LLAMA)
-    untrained = copy.deepcopy(model)
+    model, untrained = with_copy(LLAMA)
     before = weights(model)
     recorded: list[tuple[torch.Tensor, torch.Tensor]] = []
     with TUNE.attach(model) as handle:
@@ -386,12 +392,7 @@ def trainer_rows(count: int) -> list[dict[str, list[int]]]:
 
 @pytest.mark.parametrize("num_items", [7, torch.tensor(50)], ids=["an int", "a tensor"])
 def test_num_items_in_batch_counts_for_the_selected_share(num_items: Any) -> None:
-    model, batch = make_model(LLAMA), make_batch(LLAMA, "padded right")
-    unhooked = copy.deepcopy(model)
-    with TUNE.attach(model) as handle:
-        loss, gradients = model_gradients(model, batch, num_items_in_batch=num_items)
-    expected = reference_gradients(unhooked, LLAMA, batch, selected(handle), float(num_items))
-    assert_same(loss, gradients, expected)
+    assert_is_the_reference(make_model(LLAMA), LLAMA, make_batch(LLAMA, "padded right"), num_items=num_items)
 
 
 # ---- HiFT
@@ -399,14 +400,10 @@ def test_num_items_in_batch_counts_for_the_selected_share(num_items: Any) -> Non
 
 @pytest.mark.parametrize("use_reentrant", [None, False], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("order", ["bottom2up", "top2down"])
-@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bert, sequences"])
-def test_under_hift_a_cycle_is_hift_over_the_reference(name: str, order: Any, use_reentrant: bool | None) -> None:
-    family = FAMILIES[name]
-    model: Any = make_model(family)
-    unhooked = copy.deepcopy(model)
+@pytest.mark.parametrize("family", families("llama, grouped", "gpt2", "bert, sequences"))
+def test_under_hift_a_cycle_is_hift_over_the_reference(family: Family, order: Any, use_reentrant: bool | None) -> None:
+    model, unhooked = with_copy(family, use_reentrant)
     before = weights(model)
-    if use_reentrant is not None:
-        checkpointed(model, use_reentrant)
     config = st.HiFTConfig(order=order)
     exact = copy.deepcopy(unhooked)
     optimizers = [st.HiFT(each, torch.optim.SGD, config=config, lr=0.2) for each in (model, unhooked, exact)]
@@ -433,45 +430,38 @@ def test_under_hift_a_cycle_is_hift_over_the_reference(name: str, order: Any, us
 # ---- evaluation, generation
 
 
-@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "falcon, alibi", "bert, sequences", "gpt_oss", "vit"])
-def test_outside_of_training_a_hooked_model_has_the_bits_of_an_unhooked_one(name: str) -> None:
-    family = FAMILIES[name]
-    model, batch = make_model(family), make_batch(family)
-    unhooked = copy.deepcopy(model)
+@pytest.mark.parametrize(
+    "family", families("llama, grouped", "gpt2", "falcon, alibi", "bert, sequences", "gpt_oss", "vit")
+)
+def test_outside_of_training_a_hooked_model_has_the_bits_of_an_unhooked_one(family: Family) -> None:
+    model, unhooked = with_copy(family)
+    batch = make_batch(family)
     with TUNE.attach(model) as handle:
-        for each in (model, unhooked):
-            each.eval()
-        assert torch.equal(model(**batch).logits, unhooked(**batch).logits)
+        assert torch.equal(model.eval()(**batch).logits, unhooked.eval()(**batch).logits)
         evaluated, expected = model_gradients(model, batch), model_gradients(unhooked, batch)
         assert torch.equal(evaluated[0], expected[0])
         assert_same_bits(evaluated[1], expected[1])
-        for each in (model, unhooked):
-            each.train()
         with torch.no_grad():
-            output, expected_output = model(**batch), unhooked(**batch)
+            output, expected_output = model.train()(**batch), unhooked.train()(**batch)
         assert torch.equal(output.loss, expected_output.loss) and torch.equal(output.logits, expected_output.logits)
         assert handle.last_selection is None
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["in evaluation", "in training"])
-@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bloom", "gemma3"])
-def test_a_hooked_model_generates_as_ever_and_trains_on(name: str, training: bool) -> None:
-    family = FAMILIES[name]
-    model: Any = make_model(family)
-    unhooked = copy.deepcopy(model)
+@pytest.mark.parametrize("family", families("llama, grouped", "gpt2", "bloom", "gemma3"))
+def test_a_hooked_model_generates_as_ever_and_trains_on(family: Family, training: bool) -> None:
+    model, unhooked = with_copy(family)
     ids = make_batch(family)["input_ids"]
-    wanted = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    wanted = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     with TUNE.attach(model) as handle:
         model_gradients(model, make_batch(family))
         drawn = handle.last_selection
-        model.train(training)
-        unhooked.train(training)
-        mask = torch.ones_like(ids)
-        generated = model.generate(ids, attention_mask=mask, **wanted)
-        assert torch.equal(generated, unhooked.generate(ids, attention_mask=mask, **wanted))
+        generated = model.train(training).generate(ids, **wanted)
+        assert torch.equal(generated, unhooked.train(training).generate(ids, **wanted))
         assert handle.last_selection is drawn
     model.train()
-    assert_is_the_reference(model, unhooked.train(), family, make_batch(family))
+    assert_is_the_reference(model, family, make_batch(family), unhooked=unhooked.train())
 
 
 # ---- calls of other kinds
@@ -480,12 +470,11 @@ def test_a_hooked_model_generates_as_ever_and_trains_on(name: str, training: boo
 def test_a_cache_that_the_model_makes_in_training_is_no_hindrance() -> None:
     model: Any = make_model(LLAMA)
     model.config.use_cache = True
-    assert_is_the_reference(model, copy.deepcopy(model), LLAMA, make_batch(LLAMA, "padded right"))
+    assert_is_the_reference(model, LLAMA, make_batch(LLAMA, "padded right"))
 
 
 def test_embeddings_in_place_of_ids_get_the_references_gradients() -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
+    model, unhooked = with_copy(LLAMA)
     batch = make_batch(LLAMA)
     labels = batch["labels"]
     embedded = model.get_input_embeddings()(batch["input_ids"]).detach()
@@ -504,8 +493,7 @@ def test_embeddings_in_place_of_ids_get_the_references_gradients() -> None:
 
 
 def test_positional_arguments_and_a_tuple_for_an_answer_are_fine() -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
+    model, unhooked = with_copy(LLAMA)
     batch = make_batch(LLAMA, "padded right")
     with TUNE.attach(model) as handle:
         loss, logits = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"], return_dict=False)
@@ -516,35 +504,29 @@ def test_positional_arguments_and_a_tuple_for_an_answer_are_fine() -> None:
 
 
 def test_targets_that_are_shifted_already_are_used_as_they_are() -> None:
-    model = make_model(LLAMA)
     batch = make_batch(LLAMA)
     generator = torch.Generator().manual_seed(4)
     batch["shift_labels"] = torch.randint(0, VOCAB, batch["labels"].shape, generator=generator)
-    assert_is_the_reference(model, copy.deepcopy(model), LLAMA, batch)
+    assert_is_the_reference(make_model(LLAMA), LLAMA, batch)
 
 
 @pytest.mark.parametrize("pattern", ["random", "chunks", "block"])
-@pytest.mark.parametrize("name", ["llama, grouped", "bert, masked"])
-def test_every_pattern_is_the_reference_for_what_it_drew(name: str, pattern: Any) -> None:
-    family = FAMILIES[name]
-    model = make_model(family)
+@pytest.mark.parametrize("family", families("llama, grouped", "bert, masked"))
+def test_every_pattern_is_the_reference_for_what_it_drew(family: Family, pattern: Any) -> None:
     tune = st.TokenTune(ratio=0.4, pattern=pattern, chunk_size=2, always=(0, -1), seed=3)
-    assert_is_the_reference(model, copy.deepcopy(model), family, make_batch(family, "padded right"), tune)
+    assert_is_the_reference(make_model(family), family, make_batch(family, "padded right"), tune)
 
 
 @pytest.mark.parametrize(("sequences", "length"), [(1, 13), (3, 1), (1, 1), (3, 2)])
 def test_one_token_may_be_enough(sequences: int, length: int) -> None:
-    model = make_model(LLAMA)
     batch = {name: value[:sequences, :length] for name, value in make_batch(LLAMA).items()}
     batch["shift_labels"] = batch["input_ids"].flip(0)
-    tune = st.TokenTune(num_tokens=1)
-    assert_is_the_reference(model, copy.deepcopy(model), LLAMA, batch, tune)
+    assert_is_the_reference(make_model(LLAMA), LLAMA, batch, st.TokenTune(num_tokens=1))
 
 
 @pytest.mark.parametrize("num_items", [None, 9])
-@pytest.mark.parametrize("name", ["llama, grouped", "gpt2", "bert, masked"])
-def test_a_selection_without_a_label_gives_no_loss_and_no_gradient(name: str, num_items: int | None) -> None:
-    family = FAMILIES[name]
+@pytest.mark.parametrize("family", families("llama, grouped", "gpt2", "bert, masked"))
+def test_a_selection_without_a_label_gives_no_loss_and_no_gradient(family: Family, num_items: int | None) -> None:
     model, batch = make_model(family), make_batch(family)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     options = {} if num_items is None else {"num_items_in_batch": num_items}
@@ -560,24 +542,22 @@ def test_a_gpt2_that_multiplies_in_fp32_is_the_reference() -> None:
     model: Any = make_model(family, "eager")
     for block in model.transformer.h:
         block.attn.reorder_and_upcast_attn = True
-    assert_is_the_reference(model, copy.deepcopy(model), family, make_batch(family, "padded right"))
+    assert_is_the_reference(model, family, make_batch(family, "padded right"))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_mask_for_every_pair_of_tokens_is_followed(attention: str) -> None:
-    model = make_model(LLAMA, attention)
     batch = make_batch(LLAMA)
     generator = torch.Generator().manual_seed(6)
     allowed = torch.rand(BATCH, 1, LLAMA.length, LLAMA.length, generator=generator) < 0.6
     allowed |= torch.eye(LLAMA.length, dtype=torch.bool)
     # Eager attention adds the mask to its scores.
     batch["attention_mask"] = allowed if attention == "sdpa" else torch.zeros(allowed.shape).where(allowed, -1e30)
-    assert_is_the_reference(model, copy.deepcopy(model), LLAMA, batch)
+    assert_is_the_reference(make_model(LLAMA, attention), LLAMA, batch)
 
 
 def test_an_error_in_a_forward_leaves_nothing_behind() -> None:
-    model: Any = make_model(LLAMA)
-    unhooked = copy.deepcopy(model)
+    model, unhooked = with_copy(LLAMA)
     batch = make_batch(LLAMA)
 
     def fail(*_: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from slivertune import TokenTune
-from tests.tokentune.families import FAMILIES, make_batch, make_model
+from tests.tokentune.families import Family, families, make_batch, make_model
 from tests.tokentune.reference import assert_same_bits, take_gradients
 
 
@@ -16,9 +16,8 @@ from tests.tokentune.reference import assert_same_bits, take_gradients
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["llama, grouped", "bert, sequences"])
-def test_a_compiled_model_has_the_same_bits_and_is_compiled_once(name: str, checkpointing: bool) -> None:
-    family = FAMILIES[name]
+@pytest.mark.parametrize("family", families("llama, grouped", "bert, sequences"))
+def test_a_compiled_model_has_the_same_bits_and_is_compiled_once(family: Family, checkpointing: bool) -> None:
     model: Any = make_model(family)
     plain = copy.deepcopy(model)
     if checkpointing:

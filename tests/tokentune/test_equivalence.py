@@ -31,6 +31,7 @@ from tests.tokentune.reference import (
     distance,
     model_gradients,
     reference_gradients,
+    selected,
     take_gradients,
 )
 
@@ -65,18 +66,16 @@ def test_every_cut_of_the_reference_takes_gradient_away(family: Family) -> None:
     model, batch, selection = make_model(family), make_batch(family), some_positions(family)
     loss, gradients, *_ = reference_gradients(model, family, batch, selection)
     for cut in family.cuts:
-        others = tuple(each for each in family.cuts if each is not cut)
-        less = dataclasses.replace(family, cuts=others)
+        less = dataclasses.replace(family, cuts=tuple(each for each in family.cuts if each is not cut))
         less_cut = reference_gradients(model, less, batch, selection)
         assert torch.equal(less_cut[0], loss)
         assert distance(less_cut[1], gradients) > 1e-3, f"{cut.module} carries no gradient of unselected tokens"
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "falcon, grouped", "bloom", "gpt_oss", "bert, masked"])
-def test_in_the_reference_embeddings_of_unselected_tokens_get_exactly_no_gradient(name: str) -> None:
+@pytest.mark.parametrize("family", families("llama", "gpt_neox", "falcon, grouped", "bloom", "gpt_oss", "bert, masked"))
+def test_in_the_reference_embeddings_of_unselected_tokens_get_exactly_no_gradient(family: Family) -> None:
     # A head that is tied would add its own gradient to the embeddings; it is given weights of its own.
     # All are labelled, and the last token is left out: in a causal model nothing is scored on it.
-    family = FAMILIES[name]
     model, batch, selection = make_model(family), make_batch(family), some_positions(family)[:, :-1]
     batch["labels"] = batch["input_ids"]
     inputs: Any = model.get_input_embeddings()  # type: ignore[operator]
@@ -136,8 +135,7 @@ def gpt2_block_for_rows(
     attended = (weights @ heads(values)).transpose(1, 2).flatten(2)
     hidden = hidden + linear(block.attn.c_proj, attended)
     inner: torch.Tensor = block.mlp.act(linear(block.mlp.c_fc, norm(block.ln_2, hidden)))
-    outer: torch.Tensor = linear(block.mlp.c_proj, inner)
-    return hidden + outer
+    return hidden + linear(block.mlp.c_proj, inner)
 
 
 def test_the_reference_keeps_values_and_cuts_gradients() -> None:
@@ -156,9 +154,7 @@ def test_the_reference_keeps_values_and_cuts_gradients() -> None:
 
 def hooked_gradients(model: nn.Module, batch: Batch, tune: st.TokenTune) -> tuple[Any, Any, torch.Tensor]:
     with tune.attach(model) as handle:
-        loss, gradients = model_gradients(model, batch)
-        assert handle.last_selection is not None
-        return loss, gradients, handle.last_selection
+        return *model_gradients(model, batch), selected(handle)
 
 
 @pytest.mark.parametrize(("family", "attention", "mask"), cases())
@@ -191,10 +187,8 @@ def assert_is_the_reference(family: Family, attention: str, mask: Mask, ratio: f
     loss, gradients, selection = hooked_gradients(model, batch, st.TokenTune(ratio=ratio, pattern="random"))
     assert selection.dtype == torch.int64 and selection.shape == (BATCH, round(ratio * family.length))
     assert (selection.diff(dim=1) > 0).all()
-    expected = reference_gradients(unhooked, family, batch, selection)
-    assert_same(loss, gradients, expected)
-    dense = model_gradients(unhooked, batch)
-    assert distance(gradients, dense[1]) > 1e-2, "the selection made no difference"
+    assert_same(loss, gradients, reference_gradients(unhooked, family, batch, selection))
+    assert distance(gradients, model_gradients(unhooked, batch)[1]) > 1e-2, "the selection made no difference"
 
 
 @pytest.mark.parametrize("family", families())

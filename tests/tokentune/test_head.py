@@ -20,12 +20,14 @@ import slivertune as st
 from slivertune.tokentune.head import find_head_kind
 from tests.helpers.models import VOCAB, tiny_bert, tiny_llama
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, exact_sums
+from tests.tokentune.families import Batch
+from tests.tokentune.reference import selected
 
 TERMS = 20 + VOCAB + 64
 """Of a loss: a mean over rows of sums over the vocabulary, of products over the width."""
 
 
-def make_batch(*lengths: int, total: int = 20) -> dict[str, torch.Tensor]:
+def make_batch(*lengths: int, total: int = 20) -> Batch:
     """Tokens whose labels are masked behind each row's length."""
     ids = torch.randint(1, VOCAB, (len(lengths), total), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
@@ -34,7 +36,17 @@ def make_batch(*lengths: int, total: int = 20) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def score_by_hand(model: Any, batch: dict[str, torch.Tensor], selection: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+@pytest.fixture
+def model() -> Any:
+    return tiny_llama()
+
+
+@pytest.fixture
+def batch() -> Batch:
+    return make_batch(20, 20)
+
+
+def score_by_hand(model: Any, batch: Batch, selection: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """The summed cross entropy of the selected positions, from the whole model's logits, and the labels it covers."""
     with torch.no_grad():
         logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
@@ -69,38 +81,36 @@ def test_a_class_derived_from_a_known_one_has_its_head() -> None:
     assert find_head_kind(Mine(tiny_llama().config)) == "causal"
 
 
-def test_labels_by_token_for_an_unknown_head_are_refused() -> None:
+def test_labels_by_token_for_an_unknown_head_are_refused(batch: Batch) -> None:
     model = BertForPreTraining(tiny_bert().config).train()
-    batch = make_batch(20, 20)
     with st.TokenTune(ratio=0.3).attach(model), pytest.raises(ValueError, match="does not know how this model scores"):
         model(**batch, next_sentence_label=torch.tensor([0, 1]))
 
 
-def test_the_loss_is_the_mean_over_selected_positions_with_a_label() -> None:
-    model, batch = tiny_llama(), make_batch(20, 11, 6)
+def test_the_loss_is_the_mean_over_selected_positions_with_a_label(model: Any) -> None:
+    batch = make_batch(20, 11, 6)
     for seed in range(5):
         with st.TokenTune(ratio=0.4, pattern="random", seed=seed).attach(model) as handle:
             loss = model(**batch).loss
-        assert handle.last_selection is not None
-        total, num_selected, _ = score_by_hand(model, batch, handle.last_selection)
+        total, num_selected, _ = score_by_hand(model, batch, selected(handle))
         assert_sums_close(loss, total / num_selected, TERMS)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("num_items", [34, 100, 1])
-def test_a_given_number_of_items_is_scaled_by_the_share_of_selected_labels(num_items: int, as_tensor: bool) -> None:
-    model, batch = tiny_llama(), make_batch(20, 11, 6)
+def test_a_given_number_of_items_is_scaled_by_the_share_of_selected_labels(
+    num_items: int, as_tensor: bool, model: Any
+) -> None:
+    batch = make_batch(20, 11, 6)
     with st.TokenTune(ratio=0.4, pattern="random").attach(model) as handle:
         loss = model(**batch, num_items_in_batch=torch.tensor(num_items) if as_tensor else num_items).loss
-    assert handle.last_selection is not None
-    total, num_selected, num_all = score_by_hand(model, batch, handle.last_selection)
+    total, num_selected, num_all = score_by_hand(model, batch, selected(handle))
     assert num_all == 34
     assert 0 < num_selected < num_all
     assert_sums_close(loss, total / max(1.0, num_items * num_selected / num_all), TERMS)
 
 
-def test_scaled_losses_of_micro_batches_are_on_average_the_dense_loss() -> None:
-    model, batch = tiny_llama(), make_batch(20, 20)
+def test_scaled_losses_of_micro_batches_are_on_average_the_dense_loss(model: Any, batch: Batch) -> None:
     dense = model(**batch, num_items_in_batch=38).loss.item()
     losses = []
     for seed in range(200):
@@ -111,8 +121,9 @@ def test_scaled_losses_of_micro_batches_are_on_average_the_dense_loss() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 10}])
-def test_no_selected_label_gives_a_loss_and_gradients_of_zero(options: dict[str, int]) -> None:
-    model, batch = tiny_llama(), make_batch(20, 20)
+def test_no_selected_label_gives_a_loss_and_gradients_of_zero(
+    options: dict[str, int], model: Any, batch: Batch
+) -> None:
     batch["labels"][:] = -100
     batch["labels"][0, 5] = 3
     unlabelled = 0
@@ -120,8 +131,7 @@ def test_no_selected_label_gives_a_loss_and_gradients_of_zero(options: dict[str,
         with st.TokenTune(ratio=0.1, pattern="random", seed=seed).attach(model) as handle:
             loss = model(**batch, **options).loss
             assert loss.isfinite()
-            assert handle.last_selection is not None
-            if 4 not in handle.last_selection[0].tolist():
+            if 4 not in selected(handle)[0].tolist():
                 unlabelled += 1
                 model.zero_grad()
                 loss.backward()
@@ -130,23 +140,20 @@ def test_no_selected_label_gives_a_loss_and_gradients_of_zero(options: dict[str,
     assert unlabelled >= 4
 
 
-def test_logits_are_those_of_the_selected_positions() -> None:
-    model, batch = tiny_llama(), make_batch(20, 20)
+def test_logits_are_those_of_the_selected_positions(model: Any, batch: Batch) -> None:
     with st.TokenTune(ratio=0.3).attach(model) as handle:
         logits = model(**batch).logits
         assert logits.shape == (2, 6, VOCAB)
         with torch.no_grad():
             full = model(**batch).logits
     assert full.shape == (2, 20, VOCAB)
-    assert handle.last_selection is not None
-    chosen = full.gather(1, handle.last_selection[:, :, None].expand(-1, -1, VOCAB))
+    places = selected(handle)[:, :, None].expand(-1, -1, VOCAB)
     with exact_sums(), torch.no_grad():
-        exact = model(**batch).logits.gather(1, handle.last_selection[:, :, None].expand(-1, -1, VOCAB))
-    assert_step_close(logits, chosen, exact, cap=1e-4)  # of some rows, and of all
+        exact = model(**batch).logits.gather(1, places)
+    assert_step_close(logits, full.gather(1, places), exact, cap=1e-4)  # of some rows, and of all
 
 
-def test_shifted_labels_that_are_given_are_used() -> None:
-    model, batch = tiny_llama(), make_batch(20, 20)
+def test_shifted_labels_that_are_given_are_used(model: Any, batch: Batch) -> None:
     shifted = torch.roll(batch["labels"], -3, dims=1)
     with st.TokenTune(ratio=1.0).attach(model):
         loss = model(**batch, shift_labels=shifted).loss
@@ -154,8 +161,7 @@ def test_shifted_labels_that_are_given_are_used() -> None:
     assert_sums_close(loss, F.cross_entropy(logits.flatten(0, 1), shifted.flatten()), TERMS)
 
 
-def test_labels_by_position_in_the_call_are_found() -> None:
-    model, batch = tiny_llama(), make_batch(20, 20)
+def test_labels_by_position_in_the_call_are_found(model: Any, batch: Batch) -> None:
     with st.TokenTune(ratio=0.3).attach(model) as handle:
         named = model(**batch).loss
         handle.num_draws = 0
@@ -164,7 +170,7 @@ def test_labels_by_position_in_the_call_are_found() -> None:
     assert torch.equal(named, by_position)
 
 
-def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
+def test_a_model_with_a_loss_of_its_own_is_refused(batch: Batch) -> None:
     class HomemadeForCausalLM(LlamaForCausalLM):
         def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
             out = super().forward(input_ids=input_ids, **kwargs)
@@ -172,8 +178,5 @@ def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
             return out
 
     model = HomemadeForCausalLM(tiny_llama().config).train()
-    with (
-        st.TokenTune(ratio=0.3).attach(model),
-        pytest.raises(RuntimeError, match="computes its loss without"),
-    ):
-        model(**make_batch(20, 20))
+    with st.TokenTune(ratio=0.3).attach(model), pytest.raises(RuntimeError, match="computes its loss without"):
+        model(**batch)

@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ LIMIT = sum_limit(48, torch.float32)
 """Of the cosine of two gradients that differ by the order of sums over 48 rows of a batch."""
 
 
+measured = partial(gradient_quality, progress=False)
+
+
 def batches(num: int = 2) -> list[dict[str, torch.Tensor]]:
     ids = torch.randint(1, VOCAB, (num, 2, 24), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": each, "labels": each} for each in ids]
 
 
 def test_all_tokens_have_the_dense_gradient() -> None:
-    quality = gradient_quality(tiny_llama(), batches(), [1.0], ["random", "block"], progress=False)
+    quality = measured(tiny_llama(), batches(), [1.0], ["random", "block"])
     assert quality.num_draws == 8
     for row in quality.rows:
         assert row.cosine == pytest.approx(1.0, abs=LIMIT)
@@ -30,7 +34,7 @@ def test_all_tokens_have_the_dense_gradient() -> None:
 def test_the_cosine_is_that_of_the_flattened_gradients() -> None:
     model = tiny_llama()
     (batch,) = batches(1)
-    quality = gradient_quality(model, [batch], [0.5], ["random"], num_draws=1, seed=3, progress=False)
+    quality = measured(model, [batch], [0.5], ["random"], num_draws=1, seed=3)
 
     def flat() -> torch.Tensor:
         return torch.cat(
@@ -48,7 +52,7 @@ def test_the_cosine_is_that_of_the_flattened_gradients() -> None:
 
 
 def test_more_tokens_come_nearer_to_the_dense_gradient() -> None:
-    quality = gradient_quality(tiny_llama(), batches(4), [0.75, 0.5, 0.1], ["random"], num_draws=8, progress=False)
+    quality = measured(tiny_llama(), batches(4), [0.75, 0.5, 0.1], ["random"], num_draws=8)
     cosines = [row.cosine for row in quality.rows]
     assert cosines == sorted(cosines, reverse=True)
 
@@ -60,7 +64,7 @@ def test_modes_gradients_and_hooks_are_as_before() -> None:
     for each in model.parameters():
         each.grad = torch.ones_like(each)
     inputs = [{"input_ids": batches(1)[0]["input_ids"], "labels": torch.tensor([0, 1])}]
-    gradient_quality(model, inputs, [0.3], ["random"], num_draws=1, progress=False)
+    measured(model, inputs, [0.3], ["random"], num_draws=1)
     assert [module.training for module in model.modules()] == modes
     assert all((each.grad == 1).all() for each in model.parameters())
     st.TokenTune(ratio=0.3).attach(model).remove()
@@ -70,13 +74,13 @@ def test_dropout_is_off_while_gradients_are_compared() -> None:
     model = tiny_llama()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    quality = gradient_quality(model, batches(), [1.0], ["random"], num_draws=1, progress=False)
+    quality = measured(model, batches(), [1.0], ["random"], num_draws=1)
     assert quality.rows[0].cosine == pytest.approx(1.0, abs=LIMIT)
 
 
 def test_the_table_has_a_line_for_each_row_and_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    quality = gradient_quality(tiny_llama(), batches(1), [0.5, 0.25], ["random", "chunks"], num_draws=1, progress=False)
+    quality = measured(tiny_llama(), batches(1), [0.5, 0.25], ["random", "chunks"], num_draws=1)
     lines = quality.table().splitlines()
     assert len(lines) == 5
     for line, row in zip(lines[1:], quality.rows, strict=True):
@@ -93,24 +97,19 @@ def test_the_table_has_a_line_for_each_row_and_the_plot_is_a_picture(tmp_path: P
         ({"ratios": []}, "there are no ratios and patterns"),
         ({"ratios": [0.0]}, r"ratio=0.0 must be in \(0, 1\]"),
         ({"num_draws": 0}, "num_draws=0 must be at least 1"),
+        ({"model": tiny_llama().requires_grad_(False)}, "there are no trainable parameters"),
     ],
 )
 def test_bad_input_is_refused(options: dict[str, Any], text: str) -> None:
-    settings: dict[str, Any] = {"batches": batches(1), "ratios": [0.5], "progress": False, **options}
     with pytest.raises(ValueError, match=text):
-        gradient_quality(tiny_llama(), **settings)
-
-
-def test_a_frozen_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="there are no trainable parameters"):
-        gradient_quality(tiny_llama().requires_grad_(False), batches(1), [0.5], progress=False)
+        measured(**{"model": tiny_llama(), "batches": batches(1), "ratios": [0.5], **options})
 
 
 def test_draws_without_a_label_count_as_a_cosine_of_zero() -> None:
     (batch,) = batches(1)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     batch["labels"][0, 1] = 3  # scored at the first position, where there is no attention to others
-    quality = gradient_quality(tiny_llama(), [batch], [0.05], ["random"], num_draws=40, progress=False)
+    quality = measured(tiny_llama(), [batch], [0.05], ["random"], num_draws=40)
     num_hits = round(40 * quality.rows[0].cosine)
     assert 0 < num_hits < 10
     assert quality.rows[0].cosine == pytest.approx(num_hits / 40, abs=LIMIT)
@@ -120,4 +119,4 @@ def test_a_batch_without_a_dense_gradient_is_refused() -> None:
     first, second = batches(2)
     second["labels"] = torch.full_like(second["labels"], -100)
     with pytest.raises(ValueError, match="the dense gradient of batch 1 has norm"):
-        gradient_quality(tiny_llama(), [first, second], [0.5], progress=False)
+        measured(tiny_llama(), [first, second], [0.5])

@@ -1,3 +1,4 @@
+import itertools
 from typing import Any
 
 import pytest
@@ -57,11 +58,9 @@ def test_positions_are_sorted_unique_and_in_range(pattern: Pattern, k: int) -> N
     real = torch.ones(3, 40, dtype=torch.bool)
     for number in range(20):
         positions = draw(real, k, pattern, number=number)
-        assert positions.dtype == torch.int64
-        assert positions.shape == (3, k)
+        assert positions.dtype == torch.int64 and positions.shape == (3, k)
         assert (positions.diff(dim=1) > 0).all()
-        assert positions.min() >= 0
-        assert positions.max() < 40
+        assert positions.min() >= 0 and positions.max() < 40
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -74,10 +73,8 @@ def test_rows_and_draws_differ_and_repeat_with_their_numbers(pattern: Pattern) -
 
 
 def test_seed_rank_and_number_each_change_the_generator() -> None:
-    numbers = {(seed, rank, draw): 0.0 for seed in (0, 1) for rank in (0, 1) for draw in (0, 1)}
-    for key in numbers:
-        numbers[key] = torch.rand((), generator=make_generator(*key), dtype=torch.float64).item()
-    assert len(set(numbers.values())) == len(numbers)
+    generators = [make_generator(*key) for key in itertools.product((0, 1), repeat=3)]
+    assert len({torch.rand((), generator=each, dtype=torch.float64).item() for each in generators}) == 8
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -86,8 +83,7 @@ def test_pads_are_drawn_only_when_real_tokens_run_out(pattern: Pattern, left: bo
     real = padded(12, 7, 3, total=12, left=left)
     for number in range(20):
         positions = draw(real, 5, pattern, number=number)
-        num_real = real.gather(1, positions).sum(dim=1)
-        assert num_real.tolist() == [5, 5, 3]
+        assert real.gather(1, positions).sum(dim=1).tolist() == [5, 5, 3]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -105,8 +101,7 @@ def test_what_is_always_selected_is_counted_in_real_tokens(pattern: Pattern, lef
 def test_negative_positions_count_from_the_last_real_token() -> None:
     real = padded(6, 9, total=10)
     for number in range(10):
-        positions = draw(real, 2, number=number, always=(1, -2))
-        assert positions.tolist() == [[1, 4], [1, 7]]
+        assert draw(real, 2, number=number, always=(1, -2)).tolist() == [[1, 4], [1, 7]]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -118,8 +113,7 @@ def test_preferred_positions_come_before_all_others(pattern: Pattern) -> None:
     preferred[2, 7:12] = True  # three of them are pads, which never count
     for number in range(20):
         positions = draw(real, 4, pattern, number=number, preferred=preferred)
-        chosen = preferred.gather(1, positions)
-        assert chosen.sum(dim=1).tolist() == [3, 4, 2]
+        assert preferred.gather(1, positions).sum(dim=1).tolist() == [3, 4, 2]
         assert real.gather(1, positions).all()
 
 
@@ -158,13 +152,12 @@ def test_chunks_are_runs_of_their_size_with_one_cut_short() -> None:
 
 def test_no_position_is_selected_much_more_often_than_another() -> None:
     real = torch.ones(1, 64, dtype=torch.bool)
-    for pattern in ("random", "chunks"):
+    for pattern in PATTERNS[:2]:
         counts = torch.zeros(64)
         for number in range(1500):
-            counts[draw(real, 20, pattern, number=number, chunk_size=8)[0]] += 1  # type: ignore[arg-type]
-        shares = counts / 1500
+            counts[draw(real, 20, pattern, number=number, chunk_size=8)[0]] += 1
         # 20 / 64 = 0.3125, with a standard error of 0.012; four of them, and chunks' short ends are a little favoured.
-        assert (shares - 20 / 64).abs().max() < 0.06, pattern
+        assert (counts / 1500 - 20 / 64).abs().max() < 0.06, pattern
 
 
 def test_no_chunk_reaches_over_the_beginning_of_a_packed_segment() -> None:
@@ -172,17 +165,12 @@ def test_no_chunk_reaches_over_the_beginning_of_a_packed_segment() -> None:
     starts = segment_starts(position_ids, 1)
     assert starts is not None
     real = torch.ones(1, 48, dtype=torch.bool)
-    joined = 0
-    for number in range(300):
-        chosen = set(draw(real, 8, "chunks", number=number, chunk_size=8, starts=starts)[0].tolist())
-        joined += {9, 10} <= chosen
+    options: dict[str, Any] = {"chunk_size": 8, "starts": starts}
+    chosen = [set(draw(real, 8, "chunks", number=number, **options)[0].tolist()) for number in range(300)]
     # Both sides are selected together only when two chunks were drawn; within a chunk it would be almost always.
-    apart = sum(
-        9 in set(draw(real, 8, "chunks", number=number, chunk_size=8, starts=starts)[0].tolist())
-        for number in range(300)
-    )
-    assert apart > 0
-    assert joined < apart / 2
+    num_nine = sum(9 in each for each in chosen)
+    assert num_nine > 0
+    assert sum({9, 10} <= each for each in chosen) < num_nine / 2
 
 
 def test_segments_begin_where_positions_are_zero() -> None:

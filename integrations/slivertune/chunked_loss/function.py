@@ -1,11 +1,11 @@
 """`chunked_cross_entropy`: a head's product and its loss in one function of autograd."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from slivertune.chunked_loss.products import score_rows, weight_gradients, wide_dtype
+from slivertune.core.torch_internals import apply_function
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of the fp32 scores that exist at a time: a chunk of 512 rows of 32,000 classes, or 128 of 128,000. That is
@@ -51,32 +51,25 @@ def chunked_cross_entropy(
         ValueError: If shapes or dtypes don't fit each other, or `chunk_bytes` is not positive.
         RuntimeError: From a backward that is to be differentiated again.
     """
-    dtype = _compute_dtype(hidden, weight)
+    dtype = _compute_dtype(hidden)
     _check(hidden, weight, bias, targets, chunk_bytes)
-    settings = _Settings(
-        dtype=dtype,
-        ignore_index=ignore_index,
-        chunk_bytes=chunk_bytes,
-        hidden_gradient_now=torch.is_grad_enabled() and hidden.requires_grad and dtype != torch.float16,
+    return apply_function(
+        _ChunkedCrossEntropy,
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets.reshape(-1).to(hidden.device),
+        num_items_in_batch,
+        ignore_index,
+        {"dtype": dtype, "chunk_bytes": chunk_bytes},
+        # Not in fp16: small gradients would vanish there before the loss scale of a GradScaler, which is known in the
+        # backward alone, has lifted them.
+        torch.is_grad_enabled() and hidden.requires_grad and dtype != torch.float16,
     )
-    apply: Any = _ChunkedCrossEntropy.apply
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    loss: torch.Tensor = apply(flat, weight, bias, targets.reshape(-1).to(hidden.device), num_items_in_batch, settings)
-    return loss
 
 
 class MixedDtypesError(ValueError):
     """Hidden states and weight are of two dtypes, which only autocast multiplies, in a linear layer, too."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Settings:
-    dtype: torch.dtype
-    ignore_index: int
-    chunk_bytes: int
-    hidden_gradient_now: bool
-    """Whether the forward computes it. Not in fp16: small gradients would vanish there before the loss scale of a
-    GradScaler, which is known in the backward alone, has lifted them."""
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -88,34 +81,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         num_items: torch.Tensor | float | None,
-        settings: _Settings,
+        ignore_index: int,
+        chunks: dict[str, Any],
+        hidden_gradient_now: bool,
     ) -> torch.Tensor:
-        wide = wide_dtype(settings.dtype)
-        is_scored = targets != settings.ignore_index
+        is_scored = targets != ignore_index
         divisor = is_scored.sum() if num_items is None else num_items
-        divisor = torch.as_tensor(divisor, dtype=wide, device=hidden.device)
+        divisor = torch.as_tensor(divisor, dtype=wide_dtype(chunks["dtype"]), device=hidden.device)
         row_scales = torch.where(is_scored, 1 / divisor, 0)
         targets = torch.where(is_scored, targets, 0)
-        with _without_autocast(hidden):
-            scored = score_rows(
-                hidden,
-                weight,
-                bias,
-                targets,
-                row_scales,
-                dtype=settings.dtype,
-                chunk_bytes=settings.chunk_bytes,
-                with_gradient=settings.hidden_gradient_now,
-            )
-        ctx.settings = settings
-        ctx.has_bias = bias is not None
-        needs_head = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        again = needs_head or (ctx.needs_input_grad[0] and not settings.hidden_gradient_now)
-        ctx.save_for_backward(
-            scored.hidden_gradient,
-            *((hidden, weight, bias, targets, row_scales, scored.peaks, scored.totals) if again else ()),
-        )
-        return scored.losses.sum() / divisor
+        given = (hidden, weight, bias, targets, row_scales)
+        with torch.autocast(hidden.device.type, enabled=False):
+            losses, peaks, totals, hidden_gradient = score_rows(*given, **chunks, with_gradient=hidden_gradient_now)
+        of_hidden, ctx.of_weight, ctx.of_bias, *_ = ctx.needs_input_grad
+        ctx.of_hidden = of_hidden and not hidden_gradient_now
+        ctx.chunks = chunks
+        again = ctx.of_hidden or ctx.of_weight or ctx.of_bias
+        ctx.save_for_backward(hidden_gradient, *((*given, peaks, totals) if again else ()))
+        return losses.sum() / divisor
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> Any:
@@ -124,52 +107,29 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "the gradient of chunked_cross_entropy can't be differentiated again (create_graph=True); compute the "
                 "loss from whole logits for that"
             )
-        settings: _Settings = ctx.settings
         hidden_gradient, *rest = ctx.saved_tensors
         weight_gradient = bias_gradient = None
         if hidden_gradient is not None:
             hidden_gradient = hidden_gradient * loss_gradient
         if rest:
-            hidden, weight, bias, targets, row_scales, peaks, totals = rest
-            row_scales = row_scales * loss_gradient
-            with _without_autocast(hidden):
-                if ctx.needs_input_grad[0] and not settings.hidden_gradient_now:
-                    hidden_gradient = score_rows(
-                        hidden,
-                        weight,
-                        bias,
-                        targets,
-                        row_scales,
-                        dtype=settings.dtype,
-                        chunk_bytes=settings.chunk_bytes,
-                        with_gradient=True,
-                    ).hidden_gradient
-                if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            hidden, weight, bias, targets, row_scales, *scored = rest
+            given = (hidden, weight, bias, targets, row_scales * loss_gradient)
+            with torch.autocast(loss_gradient.device.type, enabled=False):
+                if ctx.of_hidden:
+                    *_, hidden_gradient = score_rows(*given, **ctx.chunks, with_gradient=True)
+                if ctx.of_weight or ctx.of_bias:
                     weight_gradient, bias_gradient = weight_gradients(
-                        hidden,
-                        weight,
-                        bias,
-                        targets,
-                        row_scales,
-                        (peaks, totals),
-                        dtype=settings.dtype,
-                        chunk_bytes=settings.chunk_bytes,
-                        of_weight=ctx.needs_input_grad[1],
-                        of_bias=ctx.needs_input_grad[2],
+                        *given, scored, **ctx.chunks, of_weight=ctx.of_weight, of_bias=ctx.of_bias
                     )
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None, None
 
 
-def _compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     """What autocast would make of the head's product."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return hidden.dtype
-
-
-def _without_autocast(hidden: torch.Tensor) -> torch.autocast:
-    return torch.autocast(hidden.device.type, enabled=False)
 
 
 def _check(

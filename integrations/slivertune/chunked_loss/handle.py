@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import types
 import weakref
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
-from slivertune.core.model_handle import ModelHandle
-from slivertune.core.module_hook import ModuleHook
+from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
+from slivertune.core.transformers_internals import find_transformers_model
 
 
 def attach_chunked_cross_entropy(
@@ -51,7 +49,7 @@ def why_not_chunked(model: nn.Module) -> str | None:
     Returns:
         The reason why not, as a clause; None if `attach_chunked_cross_entropy` does serve it.
     """
-    inner = _find_model(model)
+    inner = find_transformers_model(model)
     if inner is None:
         return f"{type(model).__name__} holds no transformers model"
     reason = _structural_reason(inner)
@@ -101,7 +99,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
     def __init__(self, model: nn.Module, *, evaluation: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Put it on; see `attach_chunked_cross_entropy`."""
         super().__init__()
-        inner = _find_model(model)
+        inner = find_transformers_model(model)
         if inner is None:
             raise ValueError(
                 f"{type(model).__name__} holds no transformers model (PreTrainedModel) to chunk the loss of"
@@ -113,23 +111,18 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         reason = _structural_reason(inner)
         if reason is not None:
             raise ValueError(f"the loss of {type(inner).__name__} can't be chunked: {reason}; leave it as it is")
-        self._model = inner
         self._evaluation = evaluation
         self._signature = inspect.signature(type(inner).forward)
         self._head = _Head(inner.get_output_embeddings(), chunk_bytes)
-        self._loss = _Loss(self._head)
-        self._attach()
-
-    def _attach(self) -> None:
-        model = self._model
-        _attached[model] = None
-        self._undo.append(lambda: _attached.pop(model, None))
+        loss = _Loss(self._head)
+        _attached.add(inner)
+        self._undo.append(lambda: _attached.discard(inner))
         self._head.put()
         self._undo.append(self._head.take_off)
-        _swap_loss(model, ForCausalLMLoss, self._loss)
-        self._undo.append(lambda: _swap_loss(model, self._loss, ForCausalLMLoss))
-        self._undo.append(model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True).remove)
-        self._undo.append(model.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
+        _swap_loss(inner, ForCausalLMLoss, loss)
+        self._undo.append(lambda: _swap_loss(inner, loss, ForCausalLMLoss))
+        self._undo.append(inner.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True).remove)
+        self._undo.append(inner.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         wanted = (model.training and torch.is_grad_enabled()) or (self._evaluation and not torch.is_grad_enabled())
@@ -152,7 +145,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
             raise ChunkedLossError(f"{type(model).__name__} does not compute its loss by model.loss_function")
 
 
-class _Head:
+class _Head(StandIn):
     """Stands in for the `forward` of a linear head.
 
     Args:
@@ -161,19 +154,12 @@ class _Head:
     """
 
     def __init__(self, module: nn.Linear, chunk_bytes: int) -> None:
+        super().__init__(module.forward)
         self.module = module
         self._chunk_bytes = chunk_bytes
         self.stand_ins: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         """In a forward that is chunked: what was given for logits and not scored yet, and its hidden states."""
         self._request: dict[str, Any] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The forward of a copied head, which has no handle."""
-        return types.MethodType(type(self.module).forward, memo[id(self.module)])
-
-    def __reduce__(self) -> Any:
-        """The forward of a head that is read from a pickle, which has no handle."""
-        return _own_forward, (self.module,)
 
     def put(self) -> None:
         """Take the place of the head's forward."""
@@ -199,12 +185,12 @@ class _Head:
         self.stand_ins.append((stand_in, hidden))
         return stand_in
 
-    def loss_of(self, stand_in: torch.Tensor, request: dict[str, Any]) -> torch.Tensor | None:
+    def loss_of(self, stand_in: torch.Tensor, **request: Any) -> torch.Tensor | None:
         """The loss of what was given for logits, by a call of the module; None if that was not given by this head.
 
         Args:
             stand_in: What the loss function got.
-            request: Targets and divisor.
+            **request: Targets and divisor.
         """
         known = [hidden for given, hidden in self.stand_ins or () if given is stand_in]
         if not known:
@@ -218,7 +204,7 @@ class _Head:
         return loss
 
 
-class _Loss:
+class _Loss(StandIn):
     """Stands in for `ForCausalLMLoss`.
 
     Args:
@@ -226,15 +212,8 @@ class _Loss:
     """
 
     def __init__(self, head: _Head) -> None:
+        super().__init__(ForCausalLMLoss)
         self._head = head
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The loss function of a copied model, which has no handle."""
-        return ForCausalLMLoss
-
-    def __reduce__(self) -> Any:
-        """The loss function of a model that is read from a pickle."""
-        return _plain_loss, ()
 
     def __call__(
         self,
@@ -254,12 +233,9 @@ class _Loss:
             return loss
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        request = {
-            "targets": shift_labels,
-            "num_items_in_batch": num_items_in_batch,
-            "ignore_index": ignore_index,
-        }
-        chunked = self._head.loss_of(logits, request)
+        chunked = self._head.loss_of(
+            logits, targets=shift_labels, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index
+        )
         if chunked is None:
             raise ChunkedLossError(
                 "the model changes its head's output before the loss (as by soft-capping or scaling), or the head's "
@@ -268,20 +244,7 @@ class _Loss:
         return chunked
 
 
-def _own_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
-
-
-def _plain_loss() -> Any:
-    return ForCausalLMLoss
-
-
-_attached: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
-
-
-def _find_model(model: nn.Module) -> Any:
-    """The transformers model that a model is, or holds."""
-    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _structural_reason(model: Any) -> str | None:

@@ -1,24 +1,9 @@
 """The scores of some rows or of some classes at a time: what the loss and its gradients are summed from."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scored:
-    """What a pass over all rows leaves."""
-
-    losses: torch.Tensor
-    """-log p(target), shape (n,), wide; 0 where there is no target."""
-    peaks: torch.Tensor
-    """The largest score of each row, shape (n, 1), wide."""
-    totals: torch.Tensor
-    """The sum of exp(score - peak) of each row, shape (n, 1), wide."""
-    hidden_gradient: torch.Tensor | None
-    """Like the hidden states, if it was asked for."""
 
 
 def even_slices(count: int, bytes_of_one: int, chunk_bytes: int) -> Iterator[slice]:
@@ -92,7 +77,7 @@ def score_rows(
     dtype: torch.dtype,
     chunk_bytes: int,
     with_gradient: bool,
-) -> Scored:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Go through the rows, all classes at once.
 
     Args:
@@ -104,6 +89,11 @@ def score_rows(
         dtype: In which products are computed.
         chunk_bytes: Bytes of the wide scores that exist at a time.
         with_gradient: Whether the gradient of `hidden` is wanted.
+
+    Returns:
+        What a pass over all rows leaves. The losses, -log p(target), shape (n,), wide; 0 where there is no target. The
+        largest score of each row, its peak, shape (n, 1), wide. The sum of exp(score - peak) of each row, shape (n, 1),
+        wide. The gradient of `hidden`, if it was asked for.
     """
     num_rows, num_classes = hidden.shape[0], weight.shape[0]
     wide = wide_dtype(dtype)
@@ -126,7 +116,7 @@ def score_rows(
         if hidden_gradient is not None:
             scores.mul_(scales / total).scatter_add_(1, classes, -scales)
             hidden_gradient[part] = torch.mm(buffers.narrowed(scores), matrix)
-    return Scored(losses=losses.view(-1), peaks=peaks, totals=totals, hidden_gradient=hidden_gradient)
+    return losses.view(-1), peaks, totals, hidden_gradient
 
 
 def weight_gradients(
@@ -135,7 +125,7 @@ def weight_gradients(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     row_scales: torch.Tensor,
-    scored: tuple[torch.Tensor, torch.Tensor],
+    scored: Sequence[torch.Tensor],
     *,
     dtype: torch.dtype,
     chunk_bytes: int,

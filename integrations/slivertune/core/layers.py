@@ -72,9 +72,8 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
 
     places: dict[int, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        outside = 0 if id(parameter) in embedded else head
         within = [place_of_block[id(owner)] for owner in _owners(model, name) if id(owner) in place_of_block]
-        place = min(within, default=outside)
+        place = min(within, default=0 if id(parameter) in embedded else head)
         places[id(parameter)] = min(place, places.get(id(parameter), head))
 
     names: list[list[str]] = [[] for _ in range(head + 1)]
@@ -181,8 +180,8 @@ def _branches(model: nn.Module, block_lists: dict[str, nn.ModuleList]) -> Iterab
             continue
         depth = max(depth for depth, owner in enumerate(owners) if id(owner) in parents)
         path = ".".join(names[: depth + 1])
-        branch = branches.setdefault(path, _Branch(path=path, parent=owners[depth], is_parameter=path == name))
-        branch.parameters[name] = parameter
+        branch = _Branch(path=path, parent=owners[depth], is_parameter=path == name)
+        branches.setdefault(path, branch).parameters[name] = parameter
     return branches.values()
 
 

@@ -25,7 +25,6 @@ from slivertune.core.torch_internals import TorchDispatchMode, is_traceable_wrap
 Kind = Literal["parameters", "gradients", "state", "residual"]
 MemoryTier = Literal["device", "host", "disk"]
 
-_PLAIN = (torch.Tensor, nn.Parameter)
 _DEVICE_KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "residual")
 
 
@@ -102,7 +101,7 @@ def claim(tensor: torch.Tensor, kind: Kind, tier: MemoryTier = "device") -> None
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory under a tensor. A wrapper's own storage (a DTensor's) has the whole weight's size, but no memory."""
-    if type(tensor) in _PLAIN or not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not is_traceable_wrapper_subclass(tensor):
         yield tensor.untyped_storage()
         return
     names, _ = tensor.__tensor_flatten__()
@@ -169,9 +168,8 @@ class Ledger:
     ) -> None:
         self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _watching.remove(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def current(self) -> Census:
         """The bytes alive now."""
@@ -225,12 +223,10 @@ class Ledger:
         if not parameter.is_floating_point():
             return
         # The hook stays through later freezing and unfreezing, but can only be set on what requires a gradient.
-        frozen = not parameter.requires_grad
-        if frozen:
-            parameter.requires_grad_(True)
+        requires_grad = parameter.requires_grad
+        parameter.requires_grad_(True)
         self._hooks.append(parameter.register_post_accumulate_grad_hook(_claim_gradient))
-        if frozen:
-            parameter.requires_grad_(False)
+        parameter.requires_grad_(requires_grad)
 
     def _see(self, tensor: torch.Tensor) -> None:
         if tensor.is_sparse or tensor.device.type == "meta":
@@ -298,17 +294,15 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        self._show(out)
+        return out
+
+    def _show(self, out: Any) -> None:
         if isinstance(out, torch.Tensor):
             self._see(out)
         elif isinstance(out, (tuple, list)):
-            for item in out:
-                if isinstance(item, torch.Tensor):
-                    self._see(item)
-                elif isinstance(item, (tuple, list)):
-                    for inner in item:
-                        if isinstance(inner, torch.Tensor):
-                            self._see(inner)
-        return out
+            for each in out:
+                self._show(each)
 
 
 def _claim_gradient(parameter: torch.Tensor) -> None:

@@ -49,7 +49,8 @@ def write_manifest(
     """
     folder = Path(folder)
     remove_manifest(folder)
-    paths = sorted(_files(folder) if files is None else _outermost(folder, files))
+    # Files of an inner folder with a manifest are told by that one.
+    paths = sorted(_files(folder) if files is None else set(files).intersection(_files(folder)))
     for path in paths:
         sync(path)
     for parent in {parent for path in paths for parent in path.parents if folder == parent or folder in parent.parents}:
@@ -188,12 +189,6 @@ def _files(folder: Path) -> Iterator[Path]:
             yield from [inner] if inner.is_file() else _files(path)
         elif path.is_file() and path.name != MANIFEST_NAME:
             yield path
-
-
-def _outermost(folder: Path, files: Iterable[Path]) -> set[Path]:
-    """The same files, where those of an inner folder with a manifest are told by that one."""
-    wanted = set(files)
-    return wanted.intersection(_files(folder))
 
 
 def _digest_entries(entries: Mapping[str, Any]) -> str:

@@ -1,9 +1,11 @@
-"""Hooks on a module that do nothing in a copy of it, deep or pickled."""
+"""What hangs on a model: hooks and stand-ins that a copy does not have, and handles that take them off."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
+from typing import Any, ClassVar, Self
 
 
 class ModuleHook:
@@ -25,3 +27,62 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ModuleHook, (None,))
+
+
+class StandIn:
+    """Stands in for a function of a model: a module's forward, a loss.
+
+    A copy of the model, deep or pickled, has the function itself: it is not hooked.
+
+    Args:
+        function: The model's own.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.function, memo)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.function,)
+
+
+def _itself(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+class ModelHandle:
+    """Takes off a model what a subclass puts on it; a context manager, which does so at its end.
+
+    A handle belongs to one model and is neither copied nor pickled.
+    """
+
+    refusal_to_copy: ClassVar[str]
+    """Text of the error of a copy: what a copy of the model is like, and what to do."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def remove(self) -> None:
+        """Take it off the model, which is then as it was; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        """The handle itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take it off."""
+        self.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A handle is not copied."""
+        raise TypeError(self.refusal_to_copy)
+
+    def __reduce__(self) -> Any:
+        """A handle is not pickled."""
+        raise TypeError(self.refusal_to_copy)

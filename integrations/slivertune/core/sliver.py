@@ -1,14 +1,22 @@
-"""What a method that trains a sliver of a model owes to the layouts, the checkpoints and the Trainer."""
+"""What a method that trains a sliver of a model owes to the layouts, the checkpoints and the Trainer.
+
+`Sliver` is the contract; `CheckpointedSliver` keeps its part on saved states. What an optimizer's `state_dict` returns
+is its whole state, the same packed, or a placeholder. Programs that gather, cut up or reshape an optimizer's state know
+it by parameter alone. `torch.distributed.checkpoint` gets the whole state packed (see `pack_state`). Where the state is
+saved beside such programs, in a sidecar folder, they get a placeholder, which tells them a count of updates.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layout import Layout
+from slivertune.core.saved_state import is_initialising_step, pack_state, unpack_state
 
 
 class Sliver(torch.optim.Optimizer, ABC):
@@ -101,3 +109,145 @@ class Sliver(torch.optim.Optimizer, ABC):
                 if key != "params":
                     facts[f"{key} of param group {index}"] = value
         return facts
+
+
+class CheckpointedSliver(Sliver):
+    """A sliver that hands its state out in each of the three forms, and is itself neither copied nor given more groups.
+
+    Args:
+        params: As torch's optimizers take them.
+        defaults: Default hyperparameters.
+    """
+
+    title: ClassVar[str]
+    """Name in messages; `method` is the key of the saved state, and begins that of the placeholder."""
+    refusal_to_add: ClassVar[str]
+    """Text of the error of a param group that comes later."""
+    refusal_to_copy: ClassVar[str]
+    """Text of the error of a copy."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._is_built = False
+        super().__init__(params, defaults)
+        self._is_built = True
+        self._is_placeholder = False
+        self._packs_next = False
+        self._layout: str | None = None
+        self._awaited: int | None = None
+        """Updates that a placeholder has told, while what belongs to it has still to be checked."""
+
+    @abstractmethod
+    def _parameters_of_state(self) -> Iterable[torch.Tensor]:
+        """The parameters that a placeholder is made for."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction: what a run trains is fixed.
+
+        Raises:
+            RuntimeError: Always, once built.
+        """
+        if self._is_built:
+            raise RuntimeError(self.refusal_to_add)
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, for `copy` and `pickle`: a copy would train the same model, whose hooks it does not have.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(self.refusal_to_copy)
+
+    @property
+    def uses_sidecar(self) -> bool:
+        """Whether `state_dict` is a placeholder, and the state is saved in a folder of its own (see `use_sidecar`)."""
+        return self._is_placeholder
+
+    def use_sidecar(self, layout: str | None = None) -> None:
+        """Have the state saved in a folder of its own from now on, beside other programs' checkpoints.
+
+        `state_dict` then returns a placeholder: hyperparameters and the number of updates in torch's own form, which
+        programs that know states by parameter alone may save, cut up and load as they like. After one was loaded,
+        `step` raises until `load_whole_state` has brought what belongs to it.
+
+        Args:
+            layout: What synchronizes the gradients of several ranks, if the optimizer does not see to that by itself.
+        """
+        self._layout = layout
+        self._is_placeholder = True
+        self._fill_placeholder()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that continues the run at this step (`whole_state`); a placeholder where `use_sidecar` was called.
+
+        Plain containers, and tensors by parameter name: the living ones where that is possible, as in torch; save or
+        copy them before the next step. To `torch.distributed.checkpoint` it is packed (see `pack_state`).
+        """
+        if self._is_placeholder:
+            self._fill_placeholder()
+            return super().state_dict()
+        packs, self._packs_next = self._packs_next, False
+        whole = self.whole_state()
+        return pack_state(whole, self.param_groups, self.updates) if packs else whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` or `whole_state` returned, in any form; tensors are copied.
+
+        Of a placeholder, only the hyperparameters are taken; its state has still to come.
+
+        Raises:
+            ValueError: If the state is of another model or optimizer, or is damaged; nothing is changed.
+        """
+        self._packs_next = False
+        unpacked = unpack_state(state_dict)
+        whole = state_dict if unpacked is None else unpacked
+        updates = self._updates_in_placeholder(whole)
+        if updates is None:
+            self.load_whole_state(whole)
+            return
+        load_hyperparameters(self.param_groups, whole["param_groups"])
+        # Nothing belongs to one without updates, such as that which accelerate's wrapper loads when it is made.
+        self._awaited = updates or None
+
+    def _is_initialising(self) -> bool:
+        """Whether a step is no step but torch's, which fills the state of optimizers that have none yet.
+
+        If so, the next state is saved packed.
+        """
+        is_initialising = is_initialising_step(self.param_groups)
+        self._packs_next = self._packs_next or is_initialising
+        return is_initialising
+
+    def _fill_placeholder(self) -> None:
+        """Put the placeholder into torch's `state`: programs that find it empty step with zeros to fill it."""
+        # One for each weight: torch.distributed.checkpoint misses the state of a weight that requires a gradient. With
+        # a dimension: from tensors without one, it can't tell the device.
+        key, updates = f"{self.method}_updates", [self.updates]
+        self.state.clear()
+        for each in self._parameters_of_state():
+            self.state[each] = {key: torch.tensor(updates, device=each.device)}
+        if not self.state:
+            self.state["released"] = {key: torch.tensor(updates)}  # type: ignore[index]
+
+    def _updates_in_placeholder(self, state_dict: Mapping[str, Any]) -> int | None:
+        """The number of updates that a placeholder tells; None of any other state."""
+        if self.method in state_dict:
+            return None
+        key = f"{self.method}_updates"
+        counts = [state[key] for state in state_dict.get("state", {}).values() if key in state]
+        return int(counts[0]) if counts else None
+
+    def _check_awaited(self) -> None:
+        """Refuse to go on from a placeholder alone.
+
+        Raises:
+            RuntimeError: If a placeholder of another number of updates was loaded.
+        """
+        if self._awaited not in (None, self.updates):
+            raise RuntimeError(
+                f"the loaded checkpoint was made after {self._awaited} updates, but {self.title}'s own state, which "
+                f"is saved in a folder beside it, is of {self.updates}; load the whole checkpoint with "
+                "accelerator.load_state or the Trainer's resume_from_checkpoint, or the folder with "
+                "slivertune.parallel.checkpoint.load_state"
+            )
+        self._awaited = None

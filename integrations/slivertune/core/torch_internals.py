@@ -73,8 +73,7 @@ Convolution = nn.modules.conv._ConvNd
 
 def running_backward() -> int:
     """The number of the backward pass that this thread runs a part of; `NO_BACKWARD` outside of any."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+    return int(torch._C._current_graph_task_id())
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
@@ -91,6 +90,12 @@ def is_without_data() -> bool:
     return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
 
 
+def apply_function(function: Any, *args: Any) -> torch.Tensor:
+    """Apply an autograd function with one result."""
+    result: torch.Tensor = function.apply(*args)
+    return result
+
+
 def plain_attention(*tensors: Any, **options: Any) -> Any:
     """Attention as matrix products and a softmax; arguments and results are the operator's."""
     return torch.ops.aten._scaled_dot_product_attention_math(*tensors, **options)
@@ -103,8 +108,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def storage_key(storage: torch.UntypedStorage) -> int:
     """A number that a living storage shares with no other."""
-    key: int = storage._cdata
-    return key
+    return int(storage._cdata)
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+from transformers import PreTrainedModel
+
 RELIED_ON: Mapping[str, str] = {
     "transformers.PreTrainedConfig()._attn_implementation": "the attention that a model was made with",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping": "what a registry has of its own",
@@ -19,6 +22,11 @@ RELIED_ON: Mapping[str, str] = {
     "transformers.Trainer._load_optimizer_and_scheduler": "sharded weights are read by one process",
 }
 """By dotted name: what for. `Class()` is an instance."""
+
+
+def find_transformers_model(model: nn.Module) -> Any:
+    """The transformers model (`PreTrainedModel`) that a model is, or holds; None if it holds none."""
+    return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
 
 
 def attention_of(config: Any) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterable
 
-from slivertune.core.parameter_names import WRAPPERS, without_wrappers
+from slivertune.core.parameters import WRAPPERS, without_wrappers
 
 _WRAPPERS = WRAPPERS | {"_fsdp_wrapped_module", "base_layer"}
 """With those of FSDP and PEFT."""

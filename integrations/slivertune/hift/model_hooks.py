@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.core.held_parameters import check_form, held_parameters, settle_requires_grad, whole_shape
 from slivertune.core.layers import Layer
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of, with_tensors_replaced
+from slivertune.core.parameters import check_form, held_parameters, settle_requires_grad, whole_shape
 from slivertune.core.torch_internals import at_end_of_backward, running_backward
 from slivertune.hift.backward_range import entry_modules, lead_through_anchor, truncate_backward
 from slivertune.hift.piece import Weight

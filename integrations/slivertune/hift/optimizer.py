@@ -20,8 +20,8 @@ from torch import nn
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layers import find_layers
 from slivertune.core.layout import Layout
-from slivertune.core.ownership import check_free, release, take
-from slivertune.core.state_form import CheckpointedSliver
+from slivertune.core.parameters import check_free, release, take
+from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig

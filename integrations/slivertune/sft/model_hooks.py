@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.core.held_parameters import held_parameters, settle_requires_grad
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of
+from slivertune.core.parameters import held_parameters, settle_requires_grad
 from slivertune.core.torch_internals import version_of
 from slivertune.deltas.names import name_before
 from slivertune.sft.config import PhiGradient

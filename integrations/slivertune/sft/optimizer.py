@@ -16,8 +16,8 @@ from torch import nn
 
 from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
 from slivertune.core.layout import Layout
-from slivertune.core.ownership import check_free, release, take
-from slivertune.core.state_form import CheckpointedSliver
+from slivertune.core.parameters import check_free, release, take
+from slivertune.core.sliver import CheckpointedSliver
 from slivertune.deltas.delta import SparseDelta
 from slivertune.sft.checkpoint import VERSION, check_header, check_weight
 from slivertune.sft.communicator import Communicator

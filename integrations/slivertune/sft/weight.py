@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slivertune.core.held_parameters import check_form
 from slivertune.core.ledger import claim
+from slivertune.core.parameters import check_form
 from slivertune.deltas.delta import SparseDelta
 from slivertune.sft.growth import Estimate, GrowthEstimator
 from slivertune.sft.moments import Moments, regrown

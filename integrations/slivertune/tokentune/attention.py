@@ -11,7 +11,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from slivertune.core.transformers_internals import has_own, shared_entry
-from slivertune.tokentune.rows import Rows, uncompiled
+from slivertune.tokentune.rows import LayerRows, Rows, uncompiled
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _REGISTRY_NAME = "ALL_ATTENTION_FUNCTIONS"
@@ -27,17 +27,7 @@ _REGISTRY_NAME = "ALL_ATTENTION_FUNCTIONS"
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-class RowsOfLayer(Protocol):
-    """Where an attention module finds the selection of the forward that it runs in."""
-
-    is_last: bool
-    """Whether no layer comes after the module's."""
-
-    def live_rows(self) -> Rows | None:
-        """The selection; None if the module should run as it is."""
-
-
-_layer_of_module: weakref.WeakKeyDictionary[nn.Module, RowsOfLayer] = weakref.WeakKeyDictionary()
+_layer_of_module: weakref.WeakKeyDictionary[nn.Module, LayerRows] = weakref.WeakKeyDictionary()
 _dispatched: dict[tuple[int, str], _Dispatcher] = {}
 
 
@@ -47,7 +37,7 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def intercept(
-    modules: Mapping[nn.Module, RowsOfLayer], implementation: str
+    modules: Mapping[nn.Module, LayerRows], implementation: str
 ) -> tuple[Callable[[], None], Callable[[], bool]]:
     """Put the dispatcher in front of the functions that attention modules call.
 
@@ -78,15 +68,12 @@ def intercept(
         for dispatcher in dispatchers:
             dispatcher.release()
 
-    def works() -> bool:
-        return all(dispatcher.is_in_place() for dispatcher in dispatchers)
-
-    return undo, works
+    return undo, lambda: all(dispatcher.is_in_place() for dispatcher in dispatchers)
 
 
 def has_registry(module: nn.Module) -> bool:
     """Whether an attention module looks its function up where the dispatcher stands."""
-    return any(True for _ in _registries(module))
+    return bool(_registries(module))
 
 
 def _modeling_files(module: nn.Module) -> Iterable[Any]:
@@ -94,9 +81,8 @@ def _modeling_files(module: nn.Module) -> Iterable[Any]:
     return (sys.modules[kind.__module__] for kind in type(module).__mro__ if kind.__module__ in sys.modules)
 
 
-def _registries(module: nn.Module) -> Iterable[Any]:
-    files = _modeling_files(module)
-    return (vars(file)[_REGISTRY_NAME] for file in files if _REGISTRY_NAME in vars(file))
+def _registries(module: nn.Module) -> list[Any]:
+    return [vars(file)[_REGISTRY_NAME] for file in _modeling_files(module) if _REGISTRY_NAME in vars(file)]
 
 
 class _Dispatcher:
@@ -156,7 +142,8 @@ class _Dispatcher:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         function = self.function
         if function is None:  # eager attention is no entry of the registry, but a function beside the module's class
-            function = next(file.eager_attention_forward for file in _modeling_files(module) if _has_eager(file))
+            files = _modeling_files(module)
+            function = next(each.eager_attention_forward for each in files if hasattr(each, "eager_attention_forward"))
         layer = _layer_of_module.get(module)
         rows = None if layer is None else layer.live_rows()
         if layer is None or rows is None:
@@ -167,10 +154,6 @@ class _Dispatcher:
                 f"has {rows.length}; TokenTune trains without past_key_values, prefixes and cross-attention"
             )
         return _attend(rows, layer.is_last, function, module, query, key, value, attention_mask, kwargs)
-
-
-def _has_eager(file: Any) -> bool:
-    return hasattr(file, "eager_attention_forward")
 
 
 @uncompiled
@@ -218,23 +201,20 @@ def _attend_selected(
     if bias is not None:
         kwargs["position_bias"] = _selected_queries(bias, rows)
     groups: int = query.shape[1] // key.shape[1]
-    if groups == 1 or bias is not None or function is not sdpa_attention_forward:
-        selected_mask = _selected_mask(rows, mask, is_causal, query.dtype, groups=1)
+    is_plain = groups == 1 or bias is not None or function is not sdpa_attention_forward
+    folds = not is_plain and not takes_grouped_mask(query.device)
+    selected_mask = _selected_mask(rows, mask, is_causal, query.dtype, groups=groups if folds else 1)
+    if is_plain:
         return function(module, chosen, key, value, selected_mask, **kwargs)[0]
     # The registered function would repeat keys and values for the queries that share them, and keep the copies.
-    options = {"dropout_p": kwargs.get("dropout", 0.0), "scale": kwargs.get("scaling")}
-    if takes_grouped_mask(query.device):
-        selected_mask = _selected_mask(rows, mask, is_causal, query.dtype, groups=1)
-        out = F.scaled_dot_product_attention(
-            chosen, key, value, attn_mask=selected_mask, is_causal=False, enable_gqa=True, **options
-        )
+    options = {"dropout_p": kwargs.get("dropout", 0.0), "scale": kwargs.get("scaling"), "is_causal": False}
+    if not folds:
+        out = F.scaled_dot_product_attention(chosen, key, value, selected_mask, enable_gqa=True, **options)
         return out.transpose(1, 2)
     # The queries that share a head of keys become further rows of it.
-    folded = chosen.unflatten(1, (-1, groups)).flatten(2, 3)
-    selected_mask = _selected_mask(rows, mask, is_causal, query.dtype, groups=groups)
-    out = F.scaled_dot_product_attention(folded, key, value, attn_mask=selected_mask, is_causal=False, **options)
-    by_group: torch.Tensor = out.unflatten(2, (groups, -1))
-    return by_group.flatten(1, 2).transpose(1, 2)
+    folded = torch.unflatten(chosen, 1, (-1, groups)).flatten(2, 3)
+    out = F.scaled_dot_product_attention(folded, key, value, selected_mask, **options)
+    return torch.unflatten(out, 2, (groups, -1)).flatten(1, 2).transpose(1, 2)
 
 
 def takes_grouped_mask(device: torch.device) -> bool:
@@ -280,8 +260,7 @@ def _make_selected_mask(
     if mask is None and not is_causal:
         return None
     if mask is None:
-        keys = torch.arange(rows.length, device=rows.positions.device)
-        chosen = keys <= rows.positions[:, None, :, None]
+        chosen = torch.arange(rows.length, device=rows.positions.device) <= rows.positions[:, None, :, None]
     elif mask.dim() == 4 and mask.shape[2] == rows.length:
         chosen = _selected_queries(mask, rows)
     else:
@@ -296,5 +275,4 @@ def _make_selected_mask(
         return chosen
     if chosen.shape[1] == 1:
         chosen = chosen.expand(-1, groups, -1, -1)
-    per_head: torch.Tensor = chosen.unflatten(1, (-1, groups))
-    return per_head.flatten(2, 3)
+    return torch.unflatten(chosen, 1, (-1, groups)).flatten(2, 3)

@@ -53,20 +53,27 @@ class TokenTune:
     """Decides the draws, together with the number of the draw and the rank of the process."""
 
     def __post_init__(self) -> None:
-        if (self.ratio is None) == (self.num_tokens is None):
-            raise ValueError(
-                f"ratio={self.ratio} and num_tokens={self.num_tokens}: give exactly one of them, such as ratio=0.3"
-            )
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio} must be in (0, 1]; 0.3 keeps 30 % of the tokens")
-        if self.num_tokens is not None and self.num_tokens < 1:
-            raise ValueError(f"num_tokens={self.num_tokens} must be at least 1")
-        if self.pattern is not None and self.pattern not in _PATTERNS:
-            raise ValueError(f"pattern={self.pattern!r} must be one of {', '.join(_PATTERNS)}, or None")
-        if self.chunk_size < 1:
-            raise ValueError(f"chunk_size={self.chunk_size} must be at least 1 position")
-        if self.always is not None and len(set(self.always)) != len(self.always):
-            raise ValueError(f"always={self.always} names a position twice; leave it out once")
+        ratio, num_tokens, always = self.ratio, self.num_tokens, self.always
+        rules = (
+            (
+                (ratio is None) != (num_tokens is None),
+                f"ratio={ratio} and num_tokens={num_tokens}: give exactly one of them, such as ratio=0.3",
+            ),
+            (ratio is None or 0 < ratio <= 1, f"ratio={ratio} must be in (0, 1]; 0.3 keeps 30 % of the tokens"),
+            (num_tokens is None or num_tokens >= 1, f"num_tokens={num_tokens} must be at least 1"),
+            (
+                self.pattern is None or self.pattern in _PATTERNS,
+                f"pattern={self.pattern!r} must be one of {', '.join(_PATTERNS)}, or None",
+            ),
+            (self.chunk_size >= 1, f"chunk_size={self.chunk_size} must be at least 1 position"),
+            (
+                always is None or len(set(always)) == len(always),
+                f"always={always} names a position twice; leave it out once",
+            ),
+        )
+        for holds, text in rules:
+            if not holds:
+                raise ValueError(text)
 
     def attach(self, model: nn.Module) -> TokenTuneHandle:
         """Hook a model; it stays the same object, with the same parameters and the same state_dict.

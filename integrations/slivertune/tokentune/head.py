@@ -1,6 +1,6 @@
-"""What a model's head gets and is scored on: the selected rows alone."""
+"""What a training forward was called with, and what the model's head is scored on: the selected rows alone."""
 
-import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from slivertune.chunked_loss.function import IGNORED
+from slivertune.core.module_hook import StandIn
 from slivertune.core.transformers_internals import forget_own_loss
 from slivertune.tokentune.rows import Rows
 from slivertune.tokentune.selection import shift_labels
@@ -15,7 +17,6 @@ from slivertune.tokentune.selection import shift_labels
 HeadKind = Literal["causal", "token", "pooled", "other"]
 """Scored on the next token; on each token; on one output of the whole sequence; or not known, as a bare backbone."""
 
-IGNORED = -100
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TOKEN = ("ForMaskedLM", "ForTokenClassification")
 _POOLED = ("ForSequenceClassification", "ForImageClassification")
@@ -103,7 +104,7 @@ def find_targets(kind: HeadKind, arguments: dict[str, Any], shape: tuple[int, in
     return Targets(shift_labels(labels) if shifted is None else shifted)
 
 
-class ScaledLoss:
+class ScaledLoss(StandIn):
     """Stands in for a causal model's loss function: the mean over the selected positions that have a label.
 
     With `num_items_in_batch` N, the sum is divided by N x selected labels / all labels of this forward, so that it
@@ -117,15 +118,8 @@ class ScaledLoss:
             function: The model's own.
             targets: Tells what the running forward is scored on; None outside of training.
         """
-        self.function, self.targets = function, targets
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., torch.Tensor]:
-        """The model's own loss function: a copy of the model is not hooked."""
-        return copy.deepcopy(self.function, memo)
-
-    def __reduce__(self) -> Any:
-        """The model's own loss function: a model that is read from a pickle is not hooked."""
-        return _itself, (self.function,)
+        super().__init__(function)
+        self.targets = targets
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The loss.
@@ -138,7 +132,8 @@ class ScaledLoss:
         """
         targets = self.targets()
         if targets is None or targets.selected is None:
-            return self.function(logits, labels, *args, **kwargs)
+            dense: torch.Tensor = self.function(logits, labels, *args, **kwargs)
+            return dense
         targets.was_scored = True
         selected = targets.selected
         num_selected = (selected != IGNORED).sum()
@@ -148,11 +143,8 @@ class ScaledLoss:
         else:
             num_items = num_items * (num_selected / targets.is_labelled.sum().clamp(min=1))
         kwargs |= {"num_items_in_batch": num_items.clamp(min=1), "shift_labels": selected}
-        return self.function(logits, selected, *args, **kwargs)
-
-
-def _itself(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return function
+        loss: torch.Tensor = self.function(logits, selected, *args, **kwargs)
+        return loss
 
 
 def replace_loss(model: Any, targets: Callable[[], Targets | None]) -> Callable[[], None]:
@@ -192,3 +184,106 @@ def zero_without_labels(loss: torch.Tensor, targets: Targets) -> torch.Tensor:
     if targets.selected is None:
         return loss
     return torch.where((targets.selected != IGNORED).any(), loss, torch.zeros_like(loss))
+
+
+@dataclass(slots=True)
+class Call:
+    """What a training forward was called with."""
+
+    arguments: dict[str, Any]
+    """By name."""
+    is_checkpointed: bool
+    """Whether layers are computed again in its backward."""
+    targets: Targets | None = None
+    """What its positions are scored on, if they are."""
+
+
+def by_name(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """All arguments of a call by name, those that only `**kwargs` takes included.
+
+    Args:
+        bound: The call.
+
+    Returns:
+        The arguments.
+    """
+    named = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(parameter.name, {})
+    return named
+
+
+def find_tokens(arguments: dict[str, Any]) -> torch.Tensor | None:
+    """Ids or embeddings, whose first dimensions are batch and padded length.
+
+    Args:
+        arguments: Of a call.
+
+    Returns:
+        The tensor; None where only the layers will tell, as with pixels.
+    """
+    ids = arguments.get("input_ids")
+    tokens = arguments.get("inputs_embeds") if ids is None else ids
+    return tokens if isinstance(tokens, torch.Tensor) and tokens.dim() >= 2 else None
+
+
+def find_real(
+    model: Any, head: HeadKind, arguments: dict[str, Any], shape: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """Where tokens are no pads.
+
+    Args:
+        model: The model that is called.
+        head: Its head.
+        arguments: Of the call.
+        shape: Batch and length.
+        device: Where the tokens are.
+
+    Returns:
+        bool, shape (batch, length).
+    """
+    real = torch.ones(shape, dtype=torch.bool, device=device)
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and tuple(mask.shape) == shape:
+        real = mask.bool()
+    ids, pad = arguments.get("input_ids"), getattr(model.config, "pad_token_id", None)
+    if head == "pooled" and pad is not None and isinstance(ids, torch.Tensor) and tuple(ids.shape) == shape:
+        # A causal classifier reads the last token that is no pad by its id, whatever the mask says.
+        real = real & (ids != pad)
+    return real
+
+
+def check_call(model: Any, head: HeadKind, arguments: dict[str, Any], *, is_checkpointed: bool) -> None:
+    """Refuse what a hooked model can't give in training.
+
+    Args:
+        model: The model that is called.
+        head: Its head.
+        arguments: Of the call.
+        is_checkpointed: Whether its layers are computed again in the backward.
+
+    Raises:
+        ValueError: If something is asked for that it can't give.
+    """
+    refused = {
+        "output_attentions": "the attention of all tokens is not computed in one piece",
+        "output_router_logits": "the routers see selected and other tokens apart, out of their order",
+    }
+    if head in ("causal", "token"):
+        refused["output_hidden_states"] = "the last layer is not computed for tokens that are not selected"
+    elif is_checkpointed:
+        refused["output_hidden_states"] = "checkpointed layers could not tell which selection they were computed with"
+    for name, reason in refused.items():
+        asked = arguments.get(name)
+        if getattr(model.config, name, False) if asked is None else asked:
+            raise ValueError(f"{name}=True in a training forward under TokenTune: {reason}; ask for it in evaluation")
+    keep = arguments.get("logits_to_keep")
+    if keep is not None and not (isinstance(keep, int) and keep == 0):
+        raise ValueError(f"logits_to_keep={keep} in a training forward: TokenTune decides which logits there are")
+    past = arguments.get("past_key_values")
+    if past is not None and past.get_seq_length() > 0:
+        raise ValueError(
+            "past_key_values in a training forward (prefix tuning, too): under TokenTune the keys are those of this "
+            "batch's tokens alone; leave them out"
+        )

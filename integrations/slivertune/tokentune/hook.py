@@ -7,21 +7,27 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
-from transformers import PreTrainedModel
 
-from slivertune.core.model_handle import ModelHandle
-from slivertune.core.module_hook import ModuleHook
-from slivertune.core.transformers_internals import attention_of
+from slivertune.core.module_hook import ModelHandle, ModuleHook
+from slivertune.core.transformers_internals import attention_of, find_transformers_model
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
-from slivertune.tokentune.call import Call, by_name, check_call, find_real, tokens_shape
 from slivertune.tokentune.config import Pattern, TokenTune
-from slivertune.tokentune.head import HeadKind, find_head_kind, find_targets, replace_loss, zero_without_labels
-from slivertune.tokentune.model_check import ModelCheck
-from slivertune.tokentune.rows import Rows
+from slivertune.tokentune.head import (
+    Call,
+    HeadKind,
+    by_name,
+    check_call,
+    find_head_kind,
+    find_real,
+    find_targets,
+    find_tokens,
+    replace_loss,
+    zero_without_labels,
+)
+from slivertune.tokentune.model_check import model_check
+from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext, in_backward, mark_passed
 from slivertune.tokentune.selection import count_selected, draw_positions, make_generator, segment_starts
-from slivertune.tokentune.selection_context import SelectionContext, in_backward, mark_passed
 from slivertune.tokentune.wrapping import (
-    LayerRows,
     TokenWise,
     attends_once,
     attention_modules,
@@ -83,9 +89,8 @@ class TokenTuneHandle(ModelHandle):
     def remove(self) -> None:
         """Take the hook off the model, which is then as it was; a second call does nothing."""
         super().remove()
-        while self._wrapped:
-            self._wrapped.pop().remove()
-        self._selection.in_forward, self._selection.of_forward, self._selection.of_backward = False, None, None
+        self._selection.leave_forward()
+        self._selection.leave_backward()
         self._selection.is_removed = True
 
     def state_dict(self) -> dict[str, int]:
@@ -107,8 +112,7 @@ class TokenTuneHandle(ModelHandle):
         """
         # From a file, it may be anything.
         said: Any = state
-        keys = ("version", "seed", "num_draws")
-        if not isinstance(said, dict) or not all(type(said.get(key)) is int for key in keys):
+        if not isinstance(said, dict) or any(type(said.get(key)) is not int for key in self.state_dict()):
             raise ValueError(
                 f"TokenTune's state must be integers by name (version, seed, num_draws), not {str(state)[:60]}; it is "
                 "damaged, use another checkpoint"
@@ -142,17 +146,21 @@ class TokenTuneHandle(ModelHandle):
             layer_rows = LayerRows(self._selection, is_last=is_last)
             attentions |= dict.fromkeys(attention_modules(layer), layer_rows)
             self._wrap_layer(layer, layer_rows)
-        self._check_checkpointed()
+        if self.settings.checkpoint_mlp and not any(each.checkpointed for each in self._wrapped):
+            raise ValueError(
+                f"checkpoint_mlp=True, but {type(self._layers[0]).__name__} has no module for its feed-forward part; "
+                "use the model's own gradient checkpointing instead"
+            )
         for parent, name in norms_outside(model, self._layers):
-            self._wrapped.append(TokenWise(parent, name, self._selection, None, checkpointed=False))
+            self._wrap(parent, name, None)
         intercepted = {module: layer_rows for module, layer_rows in attentions.items() if has_registry(module)}
         undo, has_attention = intercept(intercepted, attention_of(model.config))
         self._undo.append(undo)
         configs = {id(each.config): each.config for each in intercepted if hasattr(each, "config")}
-        _hooked_models[model] = None
-        self._undo.append(lambda: _hooked_models.pop(model, None))
+        _hooked_models.add(model)
+        self._undo.append(lambda: _hooked_models.discard(model))
         parent = next(module for module in model.modules() if self._layers in list(module.children()))
-        self._check = ModelCheck(self._layers, parent, self._wrapped, (model.config, *configs.values()), has_attention)
+        self._check = model_check(self._layers, parent, self._wrapped, (model.config, *configs.values()), has_attention)
         self._undo.append(parent.register_forward_hook(ModuleHook(self._leave_layers)).remove)
         self._undo.append(
             model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True, prepend=True).remove
@@ -169,16 +177,13 @@ class TokenTuneHandle(ModelHandle):
         layer_rows.has_other_forwards = any("forward" in vars(module) for module in layer.modules())
         self._undo.append(layer.register_forward_pre_hook(ModuleHook(enter), with_kwargs=True).remove)
         for parent, name, in_attention in token_wise_children(layer):
-            child = getattr(parent, name)
-            checkpointed = self.settings.checkpoint_mlp and not in_attention and _is_composite(child)
-            self._wrapped.append(TokenWise(parent, name, self._selection, layer_rows, checkpointed=checkpointed))
+            is_composite = any(True for _ in getattr(parent, name).children())
+            checkpointed = self.settings.checkpoint_mlp and not in_attention and is_composite
+            self._wrap(parent, name, layer_rows, checkpointed=checkpointed)
 
-    def _check_checkpointed(self) -> None:
-        if self.settings.checkpoint_mlp and not any(each.checkpointed for each in self._wrapped):
-            raise ValueError(
-                f"checkpoint_mlp=True, but {type(self._layers[0]).__name__} has no module for its feed-forward part; "
-                "use the model's own gradient checkpointing instead"
-            )
+    def _wrap(self, parent: nn.Module, name: str, layer_rows: LayerRows | None, *, checkpointed: bool = False) -> None:
+        self._wrapped.append(TokenWise(parent, name, self._selection, layer_rows, checkpointed=checkpointed))
+        self._undo.append(self._wrapped[-1].remove)
 
     # ---- one forward
 
@@ -194,18 +199,17 @@ class TokenTuneHandle(ModelHandle):
             )
         self._check()
         try:
-            bound = self._signature.bind_partial(model, *args, **kwargs)
+            arguments = by_name(self._signature.bind_partial(model, *args, **kwargs))
         except TypeError:
             return None  # the model's own error says what is wrong with the call
-        arguments = by_name(bound)
-        call = Call(arguments=arguments, is_checkpointed=self._is_checkpointed())
-        check_call(model, self._head, arguments, is_checkpointed=call.is_checkpointed)
-        self._call = call
-        shape = tokens_shape(arguments)
-        if shape is None:  # as with pixels: the first layer tells
+        is_checkpointed = any(each.training and getattr(each, "gradient_checkpointing", False) for each in self._layers)
+        check_call(model, self._head, arguments, is_checkpointed=is_checkpointed)
+        self._call = call = Call(arguments, is_checkpointed)
+        tokens = find_tokens(arguments)
+        if tokens is None:  # as with pixels: the first layer tells
             return None
-        call.targets = find_targets(self._head, arguments, shape)
-        rows = self._draw(*shape, call)
+        call.targets = find_targets(self._head, arguments, (tokens.shape[0], tokens.shape[1]))
+        rows = self._draw(tokens, call)
         if call.targets is None:
             return None
         rows.is_shrunk = True
@@ -216,30 +220,25 @@ class TokenTuneHandle(ModelHandle):
         place = list(self._signature.parameters).index("labels") - 1  # the signature begins with self
         return (*args[:place], labels, *args[place + 1 :]), kwargs
 
-    def _draw(self, batch: int, length: int, call: Call) -> Rows:
-        settings, device = self.settings, call.device
+    def _draw(self, tokens: torch.Tensor, call: Call) -> Rows:
+        settings, batch, length = self.settings, tokens.shape[0], tokens.shape[1]
         k = count_selected(settings.ratio, settings.num_tokens, length, len(self._always))
         labelled = call.targets.is_labelled if settings.prefer_labels and call.targets is not None else None
-        position_ids = call.arguments.get("position_ids")
         positions = draw_positions(
-            find_real(self._model, self._head, call.arguments, (batch, length), device),
+            find_real(self._model, self._head, call.arguments, (batch, length), tokens.device),
             k,
             pattern=self.pattern,
             generator=make_generator(settings.seed, _rank(), self.num_draws),
             chunk_size=settings.chunk_size,
             always=self._always,
             preferred=labelled,
-            starts=segment_starts(position_ids, batch),
+            starts=segment_starts(call.arguments.get("position_ids"), batch),
         )
         self.num_draws += 1
         self.last_selection = positions
-        rows = Rows(positions, length)
-        rows.is_checkpointed = call.is_checkpointed
+        rows = Rows(positions, length, is_checkpointed=call.is_checkpointed)
         self._selection.of_forward = rows
         return rows
-
-    def _is_checkpointed(self) -> bool:
-        return any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in self._layers)
 
     def _enter_layer(self, layer: nn.Module, layer_rows: LayerRows, hidden: Any) -> None:
         selection = self._selection
@@ -250,11 +249,7 @@ class TokenTuneHandle(ModelHandle):
             )
         if not selection.in_forward or self._call is None:
             return
-        if selection.of_forward is None:
-            self._call.device = hidden.device
-            self._draw(hidden.shape[0], hidden.shape[1], self._call)
-        rows = selection.of_forward
-        assert rows is not None
+        rows = selection.of_forward or self._draw(hidden, self._call)
         rows.forget_parts()
         may_train = layer_rows.has_other_forwards or any(each.requires_grad for each in layer.parameters())
         if hidden.requires_grad or may_train:
@@ -282,7 +277,8 @@ class TokenTuneHandle(ModelHandle):
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
         call, rows = self._call, self._selection.of_forward
-        self._selection.in_forward, self._selection.of_forward, self._call = False, None, None
+        self._selection.leave_forward()
+        self._call = None
         if rows is not None:
             rows.forget_parts()
         if output is None or call is None or call.targets is None:
@@ -301,7 +297,7 @@ class TokenTuneHandle(ModelHandle):
         return output
 
 
-_hooked_models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+_hooked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def find_model(model: nn.Module) -> Any:
@@ -316,7 +312,7 @@ def find_model(model: nn.Module) -> Any:
     Raises:
         ValueError: If there is none.
     """
-    found = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    found = find_transformers_model(model)
     if found is None:
         raise ValueError(f"{type(model).__name__} holds no transformers model (PreTrainedModel), which TokenTune hooks")
     return found
@@ -335,10 +331,6 @@ def _check_supported(model: Any) -> None:
         raise ValueError(
             f"{name} attends to another model's tokens (add_cross_attention), which TokenTune can't select"
         )
-
-
-def _is_composite(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
 
 
 def _rank() -> int:

@@ -10,8 +10,14 @@ from slivertune.core.transformers_internals import attention_of
 from slivertune.tokentune.wrapping import TokenWise
 
 
-class ModelCheck:
-    """Looks at a model before each training forward; a walk over the modules that hold others.
+def model_check(
+    layers: nn.ModuleList,
+    parent: nn.Module,
+    wrapped: Sequence[TokenWise],
+    configs: Iterable[Any],
+    has_attention: Callable[[], bool],
+) -> Callable[[], None]:
+    """What looks at a model before each training forward; a walk over the modules that hold others.
 
     Args:
         layers: The model's list of layers.
@@ -19,49 +25,37 @@ class ModelCheck:
         wrapped: Modules whose forward was replaced.
         configs: Of the model and its attention modules.
         has_attention: Whether the functions that intercept the attention are still in place.
+
+    Returns:
+        Compares the model with what it is now. It raises a RuntimeError if a module was replaced, or the attention was
+        changed, naming it and the way out.
     """
+    implementations = [(each, attention_of(each)) for each in configs]
+    containers = _containers(layers, wrapped)
 
-    def __init__(
-        self,
-        layers: nn.ModuleList,
-        parent: nn.Module,
-        wrapped: Sequence[TokenWise],
-        configs: Iterable[Any],
-        has_attention: Callable[[], bool],
-    ) -> None:
-        self._layers, self._parent, self._wrapped = layers, parent, wrapped
-        self._implementations = [(each, attention_of(each)) for each in configs]
-        self._has_attention = has_attention
-        self._containers = _containers(layers, wrapped)
-
-    def __call__(self) -> None:
-        """Compare the model with what it was.
-
-        Raises:
-            RuntimeError: If a module was replaced, or the attention was changed; naming it and the way out.
-        """
-        for wrapped in self._wrapped:
-            if not wrapped.is_in_place():
-                raise RuntimeError(
-                    _REPLACED.format(f"{wrapped.name} of {type(wrapped.parent).__name__}, or its forward,")
-                )
-        if self._layers not in children_of(self._parent).values():
-            raise RuntimeError(_REPLACED.format(f"the list of layers of {type(self._parent).__name__}"))
-        for container, children in self._containers:
-            if [_uncompiled(each) for each in children_of(container).values()] != children:
+    def check() -> None:
+        for each in wrapped:
+            if not each.is_in_place():
+                raise RuntimeError(_REPLACED.format(f"{each.name} of {type(each.parent).__name__}, or its forward,"))
+        if layers not in children_of(parent).values():
+            raise RuntimeError(_REPLACED.format(f"the list of layers of {type(parent).__name__}"))
+        for container, children in containers:
+            if [_uncompiled(child) for child in children_of(container).values()] != children:
                 raise RuntimeError(_REPLACED.format(f"a module in {type(container).__name__}"))
-        for config, implementation in self._implementations:
+        for config, implementation in implementations:
             if attention_of(config) != implementation:
                 raise RuntimeError(
                     f"the attention was changed from {implementation!r} to {attention_of(config)!r} after "
                     "TokenTune was attached; remove() the handle, and attach again"
                 )
-        if not self._has_attention():
+        if not has_attention():
             raise RuntimeError(
-                f"another function was registered for attn_implementation={self._implementations[0][1]!r} after "
+                f"another function was registered for attn_implementation={implementations[0][1]!r} after "
                 "TokenTune was attached, and would not be used, or run past it; remove() the handle, register the "
                 "function, then attach again"
             )
+
+    return check
 
 
 _REPLACED = (

@@ -131,9 +131,8 @@ def gradient_quality(
     tunes = [TokenTune(ratio=r, pattern=p, chunk_size=chunk_size, seed=seed) for p, r in settings]
     cosines: list[list[float]] = [[] for _ in settings]
     norms: list[list[float]] = [[] for _ in settings]
-    total = len(known) * (1 + len(settings) * num_draws)
     with _without_dropout(model), Progress(disable=not progress, transient=True) as bar:
-        task = bar.add_task("gradients", total=total)
+        task = bar.add_task("gradients", total=len(known) * (1 + len(settings) * num_draws))
         for index, batch in enumerate(known):
             dense = _gradient(model, parameters, batch)
             dense_norm = math.sqrt(_dot(dense, dense))
@@ -180,8 +179,7 @@ def _gradient(
     model: nn.Module, parameters: Sequence[nn.Parameter], batch: Mapping[str, Any]
 ) -> list[torch.Tensor | None]:
     with torch.enable_grad():
-        loss = model(**batch).loss
-        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+        return list(torch.autograd.grad(model(**batch).loss, parameters, allow_unused=True))
 
 
 def _dot(left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]) -> float:

@@ -1,4 +1,7 @@
-"""The selected and the other rows of a batch: apart, and together again, with gradients for the selected ones alone."""
+"""The selected and the other rows of a batch: apart, and together again, with gradients for the selected ones alone.
+
+And which selection is in force: the running forward's, or that of the forward whose layers a backward computes again.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -7,7 +10,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from slivertune.core.torch_internals import version_of
+from slivertune.core.torch_internals import (
+    NO_BACKWARD,
+    apply_function,
+    at_end_of_backward,
+    running_backward,
+    version_of,
+)
 
 TokenLayout = Literal["tokens", "flat", "heads"]
 """Where a tensor has its tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
@@ -28,13 +37,15 @@ def uncompiled(function: _F) -> _F:
 class Rows:
     """One forward's selection, as indices into the rows of its hidden states."""
 
-    def __init__(self, positions: torch.Tensor, length: int) -> None:
+    def __init__(self, positions: torch.Tensor, length: int, *, is_checkpointed: bool = False) -> None:
         """Number the rows.
 
         Args:
             positions: Selected positions, sorted in each row, int64, shape (batch, k).
             length: Positions n in a sequence.
+            is_checkpointed: Whether layers are computed again in the backward.
         """
+        self.is_checkpointed = is_checkpointed
         self.positions = positions
         self.batch, self.num_selected = positions.shape
         self.length = length
@@ -48,8 +59,6 @@ class Rows:
         """The other rows, int64, shape (batch * (n - k),)."""
         self.is_shrunk = False
         """Whether the model's head gets the selected rows alone, so that nothing reads the last layer's others."""
-        self.is_checkpointed = False
-        """Whether layers are computed again in the backward."""
         self.live_layers: set[int] = set()
         """Layers that anything in the backward reaches; the others run as they are."""
         self.masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
@@ -121,8 +130,7 @@ class Rows:
         """
         if layout == "heads":
             others = None if others is None else others.transpose(1, 2)
-            by_token = self.merge(selected.transpose(1, 2), others, "tokens")
-            return by_token.transpose(1, 2)
+            return self.merge(selected.transpose(1, 2), others, "tokens").transpose(1, 2)
         if layout == "tokens":
             others = None if others is None else others.flatten(0, 1)
             flat = self.merge(selected.flatten(0, 1), others, "flat")
@@ -148,28 +156,23 @@ class Rows:
         Args:
             tensor: Keys or values, shape (batch, heads, n, head size).
         """
-        return apply_function(_Keep, tensor, self)
+        kept = tensor.view_as(tensor)
+        if kept.requires_grad:
+            kept.register_hook(lambda gradient: gradient * self.is_selected[:, None, :, None])
+        return kept
 
     def forget_parts(self) -> None:
         """Let go of the parts of tensors that are still alive."""
         self._parts.clear()
 
     def _lay_out(self, part: torch.Tensor, tensor: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
-        shape = (self.batch, -1, *tensor.shape[2:]) if layout == "tokens" else (-1, *tensor.shape[1:])
         if layout == "heads":
-            by_token = part.reshape(self.batch, -1, tensor.shape[1], tensor.shape[3])
-            return by_token.transpose(1, 2)
-        return part.reshape(shape)
+            return part.reshape(self.batch, -1, tensor.shape[1], tensor.shape[3]).transpose(1, 2)
+        return part.reshape((self.batch, -1, *tensor.shape[2:]) if layout == "tokens" else (-1, *tensor.shape[1:]))
 
     def _remember(self, tensor: torch.Tensor, selected: torch.Tensor, others: torch.Tensor) -> None:
         key, parts = id(tensor), self._parts
         parts[key] = (weakref.ref(tensor, lambda _: parts.pop(key, None)), version_of(tensor), selected, others)
-
-
-def apply_function(function: Any, *args: Any) -> torch.Tensor:
-    """Apply an autograd function with one result."""
-    result: torch.Tensor = function.apply(*args)
-    return result
 
 
 class _Take(torch.autograd.Function):
@@ -205,15 +208,80 @@ class _Merge(torch.autograd.Function):
         return gradient.index_select(0, ctx.rows.selected), None, None
 
 
-class _Keep(torch.autograd.Function):
-    """Keys or values as they are; the backward drops what the other rows would get."""
+class SelectionContext:
+    """The selection that modules should use at this moment.
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return tensor.view_as(tensor)
+    It is the running forward's or, where a backward computes a layer again, that of the forward it belongs to.
+    """
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.rows.is_selected[:, None, :, None], None
+    def __init__(self) -> None:
+        self.in_forward = False
+        """Whether the model's forward runs, in training or not."""
+        self.of_forward: Rows | None = None
+        """The running forward's; None lets everything pass."""
+        self.of_backward: Rows | None = None
+        """That of the forward whose output the backward has passed last."""
+        self.is_removed = False
+        """Whether the hook is off, so that layers that are computed again would run as they are."""
+
+    def current(self) -> Rows | None:
+        """The selection, or None if nothing should be split."""
+        if self.in_forward:
+            return self.of_forward
+        return self.of_backward if in_backward() else None
+
+    def leave_forward(self) -> None:
+        """Forget the forward that has ended."""
+        self.in_forward, self.of_forward = False, None
+
+    def leave_backward(self) -> None:
+        """Forget the forward whose backward has ended."""
+        self.of_backward = None
+
+
+class LayerRows:
+    """What the modules of one layer, and its attention, ask for the selection."""
+
+    def __init__(self, selection: SelectionContext, *, is_last: bool) -> None:
+        self.selection = selection
+        self.is_last = is_last
+        self.has_other_forwards = False
+        """Whether a module of the layer had another forward before: what that trains need not be a parameter here."""
+
+    def live_rows(self) -> Rows | None:
+        """The selection; None outside of training and where no gradient reaches the layer."""
+        rows = self.selection.current()
+        return rows if rows is not None and id(self) in rows.live_layers else None
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a part of a backward, as when a checkpoint computes a layer again."""
+    return running_backward() != NO_BACKWARD
+
+
+def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -> torch.Tensor:
+    """The layers' output. When the backward passes it, layers that it computes again are this forward's.
+
+    Within a backward, nodes run in the reverse order of their making, so that the layers of a later forward are done
+    before an earlier one's output is passed.
+
+    Args:
+        hidden: The output.
+        selection: What modules ask.
+        rows: The running forward's selection.
+    """
+    passed = hidden.view_as(hidden)
+
+    def enter(gradient: torch.Tensor) -> None:
+        if selection.is_removed and rows.is_checkpointed:
+            raise RuntimeError(
+                "TokenTune was removed between the forward and the backward of checkpointed layers, which would now be "
+                "computed again without it; run the backward before remove(), or inside of the context"
+            )
+        selection.of_backward = rows
+        # At the end of this backward, so that nothing of the forward is kept alive by it.
+        at_end_of_backward(selection.leave_backward)
+
+    if passed.requires_grad:
+        passed.register_hook(enter)
+    return passed

@@ -1,8 +1,6 @@
 """Modules that treat each token for itself: the selected rows with gradients, then the others without."""
 
-import copy
 import inspect
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,30 +9,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from slivertune.core.module_hook import StandIn
 from slivertune.core.torch_internals import Convolution
-from slivertune.tokentune.rows import Rows, TokenLayout
-from slivertune.tokentune.selection_context import SelectionContext
+from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext, TokenLayout
 
 _ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
 """What a module asks for that treats tokens by their places."""
 
 
-class LayerRows:
-    """What the modules of one layer, and its attention, ask for the selection."""
-
-    def __init__(self, selection: SelectionContext, *, is_last: bool) -> None:
-        self.selection = selection
-        self.is_last = is_last
-        self.has_other_forwards = False
-        """Whether a module of the layer had another forward before: what that trains need not be a parameter here."""
-
-    def live_rows(self) -> Rows | None:
-        """The selection; None outside of training and where no gradient reaches the layer."""
-        rows = self.selection.current()
-        return rows if rows is not None and id(self) in rows.live_layers else None
-
-
-class TokenWise:
+class TokenWise(StandIn):
     """Stands in for the `forward` of a module that treats each token for itself."""
 
     def __init__(
@@ -51,30 +34,22 @@ class TokenWise:
         """
         self.parent, self.name = parent, name
         self.module: nn.Module = getattr(parent, name)
+        super().__init__(self.module.forward)
         self.selection, self.layer = selection, layer
         self.checkpointed = checkpointed
-        self.works_on_last_dimension = _is_norm(self.module) or _is_linear(self.module)
+        # A linear layer, in 4 bits or not, or PEFT's layer around one.
+        is_linear = isinstance(getattr(self.module, "base_layer", self.module), nn.Linear)
+        self.works_on_last_dimension = is_linear or _is_norm(self.module)
         self.has_parameters = any(True for _ in self.module.parameters())
         self.was_wrapped = "forward" in vars(self.module)
-        self.forward: Callable[..., Any] = self.module.forward
         self.module.forward = self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The forward of a copied module, which is not hooked."""
-        if self.was_wrapped:
-            return copy.deepcopy(self.forward, memo)
-        return types.MethodType(type(self.module).forward, memo[id(self.module)])
-
-    def __reduce__(self) -> Any:
-        """The forward of a module that is read from a pickle, which is not hooked."""
-        return (_itself, (self.forward,)) if self.was_wrapped else (_own_forward, (self.module,))
 
     def remove(self) -> None:
         """Give the module its own forward back, unless something else has wrapped it since, which then stays."""
         if vars(self.module).get("forward") is not self:
             return
         if self.was_wrapped:
-            self.module.forward = self.forward
+            self.module.forward = self.function
         else:
             del self.module.forward
 
@@ -86,16 +61,16 @@ class TokenWise:
         """The module's forward, in two runs if it is given all tokens of a batch in training."""
         rows = self.selection.current() if self.layer is None else self.layer.live_rows()
         if rows is None:
-            return self.forward(*args, **kwargs)
+            return self.function(*args, **kwargs)
         # By their places: torch.compile would compile again for every tensor that was looked up by its identity.
         values = (*args, *kwargs.values())
         layouts = [self._find_layout(rows, each) for each in values]
         given = next((layout for layout in layouts if layout is not None), None)
         if given is None:
-            return self.forward(*args, **kwargs)
+            return self.function(*args, **kwargs)
         pairs = zip(values, layouts, strict=True)
         parts = [(each, each) if layout is None else rows.split(each, layout) for each, layout in pairs]
-        selected_parts, other_parts = [part[0] for part in parts], [part[1] for part in parts]
+        selected_parts, other_parts = zip(*parts, strict=True)
         names = tuple(kwargs)
         others = None
         if self._skips_others(rows) or rows.is_all:
@@ -114,15 +89,15 @@ class TokenWise:
     # Methods, not functions inside of the call: torch.compile would compile those again in every step.
 
     def _run_selected(self, values: Sequence[Any], names: tuple[str, ...]) -> Any:
-        forward = self._recomputed if self.checkpointed and torch.is_grad_enabled() else self.forward
-        return _call(forward, values, names)
+        is_recomputed = self.checkpointed and torch.is_grad_enabled()
+        return _call(self._recomputed if is_recomputed else self.function, values, names)
 
     def _run_others(self, values: Sequence[Any], names: tuple[str, ...]) -> Any:
         with torch.no_grad():
-            return _call(self.forward, values, names)
+            return _call(self.function, values, names)
 
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self.function, *args, use_reentrant=False, **kwargs)
 
     def _skips_others(self, rows: Rows) -> bool:
         if self.layer is None or not self.layer.is_last:
@@ -133,16 +108,13 @@ class TokenWise:
             rows.skips_others = False
         return rows.skips_others
 
-    def _find_layout(self, rows: Rows, value: Any) -> TokenLayout | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        return self._head_layout(rows, value) if value.dim() == 4 else rows.layout(value)
-
-    def _head_layout(self, rows: Rows, tensor: torch.Tensor) -> TokenLayout | None:
+    def _find_layout(self, rows: Rows, tensor: Any) -> TokenLayout | None:
         """Norms of heads and projections of latents get (batch, n, heads, size) or (batch, heads, n, size).
 
         Dropout gets attention weights.
         """
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
+            return rows.layout(tensor) if isinstance(tensor, torch.Tensor) else None
         by_token = tensor.shape[:2] == (rows.batch, rows.length)
         by_head = tensor.shape[0] == rows.batch and tensor.shape[2] == rows.length
         if not self.has_parameters or by_token == by_head or not self.works_on_last_dimension:
@@ -158,21 +130,8 @@ def _call(forward: Callable[..., Any], values: Sequence[Any], names: tuple[str, 
     return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _own_forward(module: nn.Module) -> Any:
-    return types.MethodType(type(module).forward, module)
-
-
 def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, in 4 bits or not, or PEFT's layer around one."""
-    return isinstance(getattr(module, "base_layer", module), nn.Linear)
 
 
 def _merge_results(rows: Rows, selected: Any, others: Any, given: TokenLayout) -> Any:
@@ -225,8 +184,7 @@ def attention_modules(layer: nn.Module) -> list[nn.Module]:
 
 def attends_once(layer: nn.Module) -> bool:
     """Whether a layer has one attention, after which none of its modules needs the other rows."""
-    innermost = [each for each in attention_modules(layer) if not any(map(holds_attention, each.children()))]
-    return len(innermost) == 1
+    return sum(not any(map(holds_attention, each.children())) for each in attention_modules(layer)) == 1
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -277,5 +235,5 @@ def norms_outside(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[nn.
         if parent in inside:
             continue
         for name, child in parent.named_children():
-            if not list(child.children()) and "norm" in type(child).__name__.lower():
+            if _is_norm(child) and not list(child.children()):
                 yield parent, name

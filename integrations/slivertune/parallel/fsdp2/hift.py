@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from slivertune.core.parameter_names import without_wrappers
+from slivertune.core.parameters import without_wrappers
 from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
 from slivertune.parallel.consistency.explain import compare_when_saving, explain, explain_saving

@@ -1,14 +1,30 @@
 import fcntl
+import itertools
+import json
 import os
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from slivertune.core.atomic import atomic_file, atomic_folder, atomic_new_folder, partial, recover
-from slivertune.core.atomic.partial import exchange, partial_version
-from tests.core.atomic.killed import replace
+from slivertune.core import atomic
+from slivertune.core.atomic import (
+    atomic_file,
+    atomic_folder,
+    atomic_new_folder,
+    exchange,
+    partial_version,
+    recover,
+    write_json,
+)
+from tests.core.killed import replace
 from tests.helpers.faults import (
     Fault,
     Operations,
@@ -43,7 +59,7 @@ def test_a_process_killed_at_any_file_operation_leaves_the_old_folder_or_the_new
     can_exchange: bool, tmp_path: Path
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.core.atomic.killed", str(tmp_path), str(can_exchange)],
+        [sys.executable, "-m", "tests.core.killed", str(tmp_path), str(can_exchange)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
@@ -73,15 +89,13 @@ def test_a_process_killed_at_any_file_operation_leaves_the_old_folder_or_the_new
 def test_an_error_at_any_file_operation_leaves_the_old_folder_or_the_new_one(
     fault: Fault, once: bool, can_exchange: bool, tmp_path: Path
 ) -> None:
-    number = 0
     outcomes = []
-    while True:
-        number += 1
+    for number in itertools.count(1):
         target = tmp_path / str(number) / "model"
         write_folder(target, "old")
         operations = Operations(number, fault, once=once)
         with counted(operations, can_exchange=can_exchange):
-            error = error_of(lambda target=target: write_folder(target, "new"))
+            error = error_of(partial(write_folder, target, "new"))
         assert not isinstance(error, OSError) or str(target) in str(error)
         recover(target)
         outcomes.append(version_at(target))
@@ -90,7 +104,7 @@ def test_an_error_at_any_file_operation_leaves_the_old_folder_or_the_new_one(
         assert names(target.parent) == ["model"]
         if len(operations.names) < number:
             break
-    assert number > 15
+    assert len(outcomes) > 15
     assert {"old", "new"} == set(outcomes)
     assert outcomes[-1] == "new"
 
@@ -165,7 +179,7 @@ def test_a_folder_whose_old_version_cannot_be_put_back_is_kept_until_it_can(
     def fail() -> None:
         with partial_version(target) as version:
             target.rename(version.folder / "retired")
-            monkeypatch.setattr(partial, "_put_back", lambda retired, target: None)
+            monkeypatch.setattr(atomic, "_put_back", lambda retired, target: None)
 
     fail()
     assert not target.exists()
@@ -201,18 +215,15 @@ def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: 
 
 
 def test_a_new_folder_is_whole_or_absent_at_any_error(tmp_path: Path) -> None:
-    number = 0
-    while True:
-        number += 1
+    def write(target: Path) -> None:
+        with atomic_new_folder(target) as folder:
+            (folder / "a").write_text("all")
+
+    for number in itertools.count(1):
         target = tmp_path / str(number)
         operations = Operations(number, full_disk)
-
-        def write(target: Path = target) -> None:
-            with atomic_new_folder(target) as folder:
-                (folder / "a").write_text("all")
-
         with counted(operations):
-            error = error_of(write)
+            error = error_of(partial(write, target))
         assert error is None or str(target) in str(error)
         assert snapshot(tmp_path).keys() <= {*map(str, range(number + 1)), *(f"{each}/a" for each in range(number + 1))}
         assert not target.exists() or (target / "a").read_text() == "all"
@@ -220,3 +231,94 @@ def test_a_new_folder_is_whole_or_absent_at_any_error(tmp_path: Path) -> None:
             break
     assert number > 5
     assert target.exists()
+
+
+# ---- what appears
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": 1}
+    write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 2}
+    assert [item.name for item in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077, 0o027])
+@pytest.mark.parametrize("make", [atomic_folder, atomic_new_folder])
+def test_what_is_written_atomically_is_as_readable_as_any_file(
+    make: Callable[[Path], AbstractContextManager[Path]], umask: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        for folder in (tmp_path / "plain", tmp_path / "plain" / "sub"):
+            folder.mkdir()
+            (folder / "file").touch()
+        write_json(tmp_path / "file.json", {})
+        with make(tmp_path / "folder") as new:
+            (new / "sub").mkdir()
+            # Readable by its owner alone, as safetensors leaves its files.
+            save_file({"a": torch.zeros(1)}, new / "file")
+            (new / "sub" / "file").touch(mode=0o600)
+    finally:
+        os.umask(before)
+    expected = {str(path.relative_to(tmp_path / "plain")): mode(path) for path in (tmp_path / "plain").rglob("*")}
+    found = {str(path.relative_to(tmp_path / "folder")): mode(path) for path in (tmp_path / "folder").rglob("*")}
+    assert found == expected and len(found) == 3
+    assert mode(tmp_path / "folder") == mode(tmp_path / "plain")
+    assert mode(tmp_path / "file.json") == mode(tmp_path / "plain" / "file")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_folder_that_hands_its_group_on_does_so(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2775)
+    (tmp_path / "plain").mkdir()
+    with atomic_folder(tmp_path / "folder") as new:
+        (new / "sub").mkdir()
+    assert mode(tmp_path / "folder") == mode(tmp_path / "folder" / "sub") == mode(tmp_path / "plain")
+
+
+def test_a_folder_behind_a_link_is_replaced_where_it_lies(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    with atomic_folder(tmp_path / "large" / "model") as new:
+        (new / "weights").write_text("old")
+    (tmp_path / "model").symlink_to(tmp_path / "large" / "model")
+    with atomic_folder(tmp_path / "model") as new:
+        (new / "weights").write_text("new")
+    assert (tmp_path / "model").is_symlink()
+    assert (tmp_path / "large" / "model" / "weights").read_text() == "new"
+    assert [names(tmp_path / "large"), names(tmp_path)] == [["model"], ["large", "model"]]
+
+
+def test_a_folder_appears_when_its_block_ends(tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "model"
+    with atomic_folder(target) as new:
+        (new / "weights").write_text("all")
+        assert not target.exists()
+    assert (target / "weights").read_text() == "all"
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_block_that_fails_leaves_the_older_folder_and_nothing_else(
+    error: type[BaseException], tmp_path: Path
+) -> None:
+    target = tmp_path / "model"
+    with atomic_folder(target) as new:
+        (new / "weights").write_text("old")
+
+    def fail() -> None:
+        with atomic_folder(target) as new:
+            (new / "weights").write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    assert (target / "weights").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -1,11 +1,29 @@
-"""Whether a model still holds what is trained: a walk over its modules, in which no tensor is read."""
+"""A model's parameters: their names, where they are held, and which optimizer trains each, one at a time.
 
+Looking for them walks over modules and reads no tensor. An optimizer that freezes or wraps what it trains leaves no
+mark that a second one could see, so it registers here. The registry holds neither parameters nor optimizers; an
+optimizer that is gone holds nothing.
+"""
+
+import gc
+import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from slivertune.core.torch_internals import children_of
+
+WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""What torch.compile and checkpointing call the module that they wrap."""
+
+_owners = WeakTensorKeyDictionary()
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name before torch.compile or checkpointing wrapped a module that holds it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
@@ -74,3 +92,45 @@ def check_form(method: str, name: str, parameter: torch.Tensor, dtype: torch.dty
             f"{name} was of shape {shape} when {method} was built and is of {whole_shape(parameter)} now "
             f"(resize_token_embeddings); do that {rule}"
         )
+
+
+def owner_of(parameter: torch.Tensor) -> object | None:
+    """The optimizer that trains a parameter, if one that still exists does."""
+    reference = _owners.get(parameter)
+    return None if reference is None else reference()
+
+
+def check_free(named_parameters: Iterable[tuple[str, torch.Tensor]], newcomer: str) -> None:
+    """Refuse to build an optimizer over parameters that another one trains.
+
+    Args:
+        named_parameters: All parameters of the model, with their names.
+        newcomer: What is to be built.
+
+    Raises:
+        ValueError: Naming a parameter, who trains it, and the way out.
+    """
+    named = list(named_parameters)
+    if any(owner_of(parameter) is not None for _, parameter in named):
+        gc.collect()  # a scheduler and its optimizer, say, hold each other when both were dropped
+    for name, parameter in named:
+        owner = owner_of(parameter)
+        if owner is not None:
+            raise ValueError(
+                f"{name} is trained by another {type(owner).__name__}, which was built over this model before, so "
+                f"{newcomer} can't train it; call detach() of that one first, or drop it"
+            )
+
+
+def take(parameters: Iterable[torch.Tensor], owner: object) -> None:
+    """Register that `owner` trains these parameters."""
+    reference = weakref.ref(owner)
+    for parameter in parameters:
+        _owners[parameter] = reference
+
+
+def release(parameters: Iterable[torch.Tensor], owner: object) -> None:
+    """End what `take` registered; parameters of another owner stay that one's."""
+    for parameter in parameters:
+        if owner_of(parameter) is owner:
+            del _owners[parameter]

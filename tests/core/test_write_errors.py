@@ -62,12 +62,12 @@ def test_a_disk_that_is_really_full_is_named_with_what_was_needed_and_what_was_f
     folder = small_disk / "folder"
     with atomic_folder(folder) as new:
         (new / "a").write_text("old")
+
+    def write_in(new: Path) -> None:
+        (new / "sub").mkdir()
+        write(new / "sub" / "state")
+
     for make, place in ((atomic_folder, folder), (atomic_new_folder, small_disk / "other")):
-
-        def write_in(new: Path) -> None:
-            (new / "sub").mkdir()
-            write(new / "sub" / "state")
-
         with (
             pytest.raises(OSError, match=f"{place} could not be written: No space .* needs more than "),
             make(place) as new,
@@ -121,17 +121,16 @@ def test_a_limit_of_file_sizes_is_named(tmp_path: Path) -> None:
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    with pytest.raises(NotADirectoryError, match=r"mine could not be written: Not a directory .*needs a folder"):
-        atomic_folder(tmp_path / "mine").__enter__()
-    with pytest.raises(OSError, match=r"mine/deep/model could not be written: .*needs a folder .*mine/deep in which"):
-        atomic_folder(tmp_path / "mine" / "deep" / "model").__enter__()
-    with pytest.raises(OSError, match=r"mine/facts.json could not be written"):
-        write_json(tmp_path / "mine" / "facts.json", {})
-    with pytest.raises(FileNotFoundError, match=r"absent/facts.json could not be written: No such file or directory"):
-        write_json(tmp_path / "absent" / "facts.json", {})
     (tmp_path / "folder").mkdir()
-    with pytest.raises(IsADirectoryError, match=r"folder could not be written: Is a directory"):
-        write_json(tmp_path / "folder", {})
+    for make, place, kind, text in (
+        (atomic_folder, "mine", NotADirectoryError, "Not a directory .*needs a folder"),
+        (atomic_folder, "mine/deep/model", OSError, ".*needs a folder .*mine/deep in which"),
+        (atomic_file, "mine/facts.json", OSError, ""),
+        (atomic_file, "absent/facts.json", FileNotFoundError, "No such file or directory"),
+        (atomic_file, "folder", IsADirectoryError, "Is a directory"),
+    ):
+        with pytest.raises(kind, match=f"{place} could not be written: {text}"):
+            make(tmp_path / place).__enter__()
     assert (tmp_path / "mine").read_text() == "mine"
     assert names(tmp_path) == ["folder", "mine"]
 

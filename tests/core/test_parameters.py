@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune.core.ownership import check_free, owner_of, release, take
+from slivertune.core.parameters import check_free, owner_of, release, take
 
 
 class Owner:

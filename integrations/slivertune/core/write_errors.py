@@ -16,8 +16,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from slivertune.core.atomic.partial import is_partial
-
+_PARTIAL = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OF_WRITING = (*_NO_ROOM, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM)
 # torch's writer of archives tells that fewer bytes were written than it gave, and no reason.
@@ -27,6 +26,11 @@ _NUMBER_OF = {os.strerror(number): number for number in errno.errorcode}
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _LITTLE_BYTES = 2**20
 """With less than this free, a short write of unknown cause is taken for a full disk."""
+
+
+def is_partial(path: Path) -> bool:
+    """Whether a path has the name of a hidden folder, which belongs to its writer alone and comes and goes."""
+    return _PARTIAL.fullmatch(path.name) is not None
 
 
 @contextmanager
@@ -43,13 +47,13 @@ def explain_write_errors(target: Path, needs_bytes: int | None = None) -> Iterat
     Raises:
         OSError: With the number of the error beneath, so that it is a PermissionError where that was one.
     """
-    folder = _existing_folder(target)
+    folder = next((each for each in target.parents if each.is_dir()), target.parent)
     free_bytes = shutil.disk_usage(folder).free
     try:
         yield
     except Exception as error:
         number, reason = _cause(error, target, folder)
-        if number is None or _is_partial(target):
+        if number is None or any(map(is_partial, target.parents)):
             raise
         raise OSError(number, _explain(number, reason, target, folder, needs_bytes, free_bytes)) from error
 
@@ -105,14 +109,3 @@ def _is_near(filename: str | bytes | int, target: Path) -> bool:
         return True
     sibling = path.relative_to(target.parent).parts[0] if path.is_relative_to(target.parent) else ""
     return sibling.startswith(f".{target.name}.") and is_partial(Path(sibling))
-
-
-def _is_partial(target: Path) -> bool:
-    return any(is_partial(folder) for folder in target.parents)
-
-
-def _existing_folder(target: Path) -> Path:
-    folder = target.parent
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    return folder

@@ -1,30 +1,154 @@
-"""The hidden folder beside a target in which its next version is written, and the cleaning up after killed processes.
+"""Atomic writes: files and folders are written under a temporary name and renamed, so that no one sees half of one.
 
-`.NAME.XXXXXXXX.partial` holds a file `lock`, which its process keeps locked, the new version under the target's own
-name, and for a moment the old one (`retired`). Locks end with their process however that ends, so that a folder whose
-lock can be taken belongs to no living process. A folder can be exchanged with another in one step on Linux's own file
-systems (renameat2); on others (NFS) the old version is moved away first, and a process that is killed right then leaves
-no target: `recover`, which readers and the next writer call, puts the old version back.
+A write is interrupted at any moment (an error, Ctrl-C, SIGKILL) and either the old version or the new one is whole
+under the target's name. What a killed process has left behind is removed by the next write of the same target.
+
+The next version is written in a hidden folder beside the target: `.NAME.XXXXXXXX.partial` holds a file `lock`, which
+its process keeps locked, the new version under the target's own name, and for a moment the old one (`retired`). Locks
+end with their process however that ends, so that a folder whose lock can be taken belongs to no living process. A
+folder can be exchanged with another in one step on Linux's own file systems (renameat2); on others (NFS) the old
+version is moved away first, and a process that is killed right then leaves no target: `recover`, which readers and the
+next writer call, puts the old version back.
 """
 
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-_NAME = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
+from slivertune.core.write_errors import explain_write_errors, is_partial
+
+__all__ = [
+    "atomic_file",
+    "atomic_folder",
+    "atomic_new_folder",
+    "check_absent",
+    "explain_write_errors",
+    "is_partial",
+    "recover",
+    "sync",
+    "write_json",
+]
+
 _LOCK, _RETIRED = "lock", "retired"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _CANT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that appears whole or not at all.
+
+    Args:
+        path: The file; its folder must exist. An older file is replaced.
+        value: What `json.dumps` takes.
+
+    Raises:
+        OSError: If it can't be written; names the file, and what it needed.
+    """
+    text = json.dumps(value, indent=2) + "\n"
+    with atomic_file(path, needs_bytes=len(text)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def atomic_file(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
+    """A temporary file that replaces `target` when the block succeeds, and is removed when it fails.
+
+    Args:
+        target: The file; its folder must exist. An older file is whole until the new one replaces it.
+        needs_bytes: Its size, where that is known; for the error of a full disk.
+
+    Yields:
+        The file to write; it does not exist yet.
+
+    Raises:
+        OSError: If it can't be written; names the file, and what it needed.
+    """
+    with explain_write_errors(target, needs_bytes):
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+        with partial_version(target) as partial:
+            yield partial.content
+            partial.publish()
+            partial.content.replace(target)
+            sync(target.parent)
+
+
+@contextmanager
+def atomic_new_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
+    """A temporary folder that is renamed to `target` when the block succeeds, and is removed when it fails.
+
+    Args:
+        target: Where the folder is to appear; nothing may be there yet.
+        needs_bytes: The size of its files, where that is known; for the error of a full disk.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        FileExistsError: If something is at `target`, before the block or after it.
+        OSError: If it can't be written; names the folder, and what it needed.
+    """
+    with explain_write_errors(target, needs_bytes):
+        check_absent(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial_version(target) as partial:
+            partial.content.mkdir()
+            yield partial.content
+            partial.publish()
+            # A rename silently replaces an empty folder.
+            check_absent(target)
+            partial.content.rename(target)
+            sync(target.parent)
+
+
+@contextmanager
+def atomic_folder(target: Path, *, needs_bytes: int | None = None) -> Iterator[Path]:
+    """A temporary folder that replaces `target` when the block succeeds, and is removed when it fails.
+
+    At every moment the old folder or the new one is whole under the target's name, however the process ends; on file
+    systems that can't exchange two folders in one step, readers call `recover` first (see above).
+
+    Args:
+        target: Where the folder is to appear. An older folder there is replaced; where a link leads to it, there.
+        needs_bytes: The size of its files, where that is known; for the error of a full disk.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        OSError: If it can't be written; names the folder, and what it needed.
+    """
+    with explain_write_errors(target, needs_bytes):
+        place = target.resolve() if target.is_symlink() else target
+        if place.exists() and not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with partial_version(place) as partial:
+            partial.content.mkdir()
+            yield partial.content
+            partial.publish()
+            partial.replace_target()
+
+
+def check_absent(target: Path) -> None:
+    """Refuse a path where something lies already.
+
+    Raises:
+        FileExistsError: Naming the path.
+    """
+    if target.exists() or target.is_symlink():
+        raise FileExistsError(f"{target} exists already; name a folder that does not, or move it away")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +226,6 @@ def recover(target: Path) -> None:
                 _put_back(folder / _RETIRED, target)
 
 
-def is_partial(path: Path) -> bool:
-    """Whether a path has the name of a hidden folder, which belongs to its writer alone and comes and goes."""
-    return _NAME.fullmatch(path.name) is not None
-
-
 def exchange(first: Path, second: Path) -> bool:
     """Let two paths change places in one step.
 
@@ -145,15 +264,12 @@ def _make(target: Path) -> tuple[IO[bytes], Path]:
     while True:
         folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial"))
         try:
-            lock = (folder / _LOCK).open("xb")
-            try:
+            with ExitStack() as stack:
+                lock = stack.enter_context((folder / _LOCK).open("xb"))
                 _lock(lock)
                 if _is_at(lock, folder / _LOCK):
+                    stack.pop_all()
                     return lock, folder
-            except BaseException:
-                lock.close()
-                raise
-            lock.close()
         except (FileNotFoundError, BlockingIOError):
             # Taken for dead before it was locked: make another.
             continue
@@ -165,18 +281,16 @@ def _make(target: Path) -> tuple[IO[bytes], Path]:
 def _lock(file: IO[bytes]) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
+    except OSError as error:
         # A file system without locks: no other process can take this one either, so none removes the folder.
-        pass
+        if isinstance(error, BlockingIOError):
+            raise
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _partials(target: Path) -> list[Path]:

@@ -1,0 +1,182 @@
+"""An optimizer's state on its way to a file and back: torch's own, and those of `torch.distributed.checkpoint`.
+
+What `torch.save` wrote is read as tensors and plain containers: nothing is executed, and damage has a name.
+
+The state has a packed form, which `torch.distributed.checkpoint` carries: `get_state_dict`, `set_state_dict`.
+Those two know states by parameter alone, keep no other keys, drop the state of parameters that are frozen when it is
+loaded, and fill in place what the loading optimizer has already. HiFT's and SFT's state is known by name, most of it is
+of frozen parameters, and its size depends on the step. So it travels whole, as one value of the first param group:
+the bytes of `torch.save`, which `torch.load(weights_only=True)` reads. While it is saved they are held in memory beside
+the state.
+
+torch says by itself that it is about to ask: it finds `optimizer.state` empty and makes a step, with rate 0 and zero
+gradients. Such a step changes nothing, and the `state_dict` that follows is packed.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_KEY = "slivertune"
+_UNFLATTENABLE = "flatten_optimizer_state_dict can't carry this optimizer"
+
+
+class StateMismatchError(ValueError):
+    """A saved state is of another model, grouping, selection or optimizer, or is damaged."""
+
+
+def check_header(saved: Mapping[str, Any], method: str, title: str, versions: Sequence[int]) -> None:
+    """Check that a state is one of a method, in a form that can be read, before anything of it is used.
+
+    Args:
+        saved: The state.
+        method: Key of its header.
+        title: The method's name in messages.
+        versions: Of the forms that can be read.
+
+    Raises:
+        StateMismatchError: Naming what is missing or damaged.
+    """
+    for key in ("state", "param_groups", method):
+        if key not in saved:
+            raise StateMismatchError(
+                f"this is no state of {title}: it has no {key!r}; save one with optimizer.state_dict()"
+            )
+    header = saved[method]
+    if header.get("version") not in versions:
+        raise StateMismatchError(
+            f"the saved state has version {header.get('version')!r}, this library reads "
+            f"{' and '.join(map(str, versions))}; continue with the version that wrote it"
+        )
+    updates = header.get("updates")
+    if not isinstance(updates, int) or updates < 0:
+        raise StateMismatchError(f"the saved state is damaged: updates={updates!r}; use another checkpoint")
+
+
+def describe_damage(place: object, problem: str) -> str:
+    """Say that a saved state can't be read, and what to do.
+
+    Args:
+        place: The file or folder.
+        problem: What is wrong with it.
+
+    Returns:
+        The text of an error.
+    """
+    return (
+        f"{place} holds no state that can be read ({problem}); it is damaged or was not written by slivertune, use "
+        "another checkpoint"
+    )
+
+
+def load_dictionary(file: Path | io.BytesIO, *, name: str | None = None, mmap: bool = False) -> dict[str, Any]:
+    """Read a dictionary of tensors and plain containers onto the host.
+
+    Args:
+        file: What `torch.save` wrote.
+        name: What errors call it; its path when None.
+        mmap: Whether tensors are read when they are needed.
+
+    Raises:
+        ValueError: If it is missing, damaged or holds something else: whatever torch's readers fail with.
+    """
+    try:
+        value = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        if not isinstance(value, dict):
+            raise TypeError(f"a {type(value).__name__} instead of a dictionary")
+    except MemoryError:
+        raise
+    # The readers of pickles and of zip archives raise whatever the bytes make them stumble over.
+    except Exception as error:
+        raise ValueError(describe_damage(name or file, f"{type(error).__name__}: {str(error)[:200]}")) from error
+    return value
+
+
+def check_loadable(file: Path | io.BytesIO) -> None:
+    """Refuse what `torch.load(weights_only=True)` would not read back, while there is still something to save.
+
+    Args:
+        file: What `torch.save` has written.
+
+    Raises:
+        ValueError: Naming the classes.
+    """
+    unknown = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+    if unknown:
+        raise ValueError(
+            f"the base optimizer's state holds objects of {', '.join(unknown)}, which torch does not load unless they "
+            f"are allowed; call torch.serialization.add_safe_globals([...]) with them when the run starts"
+        )
+
+
+def is_initialising_step(param_groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a step looks like the one that torch makes to fill an optimizer's state: rate 0, gradients all zero.
+
+    Gradients are only read where every rate is 0.
+
+    Args:
+        param_groups: The optimizer's.
+    """
+    rates = [group.get("lr", 0.0) for group in param_groups]
+    if any(rate is not None and float(rate) != 0.0 for rate in rates):
+        return False
+    gradients = [parameter.grad for group in param_groups for parameter in group["params"]]
+    return any(g is not None for g in gradients) and not any(g is not None and bool(g.any()) for g in gradients)
+
+
+def pack_state(whole: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], updates: int) -> dict[str, Any]:
+    """Bring a state into torch's own form.
+
+    Args:
+        whole: Plain containers and tensors.
+        param_groups: The optimizer's; torch numbers their parameters in this order.
+        updates: Updates applied so far.
+
+    Returns:
+        `state` and `param_groups`, in which the parameters are numbers.
+
+    Raises:
+        ValueError: If the state holds objects that could not be loaded again.
+    """
+    file = io.BytesIO()
+    torch.save(dict(whole), file)
+    file.seek(0)
+    check_loadable(file)
+    state: dict[int, Any] = {}
+    groups = []
+    for group in param_groups:
+        numbers = range(len(state), len(state) + len(group["params"]))
+        for number, parameter in zip(numbers, group["params"], strict=True):
+            # One entry for each parameter, or torch misses it; with a dimension, or torch can't tell the device; and
+            # something that torch refuses to flatten, since it would then lose the state in silence.
+            marker = torch.tensor([updates], device=parameter.device)
+            state[number] = {f"{_KEY}_updates": marker, _KEY: _UNFLATTENABLE}
+        groups.append({**group, "params": list(numbers)})
+    groups[0][_KEY] = file.getvalue()
+    return {"state": state, "param_groups": groups}
+
+
+def unpack_state(state_dict: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What `pack_state` packed; None of any other state.
+
+    Args:
+        state_dict: As it comes from torch, its parameters by name or number.
+
+    Raises:
+        ValueError: If the packed bytes are lost.
+    """
+    groups, states = state_dict.get("param_groups"), state_dict.get("state")
+    first = groups[0] if isinstance(groups, (list, tuple)) and groups else None
+    packed = first.get(_KEY) if isinstance(first, Mapping) else None
+    if isinstance(packed, bytes):
+        return load_dictionary(io.BytesIO(packed), name="the state packed for torch.distributed.checkpoint")
+    values_of_each = states.values() if isinstance(states, Mapping) else ()
+    if any(_KEY in values for values in values_of_each if isinstance(values, Mapping)):
+        raise ValueError(
+            "the saved state has lost what lay in its first param group; save and load it by get_state_dict and "
+            "set_state_dict without flatten_optimizer_state_dict"
+        )
+    return None
