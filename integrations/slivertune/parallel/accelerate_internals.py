@@ -23,11 +23,6 @@ def prepared_optimizers(accelerator: Any) -> list[Any]:
     return optimizers
 
 
-def set_prepared_optimizers(accelerator: Any, optimizers: list[Any]) -> None:
-    """Let an Accelerator save and load these."""
-    accelerator._optimizers = optimizers
-
-
 def mark_prepared(*objects: Any) -> None:
     """Let accelerate leave these as they are when it is given them again."""
     for each in objects:

@@ -175,6 +175,6 @@ def test_a_method_of_another_package_has_the_sidecar_that_it_registered(monkeypa
         method = "another"
 
     optimizer = Another(tiny_llama(), torch.optim.AdamW, lr=0.01)
-    own = sidecar.HiFTSidecar(optimizer)
+    own = hift_sidecar.HiFTSidecar(optimizer)
     sidecar.register_sidecar("another", lambda each: own if each is optimizer else None)
     assert sidecar.sidecar_of(optimizer) is own

@@ -14,8 +14,7 @@ from torch import nn
 
 from slivertune.core.layout import Layout
 from slivertune.core.manifest import DamagedCheckpointError, find_damage, write_manifest
-from slivertune.parallel.zero.one_process import load_zero
-from slivertune.parallel.zero.shares import fp32_weights
+from slivertune.parallel.zero.shares import fp32_weights, load_zero
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import CYCLE, HiFTCase

@@ -47,9 +47,9 @@ def train(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[str, 
         while run.sliver.updates < STEPS and len(attempts) < 80:
             update, group = run.sliver.updates, run.sliver.active_group
             scale = float(run.model.optimizer.loss_scale)
-            before = [master.detach().clone() for master in schedule.mover(group).masters]
+            before = [master.detach().clone() for master in schedule.movers[group].masters]
             run.train(update, update + 1)
-            after = schedule.mover(group).masters
+            after = schedule.movers[group].masters
             same = all(torch.equal(a, b.detach()) for a, b in zip(before, after, strict=True))
             attempts.append(Attempt(update, group, scale, run.model.was_step_applied(), same))
         save(run, folder)

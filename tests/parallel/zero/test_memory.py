@@ -87,14 +87,14 @@ def count(run: Run) -> Counted:
         padding=NUM_RANKS * max(len(group) for group in parameters),
         turns=turns,
         weight_bytes=sum({flat.data_ptr(): flat.nbytes() for flat in flats}.values()),
-        host_bytes=sum(schedule.mover(group).host_bytes() for group in range(num_groups)),
+        host_bytes=sum(schedule.movers[group].host_bytes() for group in range(num_groups)),
         hooks=len(run.plain.get_submodule("model.layers.0.mlp")._forward_pre_hooks),
     )
 
 
 def state_tensors(schedule: Any) -> Iterator[torch.Tensor]:
     for group, child in schedule.children.items():
-        for master in schedule.mover(group).masters:
+        for master in schedule.movers[group].masters:
             yield master.data
             yield from (value for value in child.optimizer.state[master].values() if value.dim())
         if schedule.stage == 3:

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from slivertune import HiFT
 from slivertune.core.manifest import write_manifest
-from slivertune.parallel.zero.checkpoint import identity
-from slivertune.parallel.zero.one_process import load_zero
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file
-from slivertune.parallel.zero.shares import fp32_weights
+from slivertune.parallel.zero.shares import fp32_weights, identity, load_zero
 from tests.helpers.models import assert_same_tree, tiny_llama
 from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced
 

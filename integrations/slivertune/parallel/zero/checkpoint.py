@@ -6,6 +6,7 @@ is, so that any other number of ranks can put its own shares together.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,12 @@ import torch.distributed as dist
 
 from slivertune.core.atomic import atomic_file
 from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
-from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import check_identity
 from slivertune.parallel.consistency.heartbeat import check_agreement
-from slivertune.parallel.zero.deepspeed_internals import follow_master, load_as_saved
-from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
+from slivertune.parallel.zero.deepspeed_internals import fill_frozen, follow_master, load_first, masters_listed
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
 from slivertune.parallel.zero.schedule import GroupSchedule
-from slivertune.parallel.zero.shares import SavedShares, ShareFragment, pieces_of
+from slivertune.parallel.zero.shares import SavedShares, ShareFragment, identity, pieces_of
 
 
 class Checkpoints:
@@ -49,8 +48,8 @@ class Checkpoints:
         """As DeepSpeed's; a collective."""
         schedule = self._schedule
         schedule.follow_counters()
-        for group in schedule.children:
-            schedule.mover(group).follow_weights()
+        for mover in schedule.movers.values():
+            mover.follow_weights()
         tag = f"global_step{schedule.engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,8 +128,7 @@ class Checkpoints:
         zero: Any = schedule.engine.optimizer
         if schedule.stage == 3:
             zero.checkpoint_event_prologue()
-        with reading_first(schedule.engine, folder):
-            loaded = load_as_saved(schedule.engine, load_dir, tag, **rest)
+        loaded = load_first(schedule.engine, load_dir, tag, **rest)
         schedule.follow_counters()
         for name, value in shares.first["scaler"].items():
             setattr(schedule.children[schedule.active].loss_scaler, name, value)
@@ -139,18 +137,16 @@ class Checkpoints:
             own = shares.first["own"][str(group)]
             schedule.adopt(group, own if load_states else [{} for _ in own])
         if schedule.stage == 3:
-            trained = {
-                id(each.parameter) for group in schedule.children for each in schedule.optimizer.weights_of(group)
-            }
+            trained = {id(each.parameter) for each in schedule.optimizer.trained_weights}
             fill_frozen(schedule.engine, folder, num_saved, trained)
             zero.checkpoint_event_epilogue()
         return loaded
 
     def _fill(self, group: int, shares: SavedShares, load_states: bool) -> None:
         schedule = self._schedule
-        mover, child = schedule.mover(group), schedule.children[group]
+        mover, child = schedule.movers[group], schedule.children[group]
         mover.to_device()
-        with schedule.all_masters_listed(group) as optimizer:
+        with masters_listed(child, schedule.stage) as optimizer:
             state: dict[int, Any] = {}
             for index, (master, own) in enumerate(zip(mover.masters, self._pieces(group), strict=True)):
                 whole = master.detach().cpu().clone()
@@ -168,8 +164,10 @@ class Checkpoints:
                 follow_master(child, index)
 
     def _pieces(self, group: int) -> list[list[ShareFragment]]:
-        names = {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
-        return pieces_of(self._schedule.children[group], self._schedule.stage, names)
+        return pieces_of(self._schedule.children[group], self._schedule.stage, self._names())
+
+    def _names(self) -> dict[int, str]:
+        return {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
 
     def _destroy(self) -> None:
         """As DeepSpeed's."""
@@ -177,10 +175,10 @@ class Checkpoints:
         self._engine_destroy()
 
     def _export(self) -> dict[str, Any]:
-        schedule = self._schedule
+        schedule, names = self._schedule, self._names()
         waiting = [group for group in schedule.children if group != schedule.active]
         for group in waiting:
-            schedule.mover(group).settle()
+            schedule.movers[group].settle()
         return {
             "version": VERSION,
             "identity": self._identity(),
@@ -192,7 +190,13 @@ class Checkpoints:
             "pieces": {
                 str(group): [list(map(tuple, each)) for each in self._pieces(group)] for group in schedule.children
             },
-            "shapes": self._shapes(),
+            "shapes": {
+                str(group): {
+                    names[id(each.parameter)]: list(getattr(each.parameter, "ds_shape", each.parameter.shape))
+                    for each in schedule.optimizer.weights_of(group)
+                }
+                for group in schedule.children
+            },
             "scaler": {
                 name: value
                 for name, value in vars(schedule.children[schedule.active].loss_scaler).items()
@@ -201,34 +205,20 @@ class Checkpoints:
             "own": {str(group): schedule.own_hyperparameters(group) for group in schedule.children},
         }
 
-    def _shapes(self) -> dict[str, dict[str, list[int]]]:
-        """The parameters' shapes by group and name."""
-        schedule = self._schedule
-        names = {id(each): name for name, each in schedule.engine.module.named_parameters()}
-        return {
-            str(group): {
-                names[id(each.parameter)]: list(getattr(each.parameter, "ds_shape", each.parameter.shape))
-                for each in schedule.optimizer.weights_of(group)
-            }
-            for group in schedule.children
-        }
-
     def _export_group(self, group: int) -> dict[str, Any]:
         schedule = self._schedule
-        with schedule.all_masters_listed(group) as optimizer:
-            return {
-                "optimizer": optimizer.state_dict(),
-                "masters": [master.detach() for master in schedule.mover(group).masters],
-            }
+        with masters_listed(schedule.children[group], schedule.stage) as optimizer:
+            masters = [master.detach() for master in schedule.movers[group].masters]
+            return {"optimizer": optimizer.state_dict(), "masters": masters}
 
     def _import(self, group: int, saved: Mapping[str, Any]) -> None:
         schedule = self._schedule
-        child = schedule.children[group]
+        mover, child = schedule.movers[group], schedule.children[group]
         # Torch puts loaded state where the weights are, and some of it (a fused step count) has to be on the device.
-        schedule.mover(group).to_device()
-        with schedule.all_masters_listed(group) as optimizer:
+        mover.to_device()
+        with masters_listed(child, schedule.stage) as optimizer:
             optimizer.load_state_dict(saved["optimizer"])
-        for index, (master, value) in enumerate(zip(schedule.mover(group).masters, saved["masters"], strict=True)):
+        for index, (master, value) in enumerate(zip(mover.masters, saved["masters"], strict=True)):
             master.data.copy_(value)
             if schedule.stage == 3:
                 # DeepSpeed restores these weights as frozen ones, unless those were left out of the checkpoint.
@@ -236,22 +226,16 @@ class Checkpoints:
 
     def _read(self, folder: Path) -> dict[str, Any]:
         """This rank's file; all ranks fail together if one can't read its own."""
-        problem, saved = "", {}
+        problem: ValueError | None = None
+        saved: dict[str, Any] = {}
         try:
             saved = self._checked(folder)
         except ValueError as error:
-            problem = str(error)
-        if problem:
-            own: ValueError | None = ValueError(problem)
-        else:
-            own = None
-        try:
-            check_agreement({"the checkpoint": problem or "readable"})
-        except ValueError:
-            if own is None:
-                raise
-        if own is not None:
-            raise own
+            problem = ValueError(str(error))
+        with nullcontext() if problem is None else suppress(ValueError):
+            check_agreement({"the checkpoint": str(problem or "readable")})
+        if problem is not None:
+            raise problem
         return saved
 
     def _checked(self, folder: Path) -> dict[str, Any]:
@@ -266,28 +250,18 @@ class Checkpoints:
         saved = read_rank_file(folder, whose, num_saved)
         path = folder / file_name(whose, num_saved)
         check_identity(path, saved["identity"], self._identity(), built="the optimizer and the config")
-        if num_saved == num_ranks:
-            self._check_shares(path, saved)
-        return saved
-
-    def _check_shares(self, path: Path, saved: Mapping[str, Any]) -> None:
-        schedule = self._schedule
-        for group in schedule.children:
+        if num_saved != num_ranks:
+            return saved
+        for group, mover in self._schedule.movers.items():
             theirs = saved["groups"].get(str(group), saved["active"])["masters"]
-            is_same = [tuple(each.shape) for each in theirs] == [
-                tuple(each.shape) for each in schedule.mover(group).masters
-            ]
             pieces = [[ShareFragment(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
+            is_same = [each.shape for each in theirs] == [each.shape for each in mover.masters]
             if not is_same or pieces != self._pieces(group):
                 raise ValueError(
                     f"{path} has other shares of group {group} than this rank; build model, optimizer and config with "
                     "the settings of the saved run, or use another checkpoint"
                 )
+        return saved
 
     def _identity(self) -> dict[str, Any]:
         return {"stage of ZeRO": self._schedule.stage, **identity(self._schedule.optimizer)}
-
-
-def identity(optimizer: HiFT) -> dict[str, object]:
-    """What a checkpoint of any stage has in common with every HiFT that it fits."""
-    return {**optimizer.identity(), "number of param groups": len(optimizer.param_groups)}

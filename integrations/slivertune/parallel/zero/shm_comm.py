@@ -23,12 +23,8 @@ def build_folder() -> Path:
     asked = os.environ.get("TORCH_EXTENSIONS_DIR")
     if asked is not None:
         return Path(asked) / NAME
-    if torch.version.hip is not None:
-        accelerator = f"rocm{torch.version.hip.replace('.', '')}"
-    elif torch.version.cuda is not None:
-        accelerator = f"cu{torch.version.cuda.replace('.', '')}"
-    else:
-        accelerator = "cpu"
+    versions = {"rocm": torch.version.hip, "cu": torch.version.cuda}
+    accelerator = next((name + each.replace(".", "") for name, each in versions.items() if each is not None), "cpu")
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     return Path(get_default_build_root()) / f"{python}_{accelerator}" / NAME
 
