@@ -97,7 +97,10 @@ def guard(doing: str, *, computes: bool = False) -> Iterator[None]:
         doing: What the collective is for.
         computes: Whether other work is done beside it, whose errors are to stay as they are.
     """
-    with (Heartbeat.latest() or Heartbeat("ranks")).guard(doing, computes=computes):
+    latest = Heartbeat.latest
+    if latest is None or world_size() == 1 or latest.store is not default_store():
+        latest = Heartbeat("ranks")
+    with latest.guard(doing, computes=computes):
         yield
 
 
@@ -110,27 +113,21 @@ class Heartbeat:
         name: What the notes are about; each instance of a run needs its own.
     """
 
-    _latest: ClassVar[tuple[Any, Heartbeat] | None] = None
+    latest: ClassVar[Heartbeat | None] = None
+    """What was made last; of an earlier process group, perhaps."""
 
     def __init__(self, name: str) -> None:
         self._prefix = f"slivertune/{name}"
-        self._store: Any = None
+        self.store: Any = None
+        """Of the process group; None on one process."""
         self._group: Any = None
         self._own = "at the start"
         self._first = ""
         if world_size() > 1:
-            self._store = default_store()
-            self._store.set(f"{self._prefix}/process/{dist.get_rank()}", own_identity())
-            Heartbeat._latest = (self._store, self)
+            self.store = default_store()
+            self.store.set(f"{self._prefix}/process/{dist.get_rank()}", own_identity())
+            Heartbeat.latest = self
             let_threads_finish_at_exit()
-
-    @classmethod
-    def latest(cls) -> Heartbeat | None:
-        """What was made last in the process group that is there; None if nothing was."""
-        if cls._latest is None or world_size() == 1:
-            return None
-        store, latest = cls._latest
-        return latest if store is default_store() else None
 
     def enter(self, update: int, what: str) -> None:
         """Note that this rank works on an update.
@@ -140,9 +137,9 @@ class Heartbeat:
             what: The group, or the phase.
         """
         self._own = f"at update {update}, {what}"
-        if self._store is not None:
+        if self.store is not None:
             with self.guard("noting where this rank is"):
-                self._store.set(f"{self._prefix}/{dist.get_rank()}", self._own)
+                self.store.set(f"{self._prefix}/{dist.get_rank()}", self._own)
 
     @contextmanager
     def guard(self, doing: str, *, computes: bool = False) -> Iterator[None]:
@@ -160,7 +157,7 @@ class Heartbeat:
         except RuntimeError as error:
             # Gloo has no class of errors of its own; its messages begin with the file that they come from.
             is_of_a_collective = isinstance(error, dist.DistError) or "gloo/" in str(error)
-            if self._store is None or hasattr(error, _EXPLAINED) or (computes and not is_of_a_collective):
+            if self.store is None or hasattr(error, _EXPLAINED) or (computes and not is_of_a_collective):
                 raise
             raise _explained(f"rank {dist.get_rank()} failed {doing}: {self._explain()} ({error})") from error
 
@@ -175,7 +172,7 @@ class Heartbeat:
             RuntimeError: On every rank, saying where each is or which setting differs; or if a rank has died, or did
                 not come within the process group's timeout.
         """
-        if self._store is None:
+        if self.store is None:
             return
         own = torch.tensor(header._replace(settings=short_hash(settings or {})), dtype=torch.int64)
         rows = own.new_empty(world_size(), own.numel())
@@ -198,8 +195,7 @@ class Heartbeat:
                 f"the ranks are not at the same place: {difference}; nothing was shared or updated. "
                 f"{_SAME_STEPS if apart else _SAME_LAYERS}, then resume from the last checkpoint"
             )
-        way_out = "set it on every rank alike; the update was not made"
-        self._compare(settings or {}, "comparing settings", way_out)
+        self._compare(settings or {}, "comparing settings", "set it on every rank alike; the update was not made")
 
     def compare(self, fingerprint: Mapping[str, object], header: Header | None = None) -> None:
         """Check that no rank has drifted. A collective: all ranks call it together, with the same names.
@@ -211,12 +207,15 @@ class Heartbeat:
         Raises:
             RuntimeError: On every rank, naming what differs and its value on each rank.
         """
-        if self._store is None:
+        if self.store is None:
             return
         if header is not None:
             self.meet(header)
-        way_out = "what they trained since the last checkpoint is not to be trusted: resume from it"
-        self._compare(fingerprint, "comparing the ranks", way_out)
+        self._compare(
+            fingerprint,
+            "comparing the ranks",
+            "what they trained since the last checkpoint is not to be trusted: resume from it",
+        )
 
     def _compare(self, values: Mapping[str, object], doing: str, way_out: str) -> None:
         for name, by_rank in _differences(dict(values), doing):
@@ -237,11 +236,11 @@ class Heartbeat:
         return f"this rank is {self._own}; {''.join(fates)}{'; '.join(places)}"
 
     def _look_up(self, key: str) -> str | None:
-        if self._first and _is_of_rank_0(self._store) and describe_end(self._first):
+        if self._first and _is_of_rank_0(self.store) and describe_end(self._first):
             return None  # a store whose process is stopped never answers
         try:
-            self._store.wait([key], _LOOKUP_TIMEOUT)
-            return str(self._store.get(key).decode())
+            self.store.wait([key], _LOOKUP_TIMEOUT)
+            return str(self.store.get(key).decode())
         except RuntimeError:
             # The store's own rank is gone, or that rank never came so far.
             return None

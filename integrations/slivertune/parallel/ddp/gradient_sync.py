@@ -121,7 +121,7 @@ class BucketedAllReduce:
             return
         for bucket in self._of_parameter.get(parameter, ()):
             bucket.arrived(parameter)
-        while self._waiting and self._waiting[0].is_full:
+        while self._waiting and not self._waiting[0].missing:
             self._start(self._waiting.popleft())
 
     def _reset(self, buckets: list[_Bucket], *, is_running: bool) -> None:
@@ -171,7 +171,8 @@ class _Bucket:
 
     def __init__(self, parts: Sequence[tuple[nn.Parameter, int, int]]) -> None:
         self._parts = tuple(parts)
-        self._missing = set(self.parameters)
+        self.missing = set(self.parameters)
+        """Those whose gradient has not arrived."""
         self._flat: torch.Tensor | None = None
         self.work: Any = None
         """The mean under way."""
@@ -185,14 +186,9 @@ class _Bucket:
         """What has a part in the bucket."""
         return [parameter for parameter, _, _ in self._parts]
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every gradient has arrived."""
-        return not self._missing
-
     def arrived(self, parameter: nn.Parameter) -> None:
         """Note that a gradient was added to."""
-        self._missing.discard(parameter)
+        self.missing.discard(parameter)
         self.is_stale = self._was_started
 
     def fill(self) -> torch.Tensor:
@@ -219,10 +215,9 @@ class _Bucket:
         flat, self._flat, self.work = self._flat, None, None
         if self.is_stale:
             return
-        counts = flat[len(flat) - len(self._parts) :]
-        for index, (parameter, _, _) in enumerate(self._parts):
+        for (parameter, _, _), count in zip(self._parts, flat[-len(self._parts) :], strict=True):
             # Looked at only where this rank has none: it makes the host wait for the device.
-            if parameter.grad is None and counts[index] > 0:
+            if parameter.grad is None and count > 0:
                 parameter.grad = torch.zeros_like(parameter)
         for piece, gradient in self._pieces(flat):
             if gradient is not None:

@@ -5,7 +5,7 @@ rank holds the rotation, its share of the masters and state of every group, and 
 is, so that any other number of ranks can put its own shares together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from slivertune.core.atomic import atomic_file
 from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
 from slivertune.hift.checkpoint import check_identity
+from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import check_agreement
 from slivertune.parallel.zero.deepspeed_internals import fill_frozen, follow_master, load_first, masters_listed
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
@@ -34,23 +35,15 @@ class Checkpoints:
         self._schedule = schedule
         engine = schedule.engine
         self._engine_save, self._engine_load = engine.save_checkpoint, engine.load_checkpoint
-        self._engine_destroy = engine.destroy
-        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
+        engine.save_checkpoint, engine.load_checkpoint = self._save, self._load
+        call_before(engine, "destroy", schedule.destroy)
 
-    def _save(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
-        """As DeepSpeed's; a collective."""
+    def _save(self, save_dir: str, tag: str, *, exclude_frozen_parameters: bool, **options: Any) -> Any:
+        """As DeepSpeed's, with everything that `seal_engine` passes; a collective."""
         schedule = self._schedule
         schedule.follow_counters()
         for mover in schedule.movers.values():
             mover.follow_weights()
-        tag = f"global_step{schedule.engine.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir) / tag
         folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
@@ -62,19 +55,13 @@ class Checkpoints:
         with atomic_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as temporary:
             torch.save(self._export(), temporary)
         # Groups that wait are frozen, but must not be left out.
-        with schedule.all_trainable(exclude_frozen_parameters):
-            return self._engine_save(
-                str(save_dir),
-                tag,
-                client_state=dict(client_state or {}),
-                save_latest=save_latest,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
+        with schedule.all_trainable() if exclude_frozen_parameters else nullcontext():
+            return self._engine_save(save_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters, **options)
 
     def _load(
         self,
-        load_dir: str | Path,
-        tag: str | None = None,
+        load_dir: str,
+        tag: str | None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -94,17 +81,18 @@ class Checkpoints:
             "custom_load_fn": custom_load_fn,
         }
         if tag is None:
-            return self._engine_load(str(load_dir), tag, **rest)
-        saved = None if load_module_only else self._read(Path(load_dir) / str(tag))
+            return self._engine_load(load_dir, tag, **rest)
+        folder = Path(load_dir) / tag
+        saved = None if load_module_only else self._read(folder)
         if saved is not None:
             schedule.restore(saved)
             load_hyperparameters(schedule.optimizer.param_groups, saved["param_groups"])
-            num_saved = saved_ranks(Path(load_dir) / str(tag))
+            num_saved = saved_ranks(folder)
             if num_saved is not None and num_saved != dist.get_world_size():
-                return self._load_from_others(Path(load_dir), str(tag), num_saved, load_optimizer_states, rest)
+                return self._load_from_others(folder, num_saved, load_optimizer_states, rest)
         loaded = self._engine_load(
-            str(load_dir),
-            str(tag),
+            load_dir,
+            tag,
             load_optimizer_states=load_optimizer_states,
             load_module_only=load_module_only,
             **rest,
@@ -115,20 +103,19 @@ class Checkpoints:
             return loaded
         for group in schedule.children:
             if str(group) in saved["groups"]:
-                self._import(group, saved["groups"][str(group)])
+                exported = saved["groups"][str(group)]
+                self._import(group, exported["masters"], exported["optimizer"])
             schedule.adopt(group, saved["own"][str(group)])
         return loaded
 
-    def _load_from_others(
-        self, load_dir: Path, tag: str, num_saved: int, load_states: bool, rest: Mapping[str, Any]
-    ) -> Any:
+    def _load_from_others(self, folder: Path, num_saved: int, load_states: bool, rest: Mapping[str, Any]) -> Any:
         """Load what another number of ranks has saved: every share put together from all their files."""
-        schedule, folder = self._schedule, load_dir / tag
+        schedule = self._schedule
         shares = SavedShares(folder, num_saved)
         zero: Any = schedule.engine.optimizer
         if schedule.stage == 3:
             zero.checkpoint_event_prologue()
-        loaded = load_first(schedule.engine, load_dir, tag, **rest)
+        loaded = load_first(schedule.engine, folder, **rest)
         schedule.follow_counters()
         for name, value in shares.first["scaler"].items():
             setattr(schedule.children[schedule.active].loss_scaler, name, value)
@@ -144,35 +131,23 @@ class Checkpoints:
 
     def _fill(self, group: int, shares: SavedShares, load_states: bool) -> None:
         schedule = self._schedule
-        mover, child = schedule.movers[group], schedule.children[group]
-        mover.to_device()
-        with masters_listed(child, schedule.stage) as optimizer:
-            state: dict[int, Any] = {}
-            for index, (master, own) in enumerate(zip(mover.masters, self._pieces(group), strict=True)):
-                whole = master.detach().cpu().clone()
-                kept = shares.fill(group, own, whole)
-                master.data.copy_(whole)
-                if kept:
-                    state[index] = kept
-            if load_states:
-                exported = shares.first["groups"].get(str(group), shares.first["active"])
-                inner = optimizer.state_dict()["param_groups"]
-                load_hyperparameters(inner, exported["optimizer"]["param_groups"])
-                optimizer.load_state_dict({"state": state, "param_groups": inner})
-        if schedule.stage == 3:
-            for index in range(len(mover.masters)):
-                follow_master(child, index)
+        schedule.movers[group].to_device()
+        # Where no piece is there is padding, which stays what it is.
+        masters = [master.detach().cpu().clone() for master in schedule.movers[group].masters]
+        filled = [shares.fill(group, own, each) for each, own in zip(masters, self._pieces(group), strict=True)]
+        state: dict[str, Any] | None = None
+        if load_states:
+            exported = shares.first["groups"].get(str(group), shares.first["active"])
+            param_groups = self._export_group(group)["optimizer"]["param_groups"]
+            load_hyperparameters(param_groups, exported["optimizer"]["param_groups"])
+            state = {"state": {index: each for index, each in enumerate(filled) if each}, "param_groups": param_groups}
+        self._import(group, masters, state)
 
     def _pieces(self, group: int) -> list[list[ShareFragment]]:
         return pieces_of(self._schedule.children[group], self._schedule.stage, self._names())
 
     def _names(self) -> dict[int, str]:
         return {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
-
-    def _destroy(self) -> None:
-        """As DeepSpeed's."""
-        self._schedule.destroy()
-        self._engine_destroy()
 
     def _export(self) -> dict[str, Any]:
         schedule, names = self._schedule, self._names()
@@ -211,14 +186,15 @@ class Checkpoints:
             masters = [master.detach() for master in schedule.movers[group].masters]
             return {"optimizer": optimizer.state_dict(), "masters": masters}
 
-    def _import(self, group: int, saved: Mapping[str, Any]) -> None:
+    def _import(self, group: int, masters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
         schedule = self._schedule
         mover, child = schedule.movers[group], schedule.children[group]
         # Torch puts loaded state where the weights are, and some of it (a fused step count) has to be on the device.
         mover.to_device()
-        with masters_listed(child, schedule.stage) as optimizer:
-            optimizer.load_state_dict(saved["optimizer"])
-        for index, (master, value) in enumerate(zip(mover.masters, saved["masters"], strict=True)):
+        if state is not None:
+            with masters_listed(child, schedule.stage) as optimizer:
+                optimizer.load_state_dict(state)
+        for index, (master, value) in enumerate(zip(mover.masters, masters, strict=True)):
             master.data.copy_(value)
             if schedule.stage == 3:
                 # DeepSpeed restores these weights as frozen ones, unless those were left out of the checkpoint.

@@ -108,7 +108,7 @@ def schedule_of_config(engine: Any, optimizer: torch.optim.Optimizer) -> Any:
     return engine._scheduler_from_config(optimizer)
 
 
-def load_first(engine: Any, folder: Path, tag: str, **options: Any) -> Any:
+def load_first(engine: Any, folder: Path, **options: Any) -> Any:
     """Load counters, schedule and whole weights that another number of ranks has saved.
 
     DeepSpeed (0.19.8) lets a rank read the file of its own number alone, and cuts nothing again: so every rank reads
@@ -116,8 +116,7 @@ def load_first(engine: Any, folder: Path, tag: str, **options: Any) -> Any:
 
     Args:
         engine: DeepSpeed's; two of its methods are overridden meanwhile, on this instance.
-        folder: Where the checkpoint lies.
-        tag: Its folder in there.
+        folder: The checkpoint's.
         **options: Others of `engine.load_checkpoint`.
 
     Returns:
@@ -129,12 +128,12 @@ def load_first(engine: Any, folder: Path, tag: str, **options: Any) -> Any:
     def load_unshared(checkpoint: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         return own_load({key: value for key, value in checkpoint.items() if key != _FROZEN}, *args, **options)
 
-    path = folder / tag / (_SHARED_MODEL_FILE.format(rank=0) if is_shared else _WHOLE_MODEL_FILE)
+    path = folder / (_SHARED_MODEL_FILE.format(rank=0) if is_shared else _WHOLE_MODEL_FILE)
     engine._get_all_ckpt_names = lambda *_: [str(path)]
     if is_shared:
         engine.load_module_state_dict = load_unshared
     try:
-        return engine._load_checkpoint(str(folder), tag, load_optimizer_states=True, **options)
+        return engine._load_checkpoint(str(folder.parent), folder.name, load_optimizer_states=True, **options)
     finally:
         del engine._get_all_ckpt_names
         if is_shared:

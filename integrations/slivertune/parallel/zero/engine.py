@@ -178,12 +178,13 @@ def _read_by_any_ranks(engine: Any) -> None:
                 load_module_only=load_module_only,
                 **options,
             )
-        loaded = load_first(engine, Path(load_dir), tag, **options)
+        folder = Path(load_dir) / tag
+        loaded = load_first(engine, folder, **options)
         if engine.zero_optimization_stage() == 3:
             engine.empty_partition_cache()
-            fill_frozen(engine, Path(load_dir) / tag, num_saved, ())
+            fill_frozen(engine, folder, num_saved, ())
         if load_optimizer_states:
-            engine.optimizer.load_state_dict([first_states(Path(load_dir) / tag)])
+            engine.optimizer.load_state_dict([first_states(folder)])
         return loaded
 
     engine.load_checkpoint = load_checkpoint
@@ -226,8 +227,10 @@ class EngineStep:
         """Drop the gradients."""
         self._optimizer.zero_grad()
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Nothing to note: gradients are averaged when a backward ends."""
+    def reduce_gradients(self, *arguments: Any, **options: Any) -> None:
+        """Nothing to reduce, nothing to note: gradients are averaged when a backward ends."""
+
+    set_gradient_accumulation_boundary = finalize_gradient_accumulation_boundary = reduce_gradients
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """Nothing to reduce; release the weights of layers that had no gradient to pass on, as ZeRO-3's own does."""
@@ -243,12 +246,6 @@ class EngineStep:
         """Take ZeRO-3's hooks off the model, for `engine.destroy`."""
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()
-
-    def finalize_gradient_accumulation_boundary(self) -> None:
-        """Nothing to reduce: as above."""
-
-    def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Nothing to reduce: as above."""
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state; every rank's file of the engine's checkpoint has it."""
@@ -269,7 +266,7 @@ class EngineStep:
         """
         if not load_optimizer_states:
             return
-        found = [each for each in state_dict_list if each is not None]
-        if not found:
+        found = next((each for each in state_dict_list if each is not None), None)
+        if found is None:
             raise ValueError("the checkpoint holds no optimizer state for this rank; resume with the ranks that saved")
-        self._optimizer.load_whole_state(found[0])
+        self._optimizer.load_whole_state(found)

@@ -154,15 +154,8 @@ class GroupSchedule:
         self._share_scaler()
 
     @contextmanager
-    def all_trainable(self, wanted: bool) -> Iterator[None]:
-        """Let nothing that HiFT trains count as frozen meanwhile.
-
-        Args:
-            wanted: Whether to do anything.
-        """
-        if not wanted:
-            yield
-            return
+    def all_trainable(self) -> Iterator[None]:
+        """Let nothing that HiFT trains count as frozen meanwhile."""
         for weight in self.optimizer.trained_weights:
             weight.trained.requires_grad_(True)
         try:
