@@ -70,25 +70,21 @@ class HiFTSidecar(Sidecar):
         with refuse_damage(folder):
             check_plain({key: value for key, value in header["hift"].items() if key != "held_lr"})
             check_by_name(header["scalars"])
-            state = _read_state(hift, folder, header.pop("scalars"), header.pop("num_ranks"))
+            scalars, num_ranks = header.pop("scalars"), header.pop("num_ranks")
+            num_files = len(list(folder.glob("group-*.rank-*.safetensors")))
+            if type(num_ranks) is not int or not 1 <= num_ranks <= max(1, num_files):
+                raise StateMismatchError(
+                    f"{folder / _HEADER} tells of {str(num_ranks)[:40]} ranks, and {num_files} files are there"
+                )
+            # This rank's part of all tensors, and what has no rows, by weight and key.
+            state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
+            for group in hift.groups:
+                files = [_file(folder, group.index, rank) for rank in range(num_ranks)]
+                _read_group(files, {weight.name: weight for weight in hift.weights_of(group.index)}, state)
             for weight in hift.trained_weights:
                 if isinstance(weight, ShardedWeight):
                     weight.follow()
             hift.load_whole_state({**header, "state": state})
-
-
-def _read_state(hift: HiFT, folder: Path, scalars: Mapping[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:
-    """This rank's part of all tensors, and what has no rows, by weight and key."""
-    num_files = len(list(folder.glob("group-*.rank-*.safetensors")))
-    if type(num_ranks) is not int or not 1 <= num_ranks <= max(1, num_files):
-        raise StateMismatchError(
-            f"{folder / _HEADER} tells of {str(num_ranks)[:40]} ranks, and {num_files} files are there"
-        )
-    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
-    for group in hift.groups:
-        files = [_file(folder, group.index, rank) for rank in range(num_ranks)]
-        _read_group(files, {weight.name: weight for weight in hift.weights_of(group.index)}, state)
-    return state
 
 
 def _file(folder: Path, group: int, rank: int) -> Path:

@@ -57,7 +57,10 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     with guard("sharing the weights out", computes=True), keeping_timeout():
         prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
-    consistency = share_hift(sharded, hift)
+    warm_up(sharded)
+    hift.rebind_parameters(sharded, shards_of(sharded, hift))
+    heartbeat = Heartbeat("hift")
+    consistency = ConsistencyCheck(hift, heartbeat, with_weights=False, after_step=lambda: reshard(sharded))
 
     def meet() -> None:
         if not hift.is_detached:
@@ -74,21 +77,6 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     compare_when_saving(accelerator, consistency.compare)
     keep_sidecar(accelerator, hift)
     return prepared
-
-
-def share_hift(model: nn.Module, hift: HiFT) -> ConsistencyCheck:
-    """Let HiFT step this rank's rows of a model that `fully_shard` was applied to while everything trained.
-
-    Args:
-        model: The sharded model; `hift.param_groups` hold its parameters.
-        hift: Has released the parameters that it was built over.
-
-    Returns:
-        What compares the ranks.
-    """
-    warm_up(model)
-    hift.rebind_parameters(model, shards_of(model, hift))
-    return ConsistencyCheck(hift, Heartbeat("hift"), with_weights=False, after_step=lambda: reshard(model))
 
 
 def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], None]) -> None:

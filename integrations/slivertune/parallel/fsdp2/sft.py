@@ -14,8 +14,7 @@ from slivertune.parallel.consistency.processes import keeping_timeout
 from slivertune.parallel.fsdp2.hift import name_who_is_missing, reshard
 from slivertune.parallel.fsdp2.sharding import check_units, first_row_of
 from slivertune.parallel.objects import prepare_rest
-from slivertune.parallel.sft.communicator import RankCommunicator
-from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
+from slivertune.parallel.sft.communicator import RankCommunicator, ShardedPretrainedValues
 from slivertune.sft import SFT
 from slivertune.sft.targets import Target
 
@@ -43,20 +42,15 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         return _Rows(target, accelerator.device, prepared)
 
     with sft.rebinding_parameters(communicator, in_layers=True, pretrained=pretrained):
-        prepared = _sharded(accelerator, model)
+        # Accelerate refuses to shard a model without an optimizer; so it gets one that is thrown away.
+        with guard("sharing the weights out", computes=True), keeping_timeout():
+            prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        prepared_optimizers(accelerator).remove(placeholder)
     communicator.keep_together(sft)
     name_who_is_missing(accelerator, prepared, lambda: communicator.meet(Stage.FORWARD))
     compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
     sft.use_sidecar()
     return prepare_rest(accelerator, model, prepared, sft, objects)
-
-
-def _sharded(accelerator: Any, model: nn.Module) -> Any:
-    """Let accelerate shard a model without an optimizer, which it refuses to; so it gets one that is thrown away."""
-    with guard("sharing the weights out", computes=True), keeping_timeout():
-        prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    prepared_optimizers(accelerator).remove(placeholder)
-    return prepared
 
 
 class _Rows(ShardedPretrainedValues):

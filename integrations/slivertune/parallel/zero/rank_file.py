@@ -82,8 +82,8 @@ def _number(value: Any, what: str) -> None:
 
 
 def _rate(value: Any, what: str) -> None:
-    is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else value is None or type(value) in (int, float)
-    _require(is_one, what, "learning rate")
+    is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else type(value) in (int, float, type(None))
+    _require(is_number, what, "learning rate")
 
 
 def _mapping(value: Any, what: str) -> None:

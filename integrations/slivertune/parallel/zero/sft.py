@@ -15,8 +15,7 @@ from torch import nn
 
 from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.parallel.sft.communicator import RankCommunicator
-from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
+from slivertune.parallel.sft.communicator import RankCommunicator, ShardedPretrainedValues
 from slivertune.parallel.zero.engine import (
     engine_over_placeholder,
     initialize_over,

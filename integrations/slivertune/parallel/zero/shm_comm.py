@@ -40,8 +40,12 @@ def check_build(say: Callable[[str], object]) -> None:
     Raises:
         RuntimeError: If it would wait for a build that has ended, with the file to remove.
     """
-    if not _is_wanted():
+    try:
+        import deepspeed
+    except ImportError:
         return
+    if not deepspeed.ops.__compatible_ops__.get(NAME, False):
+        return  # it would not find what it needs to compile
     folder = build_folder()
     lock = folder / "lock"
     try:
@@ -57,12 +61,3 @@ def check_build(say: Callable[[str], object]) -> None:
             f"rm {lock}"
         )
     say(f"another process compiles DeepSpeed's collectives for CPUs (shm_comm); waiting until it removes {lock}")
-
-
-def _is_wanted() -> bool:
-    """Whether DeepSpeed is there, and finds what it needs to compile."""
-    try:
-        import deepspeed
-    except ImportError:
-        return False
-    return bool(deepspeed.ops.__compatible_ops__.get(NAME, False))
