@@ -205,14 +205,11 @@ def test_buckets_cut_what_is_larger_and_hold_every_element_once() -> None:
     buckets = _fill_buckets(parameters, 4 * 16)
     sizes = [[stop - start for _, start, stop in bucket._parts] for bucket in buckets]
     assert sizes == [[16], [4, 12], [16], [16], [6, 3]]
-    covered: dict[nn.Parameter, list[tuple[int, int]]] = {}
-    for bucket in buckets:
-        for parameter, start, stop in bucket._parts:
-            covered.setdefault(parameter, []).append((start, stop))
-    assert [covered.get(parameter) for parameter in parameters] == [
+    parts = [part for bucket in buckets for part in bucket._parts]
+    assert [[(start, stop) for each, start, stop in parts if each is parameter] for parameter in parameters] == [
         [(0, 3)],
         [(0, 12), (12, 28), (28, 44), (44, 50)],
-        None,
-        None,
+        [],
+        [],
         [(0, 16), (16, 20)],
     ]

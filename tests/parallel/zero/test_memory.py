@@ -74,7 +74,7 @@ def count(run: Run) -> Counted:
             ledger.track(state_tensors(schedule))
             ledger.reset_peak()
             run.train(update, update + 1)
-            flat = flat_gradient_bytes(schedule)
+            flat = sum(each.untyped_storage().nbytes() for each in flat_gradients(schedule))
             turns.append(Turn(schedule.active, ledger.current(), ledger.highest, flat, max(seen)))
     children = schedule.children.values()
     flats = [
@@ -97,15 +97,12 @@ def state_tensors(schedule: Any) -> Iterator[torch.Tensor]:
         for master in schedule.movers[group].masters:
             yield master.data
             yield from (value for value in child.optimizer.state[master].values() if value.dim())
-        if schedule.stage == 3:
-            yield child.grad_partitions_flat_buffer
+    yield from flat_gradients(schedule)
 
 
-def flat_gradient_bytes(schedule: Any) -> int:
-    if schedule.stage != 3:
-        return 0
-    children = schedule.children.values()
-    return sum(child.grad_partitions_flat_buffer.untyped_storage().nbytes() for child in children)
+def flat_gradients(schedule: Any) -> list[torch.Tensor]:
+    children = schedule.children.values() if schedule.stage == 3 else ()
+    return [child.grad_partitions_flat_buffer for child in children]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from slivertune.core.manifest import (
 from slivertune.core.sliver import Sliver
 from slivertune.parallel.accelerate_internals import load_first, prepared_optimizers
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
-from slivertune.parallel.consistency.heartbeat import gather_objects, guard, world_size
+from slivertune.parallel.consistency.heartbeat import gather_objects, world_size
 from slivertune.parallel.layout import layout_of
 
 _LATEST = "latest"
@@ -54,9 +54,7 @@ def write_together(folder: str | Path, entries: Mapping[str, Any] | None = None)
     Raises:
         OSError: On every rank, if rank 0 could not.
     """
-    if world_size() > 1:
-        with guard("completing a checkpoint"):
-            dist.barrier()
+    gather_objects(None, "completing a checkpoint")  # waits for all
     _do_on_first(lambda: write_manifest(folder, entries), OSError)
 
 
@@ -89,7 +87,13 @@ def sealed(folder: str | Path) -> Iterator[None]:
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception
         failure = OSError(f"{folder} could not be written ({error})")
         failure.__cause__ = error
-    _fail_together(folder, failure)
+    own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    messages = gather_objects(own, "completing a checkpoint")
+    if failure is not None:
+        raise failure
+    others = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
+    if others:
+        raise OSError(f"{folder} could not be written ({'; '.join(others)}); every rank must be able to write there")
 
     def end() -> None:
         write_manifest(folder, files=[path for path, stamp in _stamps(folder).items() if before.get(path) != stamp])
@@ -279,14 +283,3 @@ def _do_on_first(do: Callable[[], None], kind: type[Exception]) -> None:
     first = gather_objects(failure, "completing a checkpoint")[0]
     if first:
         raise kind(first)
-
-
-def _fail_together(folder: Path, failure: Exception | None) -> None:
-    """Raise what this rank has met; or say what another has. A collective."""
-    own = "" if failure is None else f"{type(failure).__name__}: {failure}"
-    messages = gather_objects(own, "completing a checkpoint")
-    if failure is not None:
-        raise failure
-    others = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
-    if others:
-        raise OSError(f"{folder} could not be written ({'; '.join(others)}); every rank must be able to write there")

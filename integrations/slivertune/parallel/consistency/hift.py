@@ -110,8 +110,13 @@ def header_of(hift: HiFT, stage: Stage, is_reached: bool | None = None) -> Heade
         stage: What the rank is about to do.
         is_reached: Whether the group whose turn it is has a gradient; None where it is not known yet.
     """
-    gradients = UNKNOWN if is_reached is None else int(is_reached)
-    return Header(stage, hift.updates, hift.active_group, sum(hift.skipped_turns.values()), gradients)
+    return Header(
+        stage,
+        hift.updates,
+        hift.active_group,
+        sum(hift.skipped_turns.values()),
+        gradients=UNKNOWN if is_reached is None else int(is_reached),
+    )
 
 
 def applied_settings(hift: HiFT) -> dict[str, object]:

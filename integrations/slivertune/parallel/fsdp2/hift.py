@@ -59,8 +59,7 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
     warm_up(sharded)
     hift.rebind_parameters(sharded, shards_of(sharded, hift))
-    heartbeat = Heartbeat("hift")
-    consistency = ConsistencyCheck(hift, heartbeat, with_weights=False, after_step=lambda: reshard(sharded))
+    consistency = ConsistencyCheck(hift, Heartbeat("hift"), with_weights=False, after_step=lambda: reshard(sharded))
 
     def meet() -> None:
         if not hift.is_detached:
