@@ -71,11 +71,16 @@ def synchronized(model: nn.Module, **options: Any) -> BucketedAllReduce:
     return BucketedAllReduce(model, list(model.parameters()), Heartbeat("test"), **options)
 
 
+def recorded_sums() -> Any:
+    """Records the calls of `all_reduce` inside."""
+    return mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce)
+
+
 def sent_by(loss: torch.Tensor) -> list[int]:
     """The elements of each tensor that goes through `all_reduce` in a backward pass."""
-    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+    with recorded_sums() as sums:
         loss.backward()
-    return [call.args[0].numel() for call in all_reduce.call_args_list]
+    return [call.args[0].numel() for call in sums.call_args_list]
 
 
 # Halves are exact and the sum of two has one order, so the mean has the bits of the one made by hand; a parameter that
