@@ -166,7 +166,7 @@ def _made_by_zero(engine: Any, model: nn.Module) -> list[torch.Tensor]:
     if turns is None:  # SFT: stage 3 keeps a rank's share beside a weight
         return [*found, *(each.ds_tensor for each in model.parameters() if hasattr(each, "ds_tensor"))]
     for group, child in turns.children.items():
-        found += [master.data for master in turns.mover(group).masters]
+        found += [master.data for master in turns.movers[group].masters]
         if turns.stage == 3:
             found += [child.lp_param_buffer, child.grad_partitions_flat_buffer]
             for bucket in child.ipg_buckets.values():

@@ -4,8 +4,8 @@ from typing import Any
 from torch import nn
 
 from slivertune.parallel.consistency.heartbeat import Heartbeat
-from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
-from slivertune.parallel.ddp.whole_model import broadcast_from_first, prepare_rest
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce, broadcast_from_first
+from slivertune.parallel.objects import prepare_rest
 from tests.random_layers.optimizer import RandomLayers
 
 

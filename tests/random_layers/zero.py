@@ -3,8 +3,12 @@ from typing import Any
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
-from slivertune.parallel.zero.engine import prepare_over, replace_prepared
-from slivertune.parallel.zero.own_step import engine_over_placeholder, is_last_backward
+from slivertune.parallel.zero.engine import (
+    engine_over_placeholder,
+    is_last_backward,
+    prepare_over,
+    replace_prepared,
+)
 from tests.random_layers.ddp import average_gradients
 from tests.random_layers.optimizer import RandomLayers
 

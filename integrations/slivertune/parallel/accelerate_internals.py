@@ -5,7 +5,7 @@ test can tell with a clear word which has moved.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from accelerate.state import AcceleratorState
 
@@ -19,13 +19,7 @@ RELIED_ON: Mapping[str, str] = {
 
 def prepared_optimizers(accelerator: Any) -> list[Any]:
     """The optimizers that an Accelerator has prepared; the living list."""
-    optimizers: list[Any] = accelerator._optimizers
-    return optimizers
-
-
-def set_prepared_optimizers(accelerator: Any, optimizers: list[Any]) -> None:
-    """Let an Accelerator save and load these."""
-    accelerator._optimizers = optimizers
+    return cast(list[Any], accelerator._optimizers)
 
 
 def mark_prepared(*objects: Any) -> None:

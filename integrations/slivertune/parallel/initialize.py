@@ -11,7 +11,7 @@ from torch import nn
 from slivertune.core.sliver import Sliver
 from slivertune.parallel.adapters import check_before, engine_adapter_of
 from slivertune.parallel.consistency.heartbeat import check_agreement
-from slivertune.parallel.layout import layout_of_stage
+from slivertune.parallel.layout import LAYOUT_OF_STAGE
 from slivertune.parallel.zero.unsupported import check_stage
 
 _FILLED_ELSEWHERE = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -103,7 +103,7 @@ def initialize(
     if chosen is None:
         raise ValueError("initialize needs DeepSpeed's config: a path or a dictionary")
     settings = resolve_config(chosen, model)
-    layout = layout_of_stage(check_stage(settings, type(optimizer).__name__))
+    layout = LAYOUT_OF_STAGE[check_stage(settings, type(optimizer).__name__)]
     adapter = engine_adapter_of(optimizer, layout)
     check_before(optimizer, model, layout)
     if callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):

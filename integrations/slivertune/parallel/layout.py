@@ -1,10 +1,13 @@
 """Which way of sharing the work an Accelerator has chosen."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from slivertune.core.layout import Layout
 
 _PLAIN = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_HPU")
+LAYOUT_OF_STAGE: Mapping[int, Layout] = {1: "zero1", 2: "zero2", 3: "zero3"}
+"""Of ZeRO."""
 
 
 def layout_of(accelerator: Any) -> Layout:
@@ -21,7 +24,15 @@ def layout_of(accelerator: Any) -> Layout:
     """
     name = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).upper()
     if name == "DEEPSPEED":
-        return _zero_layout(accelerator)
+        stage = accelerator.state.deepspeed_plugin.zero_stage
+        if stage in LAYOUT_OF_STAGE:
+            return LAYOUT_OF_STAGE[stage]
+        use = "use stage 1, 2 or 3"
+        raise ValueError(
+            f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed out on one device, or {use}"
+            if accelerator.num_processes == 1
+            else f"DeepSpeed's stage {stage} keeps a gradient bucket as large as the whole model; {use}, or DDP"
+        )
     if name == "FSDP":
         version = accelerator.state.fsdp_plugin.fsdp_version
         if version != 2:
@@ -35,22 +46,3 @@ def layout_of(accelerator: Any) -> Layout:
     if name == "NO":
         return "single"
     raise ValueError(f"slivertune does not run under {name}; use DDP, FSDP2 or DeepSpeed's ZeRO-1, 2 or 3")
-
-
-def layout_of_stage(stage: int) -> Layout:
-    """Name the layout of a stage of ZeRO: 1, 2 or 3."""
-    layouts: tuple[Layout, ...] = ("zero1", "zero2", "zero3")
-    return layouts[stage - 1]
-
-
-def _zero_layout(accelerator: Any) -> Layout:
-    stage = accelerator.state.deepspeed_plugin.zero_stage
-    if stage in (1, 2, 3):
-        return layout_of_stage(stage)
-    if accelerator.num_processes == 1:
-        raise ValueError(
-            f"DeepSpeed's stage {stage} shares nothing out; leave DeepSpeed out on one device, or use stage 1, 2 or 3"
-        )
-    raise ValueError(
-        f"DeepSpeed's stage {stage} keeps a gradient bucket as large as the whole model; use stage 1, 2 or 3, or DDP"
-    )

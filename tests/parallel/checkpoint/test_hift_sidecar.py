@@ -11,15 +11,15 @@ from slivertune import HiFT, HiFTConfig
 from slivertune.core.layout import Layout
 from slivertune.core.manifest import DamagedCheckpointError, write_manifest
 from slivertune.parallel.checkpoint import hift_sidecar, sidecar
-from slivertune.parallel.checkpoint.sidecar import keep_sidecar, load_state, save_state
-from tests.helpers.accelerator import one_device
+from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.models import assert_same_tree, differing, tiny_llama, token_batches, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import running
+from tests.parallel.contract.runs import load, running, save
 from tests.parallel.reference import ADAMW, whole_weights
 
 LAYOUTS: tuple[Layout, ...] = ("ddp", "fsdp2")
+WAYS = {f"{source} to {target}": (source, target) for source in LAYOUTS for target in LAYOUTS}
 CASE = HiFTCase(dtype=torch.bfloat16, is_scheduled=False)
 """With masters, so that the folder tells the weights, and without a schedule, which it does not have."""
 
@@ -31,12 +31,11 @@ def from_one_layout_to_the_other(rank: int, folder: Path) -> dict[str, list[str]
         with running(CASE, layout, rank) as run:
             save_state(run.train(0, 7).optimizer, folder / layout)
             went_on[layout] = whole_weights(run.train(7, 13).model)
-    for source in LAYOUTS:
-        for target in LAYOUTS:
-            with running(CASE, target, rank, seed=4) as run:
-                load_state(run.optimizer, folder / source)
-                assert run.sliver.updates == 7
-                found[f"{source} to {target}"] = differing(whole_weights(run.train(7, 13).model), went_on[source])
+    for way, (source, target) in WAYS.items():
+        with running(CASE, target, rank, seed=4) as run:
+            load_state(run.optimizer, folder / source)
+            assert run.sliver.updates == 7
+            found[way] = differing(whole_weights(run.train(7, 13).model), went_on[source])
     return found
 
 
@@ -67,7 +66,7 @@ def found(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(both, 2, folder)
 
 
-@pytest.mark.parametrize("way", [f"{source} to {target}" for source in LAYOUTS for target in LAYOUTS])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_run_goes_on_under_the_other_layout_with_the_same_bits(found: list[dict[str, Any]], way: str) -> None:
     assert [each["layouts"][way] for each in found] == [[], []]
 
@@ -106,24 +105,37 @@ def _hift(**config: Any) -> HiFT:
     return HiFT(tiny_llama(torch.bfloat16), torch.optim.AdamW, config=HiFTConfig(**config), **ADAMW)
 
 
-def test_a_lost_file_is_named(written: Path) -> None:
-    (written / "group-00001.rank-00000.safetensors").unlink()
+@pytest.mark.parametrize(
+    ("taken", "damage", "problem"),
+    [
+        (
+            None,
+            r"group-00000\.rank-00000\.safetensors is missing",
+            r"group-00000\.rank-00000\.safetensors is not there",
+        ),
+        (
+            "group-00001.rank-00000.safetensors",
+            r"group-00000\.rank-00000\.safetensors has",
+            "which this model does not train there",
+        ),
+    ],
+    ids=["lost", "of another group"],
+)
+def test_a_file_that_is_lost_or_of_another_group_is_named(
+    taken: str | None, damage: str, problem: str, written: Path
+) -> None:
+    file = written / "group-00000.rank-00000.safetensors"
+    if taken is None:
+        file.unlink()
+    else:
+        shutil.copy(written / taken, file)
     hift = _hift()
-    with pytest.raises(DamagedCheckpointError, match=r"group-00001\.rank-00000\.safetensors is missing"):
+    with pytest.raises(DamagedCheckpointError, match=damage):
         load_state(hift, written)
     write_manifest(written)
-    with pytest.raises(ValueError, match=r"group-00001\.rank-00000\.safetensors is not there"):
+    with pytest.raises(ValueError, match=problem):
         load_state(hift, written)
     assert hift.updates == 0
-
-
-def test_files_of_another_group_are_refused(written: Path) -> None:
-    shutil.copy(written / "group-00001.rank-00000.safetensors", written / "group-00000.rank-00000.safetensors")
-    with pytest.raises(DamagedCheckpointError, match=r"group-00000\.rank-00000\.safetensors has"):
-        load_state(_hift(), written)
-    write_manifest(written)
-    with pytest.raises(ValueError, match="which this model does not train there"):
-        load_state(_hift(), written)
 
 
 def test_rows_that_are_lost_are_noticed(found: list[dict[str, Any]], folder: Path, tmp_path: Path) -> None:
@@ -151,21 +163,15 @@ def test_what_is_no_hift_is_refused(tmp_path: Path) -> None:
 
 
 def test_one_process_keeps_its_state_in_the_optimizers_own_file(tmp_path: Path) -> None:
-    with one_device() as accelerator:
-        model = tiny_llama(torch.bfloat16)
-        hift = HiFT(model, torch.optim.AdamW, **ADAMW)
-        prepared, optimizer = accelerator.prepare(model, hift)
-        keep_sidecar(accelerator, hift)
-        accelerator.backward(prepared(**token_batches(1)[0]).loss)
-        optimizer.step()
-        accelerator.save_state(tmp_path / "state")
+    with running(CASE, "single", 0) as run:
+        run.train(0, 1)
+        save(run, tmp_path / "state")
         assert not (tmp_path / "state" / "hift").exists()
-        before = weights(model)
-        accelerator.backward(prepared(**token_batches(1)[0]).loss)
-        optimizer.step()
-        accelerator.load_state(tmp_path / "state")
-        assert hift.updates == 1
-        assert differing(weights(model), before) == []
+        before = weights(run.plain)
+        run.train(1, 2)
+        load(run, tmp_path / "state")
+        assert run.sliver.updates == 1
+        assert differing(weights(run.plain), before) == []
 
 
 def test_a_method_of_another_package_has_the_sidecar_that_it_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +181,6 @@ def test_a_method_of_another_package_has_the_sidecar_that_it_registered(monkeypa
         method = "another"
 
     optimizer = Another(tiny_llama(), torch.optim.AdamW, lr=0.01)
-    own = sidecar.HiFTSidecar(optimizer)
+    own = hift_sidecar.HiFTSidecar(optimizer)
     sidecar.register_sidecar("another", lambda each: own if each is optimizer else None)
     assert sidecar.sidecar_of(optimizer) is own

@@ -56,24 +56,17 @@ def _visit(node: ast.AST, *, is_guarded: bool) -> Iterator[tuple[int, str, bool]
     if isinstance(node, ast.With):
         for item in node.items:
             yield from _visit(item, is_guarded=is_guarded)
-            is_guarded = is_guarded or _name(item.context_expr).split(".")[-1] == "guard"
+            entered = ast.unparse(getattr(item.context_expr, "func", item.context_expr))
+            is_guarded = is_guarded or entered.split(".")[-1] == "guard"
         for inner in node.body:
             yield from _visit(inner, is_guarded=is_guarded)
         return
     if isinstance(node, ast.Call):
-        owner, _, name = _name(node.func).rpartition(".")
+        owner, _, name = ast.unparse(node.func).rpartition(".")
         if name in COLLECTIVES and (owner in MODULES or name in OF_TENSORS or name == "GatheredParameters"):
             yield node.lineno, name, is_guarded
     for child in ast.iter_child_nodes(node):
         yield from _visit(child, is_guarded=is_guarded)
-
-
-def _name(node: ast.AST) -> str:
-    if isinstance(node, ast.Call):
-        return _name(node.func)
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else "?"
 
 
 def test_every_collective_of_the_package_stands_in_a_guard() -> None:

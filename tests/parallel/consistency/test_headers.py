@@ -1,12 +1,10 @@
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
 from slivertune.parallel.consistency.headers import NO_GROUP, Header, Stage, find_difference, short_hash
 from slivertune.parallel.consistency.heartbeat import Heartbeat
-from slivertune.parallel.consistency.liveness import describe_end, own_identity
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.runs import message_of
 
@@ -46,18 +44,3 @@ def test_headers_of_many_ranks_show_the_odd_ones() -> None:
 def test_hashes_of_settings_fit_and_tell_values_apart() -> None:
     assert short_hash({"a": 1, "b": 2}) == short_hash({"b": 2, "a": 1}) < 2**63
     assert len({short_hash(each) for each in ({}, {"a": 1e-3}, {"a": 1e-3 + 1e-18}, {"b": 1e-3})}) == 4
-
-
-def test_a_process_is_known_to_live_or_to_have_ended() -> None:
-    own = own_identity()
-    assert describe_end(own) is None
-    machine, pid, started = own.split(" ")
-    assert describe_end(f"{machine} {pid} {int(started) - 1}") == "has ended"  # its number was given anew
-    assert describe_end(f"another/{machine} {pid} 0") is None
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # has ended, and is still listed
-    assert describe_end(f"{machine} {child} {Path(f'/proc/{child}/stat').read_text().split()[21]}") == "has ended"
-    os.waitpid(child, 0)
-    assert describe_end(f"{machine} {child} 0") == "has ended"

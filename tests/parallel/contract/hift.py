@@ -237,7 +237,7 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
     return {
         f"{group}.{index}/{key}": value.clone()
         for group, child in schedule.children.items()
-        for index, master in enumerate(schedule.mover(group).masters)
+        for index, master in enumerate(schedule.movers[group].masters)
         for key, value in child.optimizer.state[master].items()
     }
 
@@ -267,7 +267,7 @@ def gathered(engine: Any, key: str = "master") -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for group, child in schedule.children.items():
         parts = child.fp16_groups if schedule.stage == 3 else child.round_robin_bit16_groups
-        for master, parameters in zip(schedule.mover(group).masters, parts, strict=True):
+        for master, parameters in zip(schedule.movers[group].masters, parts, strict=True):
             flat = master if key == "master" else child.optimizer.state[master].get(key)
             if flat is None:
                 continue

@@ -22,7 +22,7 @@ from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import HiFTCase
 from tests.parallel.contract.runs import CPU, ZERO, Case, Run, message_of, refusal_of, running
 from tests.parallel.contract.sft import SFTCase
-from tests.parallel.ddp.test_gradient_sync import Sent, rows, shared
+from tests.parallel.ddp.test_gradient_sync import recorded_sums, rows, shared
 from tests.parallel.reference import ADAMW, whole_weights
 
 
@@ -327,9 +327,9 @@ def apart_in_the_gradient_sync(rank: int) -> dict[str, Any]:
         bucket_bytes=32,
         meet=lambda: heartbeat.meet(Header(Stage.GRADIENT_SYNC, 4, rank)),
     )
-    with Sent() as sent:
+    with recorded_sums() as sums:
         message = message_of(lambda: model(rows(rank))["loss"].backward())
-    return {"message": message, "sent": len(sent.elements)}
+    return {"message": message, "sent": sums.call_count}
 
 
 def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket(

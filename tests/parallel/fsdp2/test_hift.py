@@ -1,8 +1,10 @@
 """HiFT under FSDP2: weights with fewer rows than ranks, what is refused, and errors of a model's own."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,10 +33,6 @@ class Narrow(nn.Module):
         return CausalLMOutput(loss=self.last(torch.tanh(self.second(torch.tanh(self.first(x))))).square().mean())
 
 
-def make_rows(update: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * update + rank))}
-
-
 class NarrowCase(HiFTCase):
     """Nine updates in one unit of FSDP2."""
 
@@ -44,7 +42,7 @@ class NarrowCase(HiFTCase):
             return Narrow().to(self.dtype)
 
     def batch(self, update: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
-        return make_rows(update, micro, rank)
+        return {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * update + rank))}
 
 
 LAYERS = [["first"], ["second"], ["last"]]
@@ -101,12 +99,10 @@ OTHERS: dict[str, OtherCase] = {
 def edges(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {name: train_narrow(case, rank, folder / name) for name, case in CASES.items()}
     others = dict(OTHERS)
-    try:
+    with suppress(ImportError):
         from bitsandbytes.optim import AdamW8bit
 
         others["AdamW8bit"] = OtherCase(settings={"base": AdamW8bit})
-    except ImportError:
-        pass
     found["refused"] = {name: refusal_of(case, "fsdp2", rank) for name, case in others.items()}
     with running(HiFTCase(), "fsdp2", rank) as run:
         found["own error"] = errors_in_passes(run)
@@ -115,10 +111,7 @@ def edges(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
 
 def errors_in_passes(run: Run) -> list[str]:
     """What the user reads of an error of the model's own, in a forward and in a backward."""
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("of the model's own")
-
+    fail = mock.Mock(side_effect=RuntimeError("of the model's own"))
     messages = []
     block = run.model.model.layers[1]
     for register in (block.register_forward_hook, block.register_full_backward_hook):
@@ -137,14 +130,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_ranks_that_hold_nothing_of_a_weight_train_and_resume(name: str, found: list[dict[str, Any]]) -> None:
     model = CASES[name].build_model()
     groups = [["first.weight", "first.bias"], ["second.weight", "second.bias"], ["last.weight"]]
-    OneProcess(model, groups, ranks=2, make_batch=make_rows).run(NARROW.updates)
+    OneProcess(model, groups, ranks=2, make_batch=NARROW.batch).run(NARROW.updates)
     for each in found:
         assert differing(each[name]["straight"], weights(model)) == []
         assert differing(each[name]["straight"], each[name]["resumed"]) == []
     assert found[1][name]["empty"] == 2
 
 
-def test_optimizers_that_look_beyond_a_shard_are_refused_at_prepare(found: list[dict[str, Any]]) -> None:
+def test_what_looks_beyond_a_shard_or_holds_the_embedding_is_refused_at_prepare(found: list[dict[str, Any]]) -> None:
     for messages in (each["refused"] for each in found):
         for name in ("Adafactor", "Unknown", "Muon"):
             assert messages[name].startswith(f"ValueError: {name} looks at whole tensors, or is not known not to")
@@ -153,17 +146,13 @@ def test_optimizers_that_look_beyond_a_shard_are_refused_at_prepare(found: list[
         if "AdamW8bit" in messages:
             assert "blocks of a whole weight" in messages["AdamW8bit"]
             assert "use torch.optim.AdamW" in messages["AdamW8bit"]
+        assert messages["blocks None"] == (
+            "ValueError: BertEmbeddings holds the input embedding, which accelerate gathers on its own under FSDP2; "
+            "set fsdp_transformer_layer_cls_to_wrap: BertLayer in the fsdp_config of your configuration"
+        )
+        assert messages["blocks ['BertLayer']"] == ""
 
 
 def test_an_error_of_the_models_own_stays_as_it_is(found: list[dict[str, Any]]) -> None:
     for each in found:
         assert each["own error"] == ["RuntimeError: of the model's own"] * 2
-
-
-def test_a_unit_that_holds_the_embedding_is_refused_at_prepare(found: list[dict[str, Any]]) -> None:
-    for each in found:
-        assert each["refused"]["blocks None"] == (
-            "ValueError: BertEmbeddings holds the input embedding, which accelerate gathers on its own under FSDP2; "
-            "set fsdp_transformer_layer_cls_to_wrap: BertLayer in the fsdp_config of your configuration"
-        )
-        assert each["refused"]["blocks ['BertLayer']"] == ""

@@ -1,8 +1,6 @@
 """Checkpoints of HiFT on DeepSpeed: the files of the ranks, what one process makes of them, and what is refused."""
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,7 @@ from torch import nn
 
 from slivertune.core.layout import Layout
 from slivertune.core.manifest import DamagedCheckpointError, find_damage, write_manifest
-from slivertune.parallel.zero.one_process import load_zero
-from slivertune.parallel.zero.shares import fp32_weights
+from slivertune.parallel.zero.shares import fp32_weights, load_zero
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import CYCLE, HiFTCase
@@ -28,6 +25,20 @@ BEFORE = HiFTCase.cut
 TAG = f"global_step{BEFORE}"
 PLACES = {"engine": f"engine/{TAG}", "accelerator": "accelerator/pytorch_model"}
 """Where DeepSpeed's files lie."""
+SAID = {
+    "another grouping": ["has another grouping (layers_per_group, layers): 5 groups"],
+    "no file of ours": ["was not saved by HiFT"],
+    "one rank's file is gone": [
+        f"{TAG} can't be loaded, and nothing of it was",
+        "use an older",
+        "slivertune_hift_rank_1_of_2.pt is missing",
+    ],
+    "one rank's file is damaged": ["slivertune_hift_rank_1_of_2.pt has 11 bytes where"],
+    "no manifest": ["has no slivertune_checkpoint.json, so its writing was cut short"],
+    "a flipped bit of DeepSpeed's": ["mp_rank_00_model_states.pt holds other bytes"],
+    "nobody says which": ["has no file 'latest'"],
+}
+"""What is said to checkpoints that are refused."""
 FROZEN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -66,18 +77,6 @@ def load_frozen(rank: int, num_ranks: int, folder: Path) -> dict[str, torch.Tens
         return whole_weights(run.model)
 
 
-@contextmanager
-def changed(rank: int, change: Callable[[], object], back: Callable[[], object]) -> Iterator[None]:
-    """Rank 0 changes files for a while."""
-    for act in (change, back):
-        dist.barrier()
-        if rank == 0:
-            act()
-        dist.barrier()
-        if act is change:
-            yield
-
-
 def refusals(layout: Layout, rank: int, folder: Path) -> dict[str, str]:
     """What is said to checkpoints that don't fit, or of which a file is damaged or gone."""
     place = folder / "engine"
@@ -92,8 +91,6 @@ def refusals(layout: Layout, rank: int, folder: Path) -> dict[str, str]:
     shard = "zero_pp_rank_1_" if layout == "zero3" else ""
     model = place / TAG / f"{shard}mp_rank_00_model_states.pt"
     own = place / TAG / "slivertune_hift_rank_1_of_2.pt"
-    whole = own.read_bytes()
-    dist.barrier()
     with running(BARE, layout, rank) as run:
 
         def refusal(folder: Path = place, tag: str | None = None) -> str:
@@ -102,12 +99,21 @@ def refusals(layout: Layout, rank: int, folder: Path) -> dict[str, str]:
         messages["no file of ours"] = refusal(folder, "nothing")
         messages["no manifest"] = refusal(folder, "cut short")
         messages["nobody says which"] = refusal(folder)
-        with changed(rank, lambda: flip(model), lambda: flip(model)):
-            messages["a flipped bit of DeepSpeed's"] = refusal()
-        with changed(rank, own.unlink, lambda: own.write_bytes(whole)):
-            messages["one rank's file is gone"] = refusal()
-        with changed(rank, lambda: own.write_bytes(b"half a file"), lambda: own.write_bytes(whole)):
-            messages["one rank's file is damaged"] = refusal()
+        for what, path, change in (
+            ("a flipped bit of DeepSpeed's", model, flip),
+            ("one rank's file is gone", own, Path.unlink),
+            ("one rank's file is damaged", own, lambda path: path.write_bytes(b"half a file")),
+        ):
+            whole = path.read_bytes()
+            dist.barrier()
+            if rank == 0:
+                change(path)
+            dist.barrier()
+            messages[what] = refusal()
+            dist.barrier()
+            if rank == 0:
+                path.write_bytes(whole)
+            dist.barrier()
         # Nothing was changed by what was refused.
         messages["state"] = f"{run.sliver.updates} updates, group {run.model.hift_schedule.active}"
     return messages
@@ -170,15 +176,7 @@ def test_what_does_not_belong_to_the_run_is_refused_on_every_rank(
     saved: tuple[Layout, Path], ranks: list[dict[Any, dict[str, Any]]]
 ) -> None:
     for messages in (rank[saved[0]] for rank in ranks):
-        assert "has another grouping (layers_per_group, layers): 5 groups" in messages["another grouping"]
-        assert "was not saved by HiFT" in messages["no file of ours"]
-        gone, damaged = messages["one rank's file is gone"], messages["one rank's file is damaged"]
-        assert f"global_step{BEFORE} can't be loaded, and nothing of it was" in gone and "use an older" in gone
-        assert "slivertune_hift_rank_1_of_2.pt is missing" in gone
-        assert "slivertune_hift_rank_1_of_2.pt has 11 bytes where" in damaged
-        assert "has no slivertune_checkpoint.json, so its writing was cut short" in messages["no manifest"]
-        assert "mp_rank_00_model_states.pt holds other bytes" in messages["a flipped bit of DeepSpeed's"]
-        assert "has no file 'latest'" in messages["nobody says which"]
+        assert [what for what, said in SAID.items() if not all(each in messages[what] for each in said)] == []
         assert messages["state"] == "0 updates, group 0"
 
 

@@ -47,10 +47,10 @@ def train(rank: int, num_ranks: int, layout: Layout, folder: Path) -> dict[str, 
         while run.sliver.updates < STEPS and len(attempts) < 80:
             update, group = run.sliver.updates, run.sliver.active_group
             scale = float(run.model.optimizer.loss_scale)
-            before = [master.detach().clone() for master in schedule.mover(group).masters]
+            before = [master.detach().clone() for master in schedule.movers[group].masters]
             run.train(update, update + 1)
-            after = schedule.mover(group).masters
-            same = all(torch.equal(a, b.detach()) for a, b in zip(before, after, strict=True))
+            pairs = zip(before, schedule.movers[group].masters, strict=True)
+            same = all(torch.equal(a, b.detach()) for a, b in pairs)
             attempts.append(Attempt(update, group, scale, run.model.was_step_applied(), same))
         save(run, folder)
         found = {"attempts": attempts, "masters": gathered(run.model), "trained": scalers_of(run)}
@@ -77,11 +77,10 @@ def test_a_skipped_step_changes_nothing_and_keeps_the_turn(trained: tuple[Layout
         skipped = [each for each in attempts if not each.applied]
         assert skipped, "the first scale must be too large, or nothing is tested"
         assert all(each.unchanged for each in skipped)
-        updates = [each.update for each in attempts]
         for each, following in pairwise(attempts):
             assert following.update == each.update + each.applied
             assert each.group == each.update % CYCLE
-        assert updates[-1] == STEPS - 1
+        assert attempts[-1].update == STEPS - 1
 
 
 def test_all_groups_share_one_scaler_also_after_loading(trained: tuple[Layout, list[Any]]) -> None:
@@ -94,15 +93,10 @@ def test_all_groups_share_one_scaler_also_after_loading(trained: tuple[Layout, l
 
 def test_masters_equal_one_process_with_the_same_scales(trained: tuple[Layout, list[Any]]) -> None:
     layout, ranks = trained
-    first, second = ([each.scale for each in rank["attempts"] if each.applied] for rank in ranks)
+    first, second = (tuple(each.scale for each in rank["attempts"] if each.applied) for rank in ranks)
     assert first == second
-    expected, exact = (
-        {
-            name: master.detach()
-            for name, master in reference(CASES[layout], layout, exact=exact, scales=tuple(first)).masters.items()
-        }
-        for exact in (False, True)
-    )
+    references = [reference(CASES[layout], layout, exact=exact, scales=first) for exact in (False, True)]
+    expected, exact = ({name: each.detach() for name, each in one.masters.items()} for one in references)
     # fp16 gradients of either side are rounded in the same places.
     for rank in ranks:
         if layout == "zero3":

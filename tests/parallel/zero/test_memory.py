@@ -1,7 +1,7 @@
 """What HiFT on DeepSpeed holds on a rank's device, counted by the ledger; on a CPU, the host's share is a claim."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ def count(run: Run) -> Counted:
             ledger.track(state_tensors(schedule))
             ledger.reset_peak()
             run.train(update, update + 1)
-            flat = flat_gradient_bytes(schedule)
+            flat = sum(each.untyped_storage().nbytes() for each in flat_gradients(schedule))
             turns.append(Turn(schedule.active, ledger.current(), ledger.highest, flat, max(seen)))
     children = schedule.children.values()
     flats = [
@@ -87,25 +87,22 @@ def count(run: Run) -> Counted:
         padding=NUM_RANKS * max(len(group) for group in parameters),
         turns=turns,
         weight_bytes=sum({flat.data_ptr(): flat.nbytes() for flat in flats}.values()),
-        host_bytes=sum(schedule.mover(group).host_bytes() for group in range(num_groups)),
+        host_bytes=sum(schedule.movers[group].host_bytes() for group in range(num_groups)),
         hooks=len(run.plain.get_submodule("model.layers.0.mlp")._forward_pre_hooks),
     )
 
 
 def state_tensors(schedule: Any) -> Iterator[torch.Tensor]:
     for group, child in schedule.children.items():
-        for master in schedule.mover(group).masters:
+        for master in schedule.movers[group].masters:
             yield master.data
             yield from (value for value in child.optimizer.state[master].values() if value.dim())
-        if schedule.stage == 3:
-            yield child.grad_partitions_flat_buffer
+    yield from flat_gradients(schedule)
 
 
-def flat_gradient_bytes(schedule: Any) -> int:
-    if schedule.stage != 3:
-        return 0
-    children = schedule.children.values()
-    return sum(child.grad_partitions_flat_buffer.untyped_storage().nbytes() for child in children)
+def flat_gradients(schedule: Any) -> list[torch.Tensor]:
+    children = schedule.children.values() if schedule.stage == 3 else ()
+    return [child.grad_partitions_flat_buffer for child in children]
 
 
 @contextmanager
@@ -120,89 +117,88 @@ def watched_buckets(run: Run) -> Iterator[list[int]]:
         buffers = [b for each in buckets for b in (each.buffer if isinstance(each.buffer, list) else [each.buffer])]
         seen.append(sum({b.data_ptr(): b.numel() for b in buffers if b is not None}.values()))
 
-    hooks = []
-    for parameter in run.plain.parameters():
-        frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)
-        hooks.append(parameter.register_post_accumulate_grad_hook(look))
-        parameter.requires_grad_(not frozen)
-    yield seen
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for parameter in run.plain.parameters():
+            required = parameter.requires_grad
+            parameter.requires_grad_(True)
+            hooks.callback(parameter.register_post_accumulate_grad_hook(look).remove)
+            parameter.requires_grad_(required)
+        yield seen
 
 
 @pytest.fixture(scope="module")
-def counted() -> list[dict[str, Counted]]:
+def all_counted() -> list[dict[str, Counted]]:
     ranks: list[dict[str, Counted]] = run_ranks(count_all, NUM_RANKS, env=CPU, timeout_s=600)
     return ranks
 
 
-@pytest.mark.parametrize("name", CASES, ids=str)
-def test_a_rank_holds_its_share_of_the_active_groups_masters_and_state(name: Any, counted: Any) -> None:
-    for each in (rank[name] for rank in counted):
-        for turn in each.turns:
-            share = each.sizes[turn.group] / NUM_RANKS
-            # 12 bytes an element: fp32 master, two moments.
-            assert 12 * share <= turn.after.state <= 12 * (share + each.padding)
+@pytest.fixture(params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def counted(case: Any, all_counted: Any) -> list[Counted]:
+    """What each rank has counted in a case."""
+    return [rank[case] for rank in all_counted]
+
+
+@pytest.fixture
+def turns(counted: list[Counted]) -> list[tuple[Counted, Turn]]:
+    return [(each, turn) for each in counted for turn in each.turns]
+
+
+def test_a_rank_holds_its_share_of_the_active_groups_masters_and_state(
+    counted: list[Counted], turns: list[tuple[Counted, Turn]]
+) -> None:
+    for each, turn in turns:
+        share = each.sizes[turn.group] / NUM_RANKS
+        # 12 bytes an element: fp32 master, two moments.
+        assert 12 * share <= turn.after.state <= 12 * (share + each.padding)
+    for each in counted:
         assert len({turn.group for turn in each.turns}) == len(each.sizes)
 
 
-@pytest.mark.parametrize("name", CASES, ids=str)
-def test_two_groups_are_never_on_the_device_together(name: Any, counted: Any) -> None:
-    for each in (rank[name] for rank in counted):
-        largest = 12 * (max(each.sizes) / NUM_RANKS + each.padding)
-        for turn in each.turns:
-            before = each.sizes[turn.group - 1] if turn.group else each.sizes[-1]
-            # What leaves is gone before what comes is there.
-            assert turn.highest.state <= largest
-            assert turn.highest.state < 12 * (each.sizes[turn.group] + before) / NUM_RANKS
+def test_two_groups_are_never_on_the_device_together(turns: list[tuple[Counted, Turn]]) -> None:
+    for each, turn in turns:
+        # What leaves is gone before what comes is there.
+        assert turn.highest.state <= 12 * (max(each.sizes) / NUM_RANKS + each.padding)
+        assert turn.highest.state < 12 * (each.sizes[turn.group] + each.sizes[turn.group - 1]) / NUM_RANKS
 
 
-@pytest.mark.parametrize("name", CASES, ids=str)
-def test_the_others_wait_on_the_host(name: Any, counted: Any) -> None:
-    for each in (rank[name] for rank in counted):
+def test_the_others_wait_on_the_host(turns: list[tuple[Counted, Turn]]) -> None:
+    for each, turn in turns:
         everything = 12 * sum(each.sizes) / NUM_RANKS
         # The active group's places stay allocated, so that nothing is pinned anew.
         assert everything <= each.host_bytes <= everything + 12 * each.padding * len(each.sizes)
-        for turn in each.turns:
-            assert turn.after.host >= everything - 12 * each.sizes[turn.group] / NUM_RANKS
+        assert turn.after.host >= everything - 12 * each.sizes[turn.group] / NUM_RANKS
 
 
-@pytest.mark.parametrize("name", CASES, ids=str)
-def test_only_the_active_group_has_gradients(name: Any, counted: Any) -> None:
-    byte, is_shared = CASES[name].dtype.itemsize, name[0] == "zero3"
-    for each in (rank[name] for rank in counted):
-        for turn in each.turns:
-            size = each.sizes[turn.group]
-            # Stage 3 keeps a flat gradient of the group's share, and lets gradients lie in its bucket, which stays.
-            kept = byte * (size / NUM_RANKS + each.padding + BUCKET) if is_shared else 0
-            assert turn.highest.gradients <= byte * size + kept
-            assert turn.after.gradients <= kept
-            assert turn.flat_gradient_bytes <= kept
-
-
-@pytest.mark.parametrize("name", CASES, ids=str)
-def test_one_reduce_bucket_is_all_there_is(name: Any, counted: Any) -> None:
-    for each in (rank[name] for rank in counted):
+def test_only_the_active_group_has_gradients_and_there_is_one_reduce_bucket(
+    case: Any, turns: list[tuple[Counted, Turn]]
+) -> None:
+    byte = CASES[case].dtype.itemsize
+    for each, turn in turns:
+        size = each.sizes[turn.group]
+        # Stage 3 keeps a flat gradient of the group's share, and lets gradients lie in its bucket, which stays.
+        kept = byte * (size / NUM_RANKS + each.padding + BUCKET) if case[0] == "zero3" else 0
+        assert turn.highest.gradients <= byte * size + kept
+        assert turn.after.gradients <= kept
+        assert turn.flat_gradient_bytes <= kept
         assert min(each.sizes) > BUCKET, "a bucket of the whole model would not show"
-        for turn in each.turns:
-            assert turn.bucket_elements == BUCKET
+        assert turn.bucket_elements == BUCKET
 
 
-@pytest.mark.parametrize("name", CASES, ids=str)
-def test_zero3_gathers_weights_once_and_not_once_for_each_group(name: Any, counted: Any) -> None:
+def test_zero3_gathers_weights_once_and_not_once_for_each_group(case: Any, counted: list[Counted]) -> None:
     # DeepSpeed hooks a module's forward once to gather its weights and once for the end of its backward.
-    assert [rank[name].hooks for rank in counted] == [2 if name[0] == "zero3" else 0] * NUM_RANKS
+    assert [each.hooks for each in counted] == [2 if case[0] == "zero3" else 0] * NUM_RANKS
 
 
-@pytest.mark.parametrize("name", CASES, ids=str)
-def test_weights_are_held_once_and_under_zero3_shared_out(name: Any, counted: Any) -> None:
-    byte, is_shared = CASES[name].dtype.itemsize, name[0] == "zero3"
-    for each in (rank[name] for rank in counted):
+def test_weights_are_held_once_and_under_zero3_shared_out(case: Any, turns: list[tuple[Counted, Turn]]) -> None:
+    byte, is_shared = CASES[case].dtype.itemsize, case[0] == "zero3"
+    for each, turn in turns:
         ideal = byte * sum(each.sizes) / (NUM_RANKS if is_shared else 1)
         slack = byte * each.padding * len(each.sizes)
         assert ideal <= each.weight_bytes <= ideal + slack
-        if not is_shared:
-            for turn in each.turns:
-                # And a few hundred bytes of buffers.
-                assert turn.after.parameters <= ideal + slack + 1024
+        # And a few hundred bytes of buffers.
+        assert is_shared or turn.after.parameters <= ideal + slack + 1024

@@ -1,5 +1,6 @@
 """Files of ranks under ZeRO that are damaged, or written by somebody who means harm: only errors of our own."""
 
+import functools
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +13,8 @@ from hypothesis import strategies as st
 
 from slivertune import HiFT
 from slivertune.core.manifest import write_manifest
-from slivertune.parallel.zero.checkpoint import identity
-from slivertune.parallel.zero.one_process import load_zero
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file
-from slivertune.parallel.zero.shares import fp32_weights
+from slivertune.parallel.zero.shares import fp32_weights, identity, load_zero
 from tests.helpers.models import assert_same_tree, tiny_llama
 from tests.test_hostile_files import DEEP, PLAIN, Bomb, damaged_bytes, fuzzed, harmless, places, replaced
 
@@ -44,8 +43,7 @@ class Saved:
         for group in self.hift.groups:
             weights = {weight.name: weight.parameter.detach() for weight in self.hift.weights_of(group.index)}
             flat = torch.cat([each.view(-1) for each in weights.values()])
-            half = len(flat) // 2
-            begin, end = (0, half) if rank == 0 else (half, len(flat))
+            begin, end = (rank * (len(flat) // 2), len(flat) if rank else len(flat) // 2)
             found, offset = [], 0
             for name, each in weights.items():
                 first, last = max(begin, offset), min(end, offset + each.numel())
@@ -76,10 +74,9 @@ class Saved:
         }
 
     def read(self) -> None:
-        with harmless(self.folder, ValueError):
-            fp32_weights(self.folder)
-        with harmless(self.folder, ValueError):
-            load_zero(self.hift, self.folder)
+        for read in (fp32_weights, functools.partial(load_zero, self.hift)):
+            with harmless(self.folder, ValueError):
+                read(self.folder)
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +156,7 @@ def test_the_part_that_is_another_is_named(path: list[Any], value: Any, message:
 
 def test_ranks_of_different_models_are_refused(saved: Saved) -> None:
     other = saved.honest[0]["shapes"]
-    (group, sizes), *_ = other.items()
-    taller = {**other, group: {name: [*shape, 1] for name, shape in sizes.items()}}
+    taller = {group: {name: [*shape, 1] for name, shape in sizes.items()} for group, sizes in other.items()}
     saved.write({**saved.honest[0], "shapes": taller})
     with pytest.raises(ValueError, match="has files of different models"):
         fp32_weights(saved.folder)

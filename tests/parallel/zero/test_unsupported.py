@@ -1,5 +1,6 @@
 """What HiFT refuses under DeepSpeed, before anything is built."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,22 +80,24 @@ def test_ordinary_engine_settings_pass(stage: int) -> None:
 
 
 def test_a_config_without_clipping_does_not_clip_and_says_so() -> None:
-    config: dict[str, Any] = {}
+    unsaid: dict[str, Any] = {}
     with pytest.warns(UserWarning, match="DeepSpeed alone would clip at norm 1.0"):
-        fill_clipping(config)
-    assert config == {"gradient_clipping": 0.0}
-    config = {"gradient_clipping": 0.7}
-    fill_clipping(config)
-    assert config == {"gradient_clipping": 0.7}
+        fill_clipping(unsaid)
+    said: dict[str, Any] = {"gradient_clipping": 0.7}
+    fill_clipping(said)
+    assert (unsaid, said) == ({"gradient_clipping": 0.0}, {"gradient_clipping": 0.7})
 
 
-def test_a_bucket_that_nobody_sized_goes_by_the_models_width() -> None:
-    unsaid: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    fill_buckets(unsaid, tiny_llama())
-    assert unsaid["zero_optimization"]["reduce_bucket_size"] == "auto"
-    said: dict[str, Any] = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 70_000}}
-    fill_buckets(said, tiny_llama())
-    assert said["zero_optimization"]["reduce_bucket_size"] == 70_000
-    without_width: dict[str, Any] = {"zero_optimization": {"stage": 2}}
-    fill_buckets(without_width, torch.nn.Linear(2, 2))
-    assert "reduce_bucket_size" not in without_width["zero_optimization"]
+@pytest.mark.parametrize(
+    ("build_model", "said", "bucket"),
+    [
+        (tiny_llama, {}, "auto"),
+        (tiny_llama, {"reduce_bucket_size": 70_000}, 70_000),
+        (partial(torch.nn.Linear, 2, 2), {}, None),
+    ],
+    ids=["unsaid", "said", "no width"],
+)
+def test_a_bucket_that_nobody_sized_goes_by_the_models_width(build_model: Any, said: Any, bucket: Any) -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 2, **said}}
+    fill_buckets(config, build_model())
+    assert config["zero_optimization"].get("reduce_bucket_size") == bucket

@@ -14,34 +14,28 @@ from safetensors.torch import save_file
 from slivertune.core.saved_state import StateMismatchError, check_loadable, load_dictionary
 from slivertune.hift import HiFT
 from slivertune.hift.piece import Weight
-from slivertune.parallel.checkpoint.folder import (
-    check_by_name,
-    check_plain,
-    refuse_damage,
-)
+from slivertune.parallel.checkpoint.sidecar import Sidecar, check_by_name, check_plain, refuse_damage
 from slivertune.parallel.consistency.heartbeat import world_size
-from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight
+from slivertune.parallel.fsdp2.sharding import ShardedWeight
 
 _HEADER = "header.pt"
 _FIRST_ROWS = "first_rows"
 
 
-class HiFTSidecar:
+class HiFTSidecar(Sidecar):
     """HiFT's state: a safetensors file a group and rank that has something to write, and a header.
 
     Args:
-        hift: On one process, under DDP, where rank 0 writes all, or under FSDP2, where every rank writes its rows.
+        optimizer: HiFT, on one process, under DDP, where rank 0 writes all, or under FSDP2, where every rank writes its
+            rows.
     """
-
-    def __init__(self, hift: HiFT) -> None:
-        self._hift = hift
 
     def check_target(self, folder: Path) -> None:
         """Whatever is there is replaced."""
 
     def write(self, folder: Path) -> None:
         """Write what this rank has to write."""
-        hift = self._hift
+        hift: HiFT = self._optimizer
         rank = dist.get_rank() if world_size() > 1 else 0
         is_sharded = any(isinstance(weight, ShardedWeight) for weight in hift.trained_weights)
         if rank and not is_sharded:
@@ -56,8 +50,7 @@ class HiFTSidecar:
                         name = f"{weight.name}/{key}"
                         tensors[name] = value.detach().cpu().contiguous()
                         first_rows[name] = weight.first_row if isinstance(weight, ShardedWeight) else 0
-            file = folder / f"group-{group.index:05d}.rank-{rank:05d}.safetensors"
-            save_file(tensors, file, {_FIRST_ROWS: json.dumps(first_rows)})
+            save_file(tensors, _file(folder, group.index, rank), {_FIRST_ROWS: json.dumps(first_rows)})
         if rank == 0:
             scalars = {
                 name: {key: value for key, value in values.items() if not _has_rows(value) and key != "master"}
@@ -72,36 +65,34 @@ class HiFTSidecar:
         Raises:
             ValueError: If the state is of another model, grouping or optimizer, or is damaged.
         """
-        hift = self._hift
+        hift: HiFT = self._optimizer
         header = load_dictionary(folder / _HEADER)
         with refuse_damage(folder):
             check_plain({key: value for key, value in header["hift"].items() if key != "held_lr"})
             check_by_name(header["scalars"])
-            state = _read_state(hift, folder, header.pop("scalars"), header.pop("num_ranks"))
+            scalars, num_ranks = header.pop("scalars"), header.pop("num_ranks")
+            num_files = len(list(folder.glob("group-*.rank-*.safetensors")))
+            if type(num_ranks) is not int or not 1 <= num_ranks <= max(1, num_files):
+                raise StateMismatchError(
+                    f"{folder / _HEADER} tells of {str(num_ranks)[:40]} ranks, and {num_files} files are there"
+                )
+            # This rank's part of all tensors, and what has no rows, by weight and key.
+            state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
+            for group in hift.groups:
+                files = [_file(folder, group.index, rank) for rank in range(num_ranks)]
+                _read_group(files, {weight.name: weight for weight in hift.weights_of(group.index)}, state)
             for weight in hift.trained_weights:
                 if isinstance(weight, ShardedWeight):
                     weight.follow()
             hift.load_whole_state({**header, "state": state})
 
 
-def _read_state(hift: HiFT, folder: Path, scalars: Mapping[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:
-    """This rank's part of all tensors, and what has no rows, by weight and key."""
-    num_files = len(list(folder.glob("group-*.rank-*.safetensors")))
-    if type(num_ranks) is not int or not 1 <= num_ranks <= max(1, num_files):
-        raise StateMismatchError(
-            f"{folder / _HEADER} tells of {str(num_ranks)[:40]} ranks, and {num_files} files are there"
-        )
-    state: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
-    for group in hift.groups:
-        files = [folder / f"group-{group.index:05d}.rank-{rank:05d}.safetensors" for rank in range(num_ranks)]
-        weights = {weight.name: weight for weight in hift.weights_of(group.index)}
-        for name, values in _read_group(files, weights).items():
-            state.setdefault(name, {}).update(values)
-    return state
+def _file(folder: Path, group: int, rank: int) -> Path:
+    return folder / f"group-{group:05d}.rank-{rank:05d}.safetensors"
 
 
-def _read_group(files: Sequence[Path], weights: Mapping[str, Weight]) -> dict[str, dict[str, torch.Tensor]]:
-    """This rank's rows of a group's tensors, by weight and key."""
+def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dict[str, dict[str, Any]]) -> None:
+    """Add this rank's rows of a group's tensors, by weight and key."""
     found: dict[str, dict[int, Any]] = {}
     with ExitStack() as opened:
         for path in files:
@@ -109,15 +100,13 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight]) -> dict[st
                 raise StateMismatchError(f"{path} is not there; the folder must be whole, and seen by every rank")
             file = opened.enter_context(safe_open(path, "pt"))
             for name, first_row in json.loads(file.metadata()[_FIRST_ROWS]).items():
-                is_scalar = not file.get_slice(name).get_shape()
-                found.setdefault(name, {})[first_row] = file.get_tensor(name) if is_scalar else file.get_slice(name)
-        state: dict[str, dict[str, torch.Tensor]] = {}
+                rows = file.get_slice(name)
+                found.setdefault(name, {})[first_row] = rows if rows.get_shape() else file.get_tensor(name)
         for name, parts in found.items():
             weight_name, _, key = name.rpartition("/")
             if weight_name not in weights:
                 raise StateMismatchError(f"the saved state has {weight_name}, which this model does not train there")
             state.setdefault(weight_name, {})[key] = _rows(name, parts, weights[weight_name])
-        return state
 
 
 def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:

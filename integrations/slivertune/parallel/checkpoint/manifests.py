@@ -18,9 +18,9 @@ from slivertune.core.manifest import (
     write_manifest,
 )
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.accelerate_internals import load_first, prepared_optimizers, set_prepared_optimizers
+from slivertune.parallel.accelerate_internals import load_first, prepared_optimizers
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
-from slivertune.parallel.consistency.heartbeat import guard, world_size
+from slivertune.parallel.consistency.heartbeat import gather_objects, world_size
 from slivertune.parallel.layout import layout_of
 
 _LATEST = "latest"
@@ -54,9 +54,7 @@ def write_together(folder: str | Path, entries: Mapping[str, Any] | None = None)
     Raises:
         OSError: On every rank, if rank 0 could not.
     """
-    if world_size() > 1:
-        with guard("completing a checkpoint"):
-            dist.barrier()
+    gather_objects(None, "completing a checkpoint")  # waits for all
     _do_on_first(lambda: write_manifest(folder, entries), OSError)
 
 
@@ -89,11 +87,16 @@ def sealed(folder: str | Path) -> Iterator[None]:
     except CheckpointException as error:  # of torch's distributed checkpoints; no Exception
         failure = OSError(f"{folder} could not be written ({error})")
         failure.__cause__ = error
-    _fail_together(folder, failure)
+    own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    messages = gather_objects(own, "completing a checkpoint")
+    if failure is not None:
+        raise failure
+    others = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
+    if others:
+        raise OSError(f"{folder} could not be written ({'; '.join(others)}); every rank must be able to write there")
 
     def end() -> None:
-        now = _stamps(folder)
-        write_manifest(folder, files=[path for path, stamp in now.items() if before.get(path) != stamp])
+        write_manifest(folder, files=[path for path, stamp in _stamps(folder).items() if before.get(path) != stamp])
 
     _do_on_first(end, OSError)
 
@@ -110,8 +113,7 @@ def seal_states(accelerator: Any) -> None:
 
     @wraps(own_save)
     def save_state(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        naming = accelerator.project_configuration
-        if naming.automatic_checkpoint_naming:
+        if accelerator.project_configuration.automatic_checkpoint_naming:
             folder = Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{accelerator.save_iteration}"
             if folder.exists():
                 return own_save(output_dir, *args, **kwargs)  # which says that it may not be there
@@ -155,9 +157,20 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
         yield
         return
 
-    optimizers = prepared_optimizers(accelerator)
-    for each in optimizers:
-        _check_sidecar(getattr(each, "optimizer", each), folder)
+    prepared = prepared_optimizers(accelerator)
+    optimizers = list(prepared)
+    for optimizer in (getattr(each, "optimizer", each) for each in optimizers):
+        if not isinstance(optimizer, Sliver):
+            raise ValueError(
+                f"{folder} has sharded weights, and beside these the state of HiFT and SFT alone can be read where "
+                f"weights are whole, not that of {type(optimizer).__name__}; resume under FSDP2"
+            )
+        if not (folder / optimizer.method).is_dir():
+            raise ValueError(
+                f"{folder} has sharded weights and no folder {optimizer.method!r} with the optimizer's state: it was "
+                "saved by another method or without slivertune; resume as it was saved, or start a new run from its "
+                "weights"
+            )
 
     def read_weights(models: list[Any], input_dir: str) -> None:
         load_sharded_weights(accelerator.unwrap_model(models[0]), input_dir)
@@ -166,26 +179,12 @@ def _plain_reading(accelerator: Any, folder: Path) -> Iterator[None]:
     hook = accelerator.register_load_state_pre_hook(read_weights)
     load_first(accelerator, hook)  # weights first, and then what trains them
     # What FSDP2 keeps of the optimizer is a placeholder, in a form of its own.
-    set_prepared_optimizers(accelerator, [])
+    prepared.clear()
     try:
         yield
     finally:
-        set_prepared_optimizers(accelerator, optimizers)
+        prepared.extend(optimizers)
         hook.remove()
-
-
-def _check_sidecar(optimizer: Any, folder: Path) -> None:
-    """See that what accelerate does not read of a sharded checkpoint is read from a folder of ours."""
-    if not isinstance(optimizer, Sliver):
-        raise ValueError(
-            f"{folder} has sharded weights, and beside these the state of HiFT and SFT alone can be read where weights "
-            f"are whole, not that of {type(optimizer).__name__}; resume under FSDP2"
-        )
-    if not (folder / optimizer.method).is_dir():
-        raise ValueError(
-            f"{folder} has sharded weights and no folder {optimizer.method!r} with the optimizer's state: it was saved "
-            "by another method or without slivertune; resume as it was saved, or start a new run from its weights"
-        )
 
 
 def seal_engine(engine: Any) -> None:
@@ -204,28 +203,31 @@ def seal_engine(engine: Any) -> None:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        with sealed(Path(save_dir) / tag):
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        with sealed(Path(save_dir) / name):
             saved = own_save(
                 str(save_dir),
-                tag,
+                name,
                 client_state=dict(client_state or {}),
                 save_latest=False,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
+
+        def point() -> None:
+            with atomic_file(Path(save_dir) / _LATEST) as path:
+                path.write_text(name, encoding="utf-8")
+
         if save_latest:
             # After the manifest: it is to name a whole checkpoint at any time.
-            _do_on_first(lambda: _point(Path(save_dir), tag), OSError)
+            _do_on_first(point, OSError)
         return saved
 
     @wraps(own_load)
     def load_checkpoint(load_dir: str | Path, tag: str | None = None, *args: Any, **options: Any) -> Any:
-        if tag is None:
-            tag = _latest(Path(load_dir))
-        if tag is None:
-            return own_load(str(load_dir), None, *args, **options)
-        check_together(Path(load_dir) / str(tag))
-        return own_load(str(load_dir), str(tag), *args, **options)
+        tag = _latest(Path(load_dir)) if tag is None else str(tag)
+        if tag is not None:
+            check_together(Path(load_dir) / tag)
+        return own_load(str(load_dir), tag, *args, **options)
 
     engine.save_checkpoint, engine.load_checkpoint = save_checkpoint, load_checkpoint
 
@@ -236,8 +238,8 @@ def _state_folder(accelerator: Any, asked: str | None) -> Path | None:
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None
     folders = [each for each in (Path(accelerator.project_dir) / "checkpoints").glob("*_*") if each.is_dir()]
-    numbered = [each for each in folders if each.name.rpartition("_")[2].isdigit()]
-    return max(numbered, key=lambda each: int(each.name.rpartition("_")[2]), default=None)
+    numbers = {each: each.name.rpartition("_")[2] for each in folders}
+    return max((each for each in folders if numbers[each].isdigit()), key=lambda each: int(numbers[each]), default=None)
 
 
 def _latest(folder: Path) -> str | None:
@@ -262,46 +264,22 @@ def _latest(folder: Path) -> str | None:
     )
 
 
-def _point(folder: Path, tag: str) -> None:
-    with atomic_file(folder / _LATEST) as path:
-        path.write_text(tag, encoding="utf-8")
-
-
 def _stamps(folder: Path) -> dict[Path, tuple[int, int, int]]:
     """What differs between a file that was written again and one that was not."""
-    found = {}
-    for path in folder.rglob("*"):
-        if path.is_file():
-            facts = path.stat()
-            found[path] = (facts.st_ino, facts.st_mtime_ns, facts.st_size)
-    return found
+    facts = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {path: (each.st_ino, each.st_mtime_ns, each.st_size) for path, each in facts.items()}
 
 
 def _do_on_first(do: Callable[[], None], kind: type[Exception]) -> None:
     """Let rank 0 do something; all fail where it does. A collective."""
-    failure = [""]
+    failure = ""
     if world_size() == 1 or dist.get_rank() == 0:
         try:
             do()
         except kind as error:
             if world_size() == 1:
                 raise
-            failure = [str(error)]
-    if world_size() > 1:
-        with guard("completing a checkpoint"):
-            dist.broadcast_object_list(failure, src=0)
-    if failure[0]:
-        raise kind(failure[0])
-
-
-def _fail_together(folder: Path, failure: Exception | None) -> None:
-    """Raise what this rank has met; or say what another has. A collective."""
-    messages = [""] * world_size()
-    if world_size() > 1:
-        with guard("completing a checkpoint"):
-            dist.all_gather_object(messages, "" if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    others = [f"rank {rank}: {each}" for rank, each in enumerate(messages) if each]
-    if others:
-        raise OSError(f"{folder} could not be written ({'; '.join(others)}); every rank must be able to write there")
+            failure = str(error)
+    first = gather_objects(failure, "completing a checkpoint")[0]
+    if first:
+        raise kind(first)

@@ -22,7 +22,7 @@ def holds_sharded_weights(folder: str | Path) -> bool:
         folder: Of `accelerator.save_state`, or a Trainer's checkpoint.
     """
     folder = Path(folder)
-    is_plain = (folder / "model.safetensors").is_file() or (folder / "pytorch_model.bin").is_file()
+    is_plain = any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin"))
     return not is_plain and ((folder / _SHARDED).is_dir() or (folder / _WHOLE).is_file())
 
 

@@ -4,69 +4,63 @@ Programs that save an optimizer know states by parameter and of fixed shapes, ga
 them onto the GPU, where they have no room. So several ranks show them a placeholder, and keep the state here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from slivertune.core.atomic import is_partial, recover
-from slivertune.core.manifest import MANIFEST_NAME
-from slivertune.core.saved_state import load_dictionary
+from slivertune.core.atomic import atomic_folder, explain_write_errors, is_partial, recover
+from slivertune.core.manifest import MANIFEST_NAME, write_manifest
+from slivertune.core.saved_state import StateMismatchError, describe_damage, load_dictionary
 from slivertune.core.sliver import Sliver
-from slivertune.parallel.checkpoint.folder import (
-    carry_folder,
-    check_by_name,
-    check_plain,
-    refuse_damage,
-    unwrapped,
-    write_folder_together,
-)
-from slivertune.parallel.checkpoint.hift_sidecar import HiFTSidecar
 from slivertune.parallel.checkpoint.manifests import check_together
-from slivertune.parallel.consistency.heartbeat import check_agreement, world_size
+from slivertune.parallel.consistency.heartbeat import check_agreement, gather_objects, world_size
+
+_FILE = "state.pt"
+_OF_OTHER_CONTENTS = (
+    AttributeError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    RecursionError,
+    SafetensorError,
+    TypeError,
+    UnicodeError,
+)
 
 
-class Sidecar(Protocol):
-    """How the state of one method lies in its folder, which has the method's name inside a checkpoint."""
+class Sidecar:
+    """How the state of a method lies in its folder, which has the method's name inside a checkpoint.
 
-    def check_target(self, folder: Path) -> None:
-        """Check that nothing of others' would be lost if the folder were replaced."""
-
-    def write(self, folder: Path) -> None:
-        """Write what this rank has to write; called on every rank."""
-
-    def read(self, folder: Path) -> None:
-        """Continue from what is there."""
-
-
-class WholeStateSidecar:
-    """What `Sliver.whole_state` returns, the same on every rank, in a file that rank 0 writes.
+    This one: what `Sliver.whole_state` returns, the same on every rank, in a file that rank 0 writes.
 
     Args:
         optimizer: Of a method whose state is not shared out.
     """
 
     def __init__(self, optimizer: Sliver) -> None:
-        self._optimizer = optimizer
+        self._optimizer: Any = optimizer
 
     def check_target(self, folder: Path) -> None:
-        """Check that nothing of others' would be lost.
+        """Check that nothing of others' would be lost if the folder were replaced.
 
         Raises:
             FileExistsError: If the folder holds other things.
         """
-        paths = list(folder.iterdir()) if folder.is_dir() else []
+        paths = folder.iterdir() if folder.is_dir() else ()
         others = [path.name for path in paths if path.name not in (_FILE, MANIFEST_NAME) and not is_partial(path)]
         if others:
-            name = type(self._optimizer).__name__
             raise FileExistsError(
-                f"{folder} holds {', '.join(sorted(others)[:3])}; name a folder for {name}'s state alone"
+                f"{folder} holds {', '.join(sorted(others)[:3])}; name a folder for {type(self._optimizer).__name__}'s "
+                "state alone"
             )
 
     def write(self, folder: Path) -> None:
-        """Write the state, on rank 0."""
+        """Write what this rank has to write; called on every rank. Here: the state, on rank 0."""
         if world_size() == 1 or dist.get_rank() == 0:
             torch.save(self._optimizer.whole_state(), folder / _FILE)
 
@@ -86,8 +80,13 @@ class WholeStateSidecar:
             self._optimizer.load_whole_state(saved)
 
 
-_FILE = "state.pt"
-_sidecars: dict[str, Callable[[Any], Sidecar]] = {"hift": HiFTSidecar}
+def _hift_sidecar(hift: Any) -> Sidecar:
+    from slivertune.parallel.checkpoint.hift_sidecar import HiFTSidecar
+
+    return HiFTSidecar(hift)
+
+
+_sidecars: dict[str, Callable[[Any], Sidecar]] = {"hift": _hift_sidecar}
 
 
 def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
@@ -100,11 +99,11 @@ def sidecar_of(optimizer: torch.optim.Optimizer) -> Sidecar:
         TypeError: If it is another optimizer.
     """
     inner = unwrapped(optimizer)
-    return _sidecars.get(inner.method, WholeStateSidecar)(inner)
+    return _sidecars.get(inner.method, Sidecar)(inner)
 
 
 def register_sidecar(method: str, sidecar: Callable[[Any], Sidecar]) -> None:
-    """Let a method of another package write its state in another way than `WholeStateSidecar`.
+    """Let a method of another package write its state in another way than `Sidecar` itself does.
 
     Args:
         method: `Sliver.method`.
@@ -121,13 +120,19 @@ def keep_sidecar(accelerator: Any, optimizer: Sliver) -> None:
         optimizer: Writes it where several ranks need it; elsewhere all is in the optimizer's own file, and a folder
             that such ranks have written is read.
     """
-    carry_folder(
-        accelerator,
-        optimizer.method,
-        save=lambda folder: save_state(optimizer, folder),
-        load=lambda folder: read_state(optimizer, folder),
-        is_kept=lambda: optimizer.uses_sidecar,
-    )
+
+    def before_saving(models: Any, weights: Any, output_dir: str) -> None:
+        if optimizer.uses_sidecar:
+            save_state(optimizer, Path(output_dir) / optimizer.method)
+
+    def before_loading(models: Any, input_dir: str) -> None:
+        folder = Path(input_dir) / optimizer.method
+        recover(folder)
+        if folder.is_dir():
+            read_state(optimizer, folder)
+
+    accelerator.register_save_state_pre_hook(before_saving)
+    accelerator.register_load_state_pre_hook(before_loading)
 
 
 def save_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -167,3 +172,100 @@ def read_state(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """As `load_state`, from a folder in a checkpoint that was found to be whole."""
     sidecar_of(optimizer).read(Path(folder))
     check_agreement({"updates of the state that was loaded": unwrapped(optimizer).updates})
+
+
+def unwrapped(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer] = Sliver) -> Any:
+    """The optimizer itself, out of accelerate's wrapper.
+
+    Args:
+        optimizer: What `slivertune.prepare` returned, or what it was given.
+        kind: What it has to be.
+
+    Raises:
+        TypeError: If it is another optimizer.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, kind):
+        method = "HiFT's or SFT's" if kind is Sliver else f"{kind.__name__}'s"
+        raise TypeError(f"the state of a {type(inner).__name__} is not {method}; pass what slivertune.prepare returned")
+    return inner
+
+
+@contextmanager
+def refuse_damage(folder: Path) -> Iterator[None]:
+    """Inside, what files of other contents than any of ours make the reading fail with is a ValueError that names them.
+
+    Args:
+        folder: What is read.
+
+    Raises:
+        StateMismatchError: In place of the errors of torch, safetensors and Python on such contents.
+    """
+    try:
+        yield
+    except _OF_OTHER_CONTENTS as error:
+        raise StateMismatchError(describe_damage(folder, f"{type(error).__name__}: {str(error)[:200]}")) from error
+
+
+def check_plain(value: Any) -> None:
+    """Refuse tensors where plain values belong, whose comparison would fail or give tensors.
+
+    Raises:
+        TypeError: If there is one.
+    """
+    if isinstance(value, torch.Tensor):
+        raise TypeError("a tensor instead of a plain value")
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
+        check_plain(each)
+
+
+def check_by_name(value: Any) -> None:
+    """Refuse what is no state by name of the weight, of values by key: a tensor there raises errors of many types.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    for each in [value, *value.values()] if isinstance(value, dict) else [value]:
+        if not isinstance(each, dict):
+            raise TypeError(f"a {type(each).__name__} instead of a weight's values by name")
+
+
+def write_folder_together(target: Path, write: Callable[[Path], None]) -> None:
+    """Let every rank write into one folder, which takes its name, with its manifest, when all are done. A collective.
+
+    Args:
+        target: The folder; an older one is replaced.
+        write: Called by every rank with the folder to write into.
+
+    Raises:
+        OSError: On every rank, if one failed; what was at `target` is as before.
+    """
+    is_first = world_size() == 1 or dist.get_rank() == 0
+    partial: Path | None = None
+    with ExitStack() as opened:
+        with _failing_together(target):
+            if is_first:
+                partial = opened.enter_context(atomic_folder(target))
+        folder = next(each for each in gather_objects(partial, "saving a checkpoint") if each is not None)
+        with _failing_together(target), explain_write_errors(target):
+            write(folder)
+        # Inside: a folder without its manifest must not take the older one's place.
+        with _failing_together(target), explain_write_errors(target):
+            if is_first:
+                write_manifest(folder)
+        with _failing_together(target):
+            opened.close()
+
+
+@contextmanager
+def _failing_together(target: Path) -> Iterator[None]:
+    """Where the block fails on one rank, it fails on all. A collective."""
+    failure = ""
+    try:
+        yield
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    gathered = gather_objects(failure, "saving a checkpoint")
+    failed = [f"rank {rank}: {each}" for rank, each in enumerate(gathered) if each]
+    if failed:
+        raise OSError(f"{target} could not be written ({'; '.join(failed)}); every rank must be able to write there")

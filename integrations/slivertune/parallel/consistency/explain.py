@@ -4,24 +4,26 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from slivertune.parallel.consistency.heartbeat import guard, world_size
+from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
 
 _COMPARE = "_slivertune_compare"
 
 
-def explain(owner: Any, method: str, doing: str | Callable[[], str]) -> None:
+def explain(owner: Any, method: str, doing: str | Callable[[], str], heartbeat: Heartbeat | None = None) -> None:
     """Override a method, on this instance: a collective that fails in it is explained, other errors stay as they are.
 
     Args:
         owner: An engine, an Accelerator, a model.
         method: Its name.
         doing: What it does, for the message.
+        heartbeat: Its notes tell who is missing; those of whatever was prepared last, by default.
     """
     original = getattr(owner, method)
 
     @wraps(original)
     def explained(*args: Any, **kwargs: Any) -> Any:
-        with guard(doing if isinstance(doing, str) else doing(), computes=True):
+        guarded = guard if heartbeat is None else heartbeat.guard
+        with guarded(doing if isinstance(doing, str) else doing(), computes=True):
             return original(*args, **kwargs)
 
     setattr(owner, method, explained)
@@ -60,21 +62,22 @@ def explain_engine(engine: Any) -> None:
         explain(engine, method, doing)
 
 
-def compare_before_saving(engine: Any, compare: Callable[[], None]) -> None:
-    """Compare the ranks before a DeepSpeed engine saves a checkpoint.
+def call_before(owner: Any, method: str, first: Callable[[], None]) -> None:
+    """Override a method, on this instance: something is called before it.
 
     Args:
-        engine: `save_checkpoint` is overridden, on this instance.
-        compare: Raises on every rank where they have drifted apart. A collective.
+        owner: An engine, an Accelerator.
+        method: Its name.
+        first: What is called; an error of it keeps the method from being called.
     """
-    save = engine.save_checkpoint
+    original = getattr(owner, method)
 
-    @wraps(save)
-    def compare_and_save(*args: Any, **kwargs: Any) -> Any:
-        compare()
-        return save(*args, **kwargs)
+    @wraps(original)
+    def call_both(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
 
-    engine.save_checkpoint = compare_and_save
+    setattr(owner, method, call_both)
 
 
 def compare_when_saving(accelerator: Any, compare: Callable[[], None]) -> None:
@@ -84,17 +87,14 @@ def compare_when_saving(accelerator: Any, compare: Callable[[], None]) -> None:
         accelerator: `accelerate.Accelerator`; `end_training` is overridden, on this instance.
         compare: Raises on every rank where they have drifted apart. A collective.
     """
-    end_training = accelerator.end_training
 
-    @wraps(end_training)
-    def compare_and_end() -> None:
+    def compare_ranks() -> None:
         if world_size() > 1:
             compare()
-        end_training()
 
-    accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: compare())
-    accelerator.end_training = compare_and_end
-    setattr(accelerator, _COMPARE, compare)
+    accelerator.register_save_state_pre_hook(lambda models, weights, output_dir: compare_ranks())
+    call_before(accelerator, "end_training", compare_ranks)
+    setattr(accelerator, _COMPARE, compare_ranks)
 
 
 def compare_now(accelerator: Any) -> None:
@@ -103,5 +103,4 @@ def compare_now(accelerator: Any) -> None:
     Args:
         accelerator: `accelerate.Accelerator`.
     """
-    if world_size() > 1:
-        getattr(accelerator, _COMPARE, lambda: None)()
+    getattr(accelerator, _COMPARE, lambda: None)()

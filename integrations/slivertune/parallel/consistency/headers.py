@@ -19,19 +19,15 @@ class Stage(IntEnum):
     COMPARING = 3
     SAVING = 4
 
-    @property
-    def text(self) -> str:
-        """For messages."""
-        return _TEXTS[self]
 
-
-_TEXTS = {
+TEXTS: Mapping[int, str] = {
     Stage.FORWARD: "beginning a forward pass",
     Stage.GRADIENT_SYNC: "averaging gradients",
     Stage.STEPPING: "stepping the optimizer",
     Stage.COMPARING: "comparing weights and settings",
     Stage.SAVING: "saving or ending the training",
 }
+"""The stages, for messages."""
 
 NO_GROUP = -1
 """The group of a method that has none."""
@@ -58,7 +54,7 @@ class Header(NamedTuple):
 
     def text(self) -> str:
         """For messages."""
-        place = f"{Stage(self.stage).text} at update {self.update}"
+        place = f"{TEXTS[self.stage]} at update {self.update}"
         if self.group != NO_GROUP:
             place += f", group {self.group}"
         if self.skipped:
@@ -80,7 +76,7 @@ def find_difference(headers: Sequence[Header]) -> str | None:
     shown = [f"rank {rank} is {place.text()}" for rank, place in enumerate(places)]
     if len(shown) > 8:
         odd = [line for line, place in zip(shown, places, strict=True) if place != places[0]]
-        shown = [shown[0], *odd[:7], f"... ({len(places)} ranks)"]
+        return "; ".join([shown[0], *odd[:7], f"... ({len(places)} ranks)"])
     return "; ".join(shown)
 
 
@@ -93,5 +89,5 @@ def short_hash(settings: Mapping[str, object]) -> int:
     Returns:
         Less than 2^63.
     """
-    content = repr(sorted(settings.items())).encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+    summary = hashlib.blake2b(repr(sorted(settings.items())).encode(), digest_size=8)
+    return int.from_bytes(summary.digest(), "big") >> 1

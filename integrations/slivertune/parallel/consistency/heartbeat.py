@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 
 from slivertune.core.torch_internals import default_group, default_store, timeout_of
-from slivertune.parallel.consistency.exits import let_threads_finish_at_exit
-from slivertune.parallel.consistency.headers import UNKNOWN, Header, Stage, find_difference, short_hash
-from slivertune.parallel.consistency.liveness import describe_end, own_identity
+from slivertune.parallel.consistency.headers import TEXTS, UNKNOWN, Header, find_difference, short_hash
+from slivertune.parallel.consistency.processes import describe_end, let_threads_finish_at_exit, own_identity
 
 _SAME_STEPS = (
     "Every rank has to make the same number of backward passes and to call step() alike: look for a `continue`, an "
@@ -53,15 +52,20 @@ def check_agreement(facts: Mapping[str, object]) -> None:
         ValueError: On every rank, naming the first fact that differs and its value on each rank.
         RuntimeError: If a rank has died, or did not come within the process group's timeout.
     """
-    gathered = gather_objects({name: comparable(value) for name, value in facts.items()}, "comparing settings")
-    names = list(dict.fromkeys(name for each in gathered for name in each))
-    for name in names:
-        values = [each.get(name) for each in gathered]
-        if any(value != values[0] for value in values):
-            raise ValueError(
-                f"the ranks disagree on {name}: {_by_rank(values)}; start every process with the same script, "
-                "arguments and seed"
-            )
+    for name, by_rank in _differences({key: comparable(value) for key, value in facts.items()}, "comparing settings"):
+        raise ValueError(
+            f"the ranks disagree on {name}: {by_rank}; start every process with the same script, arguments and seed"
+        )
+
+
+def _differences(values: dict[str, object], doing: str) -> Iterator[tuple[str, str]]:
+    """Names of the values that differ between ranks, and what each rank has. A collective."""
+    gathered = gather_objects(values, doing)
+    for name in dict.fromkeys(name for each in gathered for name in each):
+        own = [each.get(name) for each in gathered]
+        if any(value != own[0] for value in own):
+            shown = [f"{value!r} on rank {rank}" for rank, value in enumerate(own)]
+            yield name, ", ".join(shown if len(shown) <= 8 else [*shown[:8], f"... ({len(shown)} ranks)"])
 
 
 def gather_objects(value: _Value, doing: str) -> list[_Value]:
@@ -93,7 +97,10 @@ def guard(doing: str, *, computes: bool = False) -> Iterator[None]:
         doing: What the collective is for.
         computes: Whether other work is done beside it, whose errors are to stay as they are.
     """
-    with (Heartbeat.latest() or Heartbeat("ranks")).guard(doing, computes=computes):
+    latest = Heartbeat.latest
+    if latest is None or world_size() == 1 or latest.store is not default_store():
+        latest = Heartbeat("ranks")
+    with latest.guard(doing, computes=computes):
         yield
 
 
@@ -106,27 +113,21 @@ class Heartbeat:
         name: What the notes are about; each instance of a run needs its own.
     """
 
-    _latest: ClassVar[tuple[Any, Heartbeat] | None] = None
+    latest: ClassVar[Heartbeat | None] = None
+    """What was made last; of an earlier process group, perhaps."""
 
     def __init__(self, name: str) -> None:
         self._prefix = f"slivertune/{name}"
-        self._store: Any = None
+        self.store: Any = None
+        """Of the process group; None on one process."""
         self._group: Any = None
         self._own = "at the start"
         self._first = ""
         if world_size() > 1:
-            self._store = default_store()
-            self._store.set(f"{self._prefix}/process/{dist.get_rank()}", own_identity())
-            Heartbeat._latest = (self._store, self)
+            self.store = default_store()
+            self.store.set(f"{self._prefix}/process/{dist.get_rank()}", own_identity())
+            Heartbeat.latest = self
             let_threads_finish_at_exit()
-
-    @classmethod
-    def latest(cls) -> Heartbeat | None:
-        """What was made last in the process group that is there; None if nothing was."""
-        if cls._latest is None or world_size() == 1:
-            return None
-        store, latest = cls._latest
-        return latest if store is default_store() else None
 
     def enter(self, update: int, what: str) -> None:
         """Note that this rank works on an update.
@@ -136,9 +137,9 @@ class Heartbeat:
             what: The group, or the phase.
         """
         self._own = f"at update {update}, {what}"
-        if self._store is not None:
+        if self.store is not None:
             with self.guard("noting where this rank is"):
-                self._store.set(self._key(dist.get_rank()), self._own)
+                self.store.set(f"{self._prefix}/{dist.get_rank()}", self._own)
 
     @contextmanager
     def guard(self, doing: str, *, computes: bool = False) -> Iterator[None]:
@@ -154,7 +155,9 @@ class Heartbeat:
         try:
             yield
         except RuntimeError as error:
-            if self._store is None or hasattr(error, _EXPLAINED) or (computes and not _is_of_a_collective(error)):
+            # Gloo has no class of errors of its own; its messages begin with the file that they come from.
+            is_of_a_collective = isinstance(error, dist.DistError) or "gloo/" in str(error)
+            if self.store is None or hasattr(error, _EXPLAINED) or (computes and not is_of_a_collective):
                 raise
             raise _explained(f"rank {dist.get_rank()} failed {doing}: {self._explain()} ({error})") from error
 
@@ -169,12 +172,16 @@ class Heartbeat:
             RuntimeError: On every rank, saying where each is or which setting differs; or if a rank has died, or did
                 not come within the process group's timeout.
         """
-        if self._store is None:
+        if self.store is None:
             return
         own = torch.tensor(header._replace(settings=short_hash(settings or {})), dtype=torch.int64)
         rows = own.new_empty(world_size(), own.numel())
-        self._group = self._group or self._group_of_hosts()
-        with self.guard(Stage(header.stage).text):
+        if self._group is None:
+            # Of gloo: the host waits in it, not the device, and it fails with an error. Of its own, so that no rank
+            # takes what another sends here for a part of an engine's collective.
+            with self.guard("making a process group"):
+                self._group = dist.new_group(backend="gloo", timeout=timeout_of(default_group()))
+        with self.guard(TEXTS[header.stage]):
             dist.all_gather(list(rows), own, group=self._group)
         if not self._first and dist.get_rank() != 0:  # by now every rank has said who it is
             self._first = self._look_up(f"{self._prefix}/process/0") or ""
@@ -188,10 +195,7 @@ class Heartbeat:
                 f"the ranks are not at the same place: {difference}; nothing was shared or updated. "
                 f"{_SAME_STEPS if apart else _SAME_LAYERS}, then resume from the last checkpoint"
             )
-        self._tell_differences(
-            gather_objects(dict(settings or {}), "comparing settings"),
-            "set it on every rank alike; the update was not made",
-        )
+        self._compare(settings or {}, "comparing settings", "set it on every rank alike; the update was not made")
 
     def compare(self, fingerprint: Mapping[str, object], header: Header | None = None) -> None:
         """Check that no rank has drifted. A collective: all ranks call it together, with the same names.
@@ -203,29 +207,19 @@ class Heartbeat:
         Raises:
             RuntimeError: On every rank, naming what differs and its value on each rank.
         """
-        if self._store is None:
+        if self.store is None:
             return
         if header is not None:
             self.meet(header)
-        self._tell_differences(
-            gather_objects(dict(fingerprint), "comparing the ranks"),
+        self._compare(
+            fingerprint,
+            "comparing the ranks",
             "what they trained since the last checkpoint is not to be trusted: resume from it",
         )
 
-    def _group_of_hosts(self) -> Any:
-        """A process group of gloo: the host waits in it, not the device, and it fails with an error.
-
-        Of its own, so that no rank takes what another sends here for a part of an engine's collective.
-        """
-        timeout = timeout_of(default_group())
-        with self.guard("making a process group"):
-            return dist.new_group(backend="gloo", timeout=timeout)
-
-    def _tell_differences(self, gathered: Sequence[Mapping[str, object]], way_out: str) -> None:
-        for name in dict.fromkeys(name for each in gathered for name in each):
-            values = [each.get(name) for each in gathered]
-            if any(value != values[0] for value in values):
-                raise _explained(f"the ranks have drifted apart, {self._own}: {name} is {_by_rank(values)}; {way_out}")
+    def _compare(self, values: Mapping[str, object], doing: str, way_out: str) -> None:
+        for name, by_rank in _differences(dict(values), doing):
+            raise _explained(f"the ranks have drifted apart, {self._own}: {name} is {by_rank}; {way_out}")
 
     def _explain(self) -> str:
         time.sleep(_SETTLING_SECONDS)
@@ -235,24 +229,21 @@ class Heartbeat:
             fate = describe_end(identity) if identity else None
             if fate is not None:
                 fates.append(f"rank {rank} {fate}; ")
-            place = self._look_up(self._key(rank)) or "gone, or never here"
-            places.append(f"rank {rank} was last seen {place}")
+            place = self._look_up(f"{self._prefix}/{rank}")
+            places.append(f"rank {rank} was last seen {place or 'gone, or never here'}")
         if not fates:
             places.append("a rank that falls behind has died or has other settings")
         return f"this rank is {self._own}; {''.join(fates)}{'; '.join(places)}"
 
     def _look_up(self, key: str) -> str | None:
-        if self._first and _is_of_rank_0(self._store) and describe_end(self._first):
+        if self._first and _is_of_rank_0(self.store) and describe_end(self._first):
             return None  # a store whose process is stopped never answers
         try:
-            self._store.wait([key], _LOOKUP_TIMEOUT)
-            return str(self._store.get(key).decode())
+            self.store.wait([key], _LOOKUP_TIMEOUT)
+            return str(self.store.get(key).decode())
         except RuntimeError:
             # The store's own rank is gone, or that rank never came so far.
             return None
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -296,15 +287,5 @@ def _is_of_rank_0(store: Any) -> bool:
     """Whether a store ends with rank 0: not torchrun's, which lives in its agent, and not a file."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store
-    is_server = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
-    return is_server and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-
-
-def _is_of_a_collective(error: RuntimeError) -> bool:
-    # Gloo has no class of errors of its own; its messages begin with the file that they come from.
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
-
-
-def _by_rank(values: list[object]) -> str:
-    shown = [f"{value!r} on rank {rank}" for rank, value in enumerate(values)]
-    return ", ".join(shown if len(shown) <= 8 else [*shown[:8], f"... ({len(shown)} ranks)"])
+    is_in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return isinstance(store, dist.TCPStore) and not is_in_agent  # type: ignore[attr-defined]

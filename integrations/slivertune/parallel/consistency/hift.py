@@ -4,16 +4,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from slivertune.hift import HiFT
 from slivertune.hift.rotation import scheduled_lr
-from slivertune.parallel.consistency.headers import Header, Stage
+from slivertune.parallel.consistency.headers import UNKNOWN, Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, comparable
 
 
 class ConsistencyCheck:
-    """Notes where this rank is, and compares the ranks; `remove` ends it.
+    """Notes where this rank is, and compares the ranks, as long as the optimizer lives.
 
     Before every step: where they are and what they apply. At the end of every cycle, and whenever `compare` is called:
     what came out of it.
@@ -40,17 +39,9 @@ class ConsistencyCheck:
         self._steps = hift.rotation.steps
         self._group = hift.active_group
         self._bits: torch.Tensor | None = None
-        self._handles: list[RemovableHandle] = [
-            hift.register_step_pre_hook(self._before),
-            hift.register_step_post_hook(self._after),
-        ]
+        hift.register_step_pre_hook(self._before)
+        hift.register_step_post_hook(self._after)
         self._note()
-
-    def remove(self) -> None:
-        """Take the hooks off the optimizer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def meet(self, stage: Stage) -> None:
         """Check that every rank is about to do the same at the same update and group. A collective.
@@ -61,7 +52,7 @@ class ConsistencyCheck:
         Raises:
             RuntimeError: On every rank, saying where each is.
         """
-        self._heartbeat.meet(self._header(stage))
+        self._heartbeat.meet(header_of(self._hift, stage))
 
     @torch.no_grad()
     def compare(self) -> None:
@@ -72,17 +63,16 @@ class ConsistencyCheck:
         """
         fingerprint = self._fingerprint()
         if self._with_weights:
-            for weight in (each for group in self._hift.groups for each in self._hift.weights_of(group.index)):
+            for weight in self._hift.trained_weights:
                 fingerprint[f"the sum of the bits of {weight.name}"] = int(sum_of_bits(weight.trained))
-        self._heartbeat.compare(fingerprint, self._header(Stage.SAVING))
+        self._heartbeat.compare(fingerprint, header_of(self._hift, Stage.SAVING))
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._steps, self._group = self._hift.rotation.steps, self._hift.active_group
-        header = self._header(Stage.STEPPING)
+        is_reached = None
         if all(closure is None for closure in (*args[1:], kwargs.get("closure"))):
-            weights = self._hift.weights_of(self._group)
-            header = header._replace(gradients=int(any(weight.trained.grad is not None for weight in weights)))
-        self._heartbeat.meet(header, applied_settings(self._hift))
+            is_reached = any(weight.trained.grad is not None for weight in self._hift.weights_of(self._group))
+        self._heartbeat.meet(header_of(self._hift, Stage.STEPPING, is_reached), applied_settings(self._hift))
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -99,7 +89,7 @@ class ConsistencyCheck:
             if self._bits is not None:
                 fingerprint["the sum of the weights' bits"] = int(self._bits)
             self._bits = None
-            self._heartbeat.compare(fingerprint, self._header(Stage.COMPARING))
+            self._heartbeat.compare(fingerprint, header_of(self._hift, Stage.COMPARING))
 
     def _fingerprint(self) -> dict[str, object]:
         return {
@@ -108,12 +98,25 @@ class ConsistencyCheck:
             "held_lr": comparable(self._hift.held_lr),
         }
 
-    def _header(self, stage: Stage) -> Header:
-        skipped = sum(self._hift.skipped_turns.values())
-        return Header(stage, self._hift.updates, self._hift.active_group, skipped)
-
     def _note(self) -> None:
         self._heartbeat.enter(self._hift.updates, f"group {self._hift.active_group}")
+
+
+def header_of(hift: HiFT, stage: Stage, is_reached: bool | None = None) -> Header:
+    """Where this rank is.
+
+    Args:
+        hift: The optimizer.
+        stage: What the rank is about to do.
+        is_reached: Whether the group whose turn it is has a gradient; None where it is not known yet.
+    """
+    return Header(
+        stage,
+        hift.updates,
+        hift.active_group,
+        sum(hift.skipped_turns.values()),
+        gradients=UNKNOWN if is_reached is None else int(is_reached),
+    )
 
 
 def applied_settings(hift: HiFT) -> dict[str, object]:

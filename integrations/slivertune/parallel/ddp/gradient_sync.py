@@ -1,12 +1,14 @@
 """Averages over the ranks the gradients of whatever trains now, while backward makes them.
 
+For a model that every rank holds whole, without DistributedDataParallel: first its weights are made those of rank 0.
 Nothing is allocated for what is frozen: gradients are copied into buckets of a fixed size, at most two of which are
 under way at a time. Buckets start in the same order on every rank, whatever order the gradients arrive in.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import itertools
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,12 +20,29 @@ from torch.utils.hooks import RemovableHandle
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
-from slivertune.parallel.consistency.heartbeat import Heartbeat
+from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket; what DistributedDataParallel takes."""
 
 _MOST_UNDER_WAY = 2
+
+
+@torch.no_grad()
+def broadcast_from_first(model: nn.Module) -> None:
+    """Make every parameter and buffer that of rank 0. A collective.
+
+    Args:
+        model: The same on every rank, but for its values.
+    """
+    if world_size() == 1:
+        return
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        contiguous = tensor.detach().contiguous()
+        with guard("sending the weights of rank 0"):
+            dist.broadcast(contiguous, src=0)
+        if contiguous.data_ptr() != tensor.data_ptr():
+            tensor.copy_(contiguous)
 
 
 class BucketedAllReduce:
@@ -61,14 +80,14 @@ class BucketedAllReduce:
         self._is_due = is_due
         self._meet = meet
         self._bucket_bytes = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self._buckets: list[_Bucket] = []
-        self._of_parameter: dict[nn.Parameter, list[_Bucket]] = {}
-        self._num_started = 0
-        self._under_way: deque[_Bucket] = deque()
-        self._is_running = False
         self._handles: list[RemovableHandle] = [model.register_forward_hook(self._mark_outputs)]
         for parameter in self._parameters:
-            self._handles.append(_hook_when_frozen(parameter, self._arrived))
+            # A hook stays through freezing and unfreezing, but can only be set on what requires a gradient.
+            required = parameter.requires_grad
+            parameter.requires_grad_(True)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+            parameter.requires_grad_(required)
+        self._reset([], is_running=False)
 
     def remove(self) -> None:
         """Take the hooks off the model; gradients stay local from now on."""
@@ -84,40 +103,36 @@ class BucketedAllReduce:
         """
         # From the outermost pass: reentrant checkpointing runs passes of its own inside it, whose ends are not the end.
         if not self._is_running and self._is_due():
-            self._begin()
+            self._meet()
+            self._reset(_fill_buckets(self._parameters, self._bucket_bytes), is_running=True)
             at_end_of_backward(self._finish)
 
     def _mark_outputs(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._is_running:  # a backward pass that raised
-            self._abandon()
+            self._reset([], is_running=False)
         for output in tensors_of(outputs):
             if output.requires_grad:
                 output.register_hook(lambda _: self.begin_backward())
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        if not self._is_running:
-            self.begin_backward()
+        self.begin_backward()
         if not self._is_running:
             return
         for bucket in self._of_parameter.get(parameter, ()):
             bucket.arrived(parameter)
-        while self._num_started < len(self._buckets) and self._buckets[self._num_started].is_full:
-            self._start_next()
+        while self._waiting and not self._waiting[0].missing:
+            self._start(self._waiting.popleft())
 
-    def _begin(self) -> None:
-        self._meet()
-        self._is_running = True
-        self._buckets = _fill_buckets(self._parameters, self._bucket_bytes)
-        self._of_parameter = {}
-        for bucket in self._buckets:
+    def _reset(self, buckets: list[_Bucket], *, is_running: bool) -> None:
+        self._is_running = is_running
+        self._buckets = buckets
+        self._waiting = deque(buckets)
+        self._under_way: deque[_Bucket] = deque()
+        self._of_parameter: defaultdict[torch.Tensor, list[_Bucket]] = defaultdict(list)
+        for bucket in buckets:
             for parameter in bucket.parameters:
-                self._of_parameter.setdefault(parameter, []).append(bucket)
-        self._num_started = 0
-
-    def _start_next(self) -> None:
-        self._start(self._buckets[self._num_started])
-        self._num_started += 1
+                self._of_parameter[parameter].append(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
         with self._heartbeat.guard("averaging gradients"):
@@ -132,8 +147,8 @@ class BucketedAllReduce:
         self._under_way.append(bucket)
 
     def _finish(self) -> None:
-        while self._num_started < len(self._buckets):
-            self._start_next()
+        while self._waiting:
+            self._start(self._waiting.popleft())
         self._settle_all()
         for bucket in self._buckets:
             if bucket.is_stale:
@@ -146,11 +161,6 @@ class BucketedAllReduce:
             while self._under_way:
                 self._under_way.popleft().settle()
 
-    def _abandon(self) -> None:
-        self._under_way.clear()
-        self._buckets, self._of_parameter, self._num_started = [], {}, 0
-        self._is_running = False
-
 
 class _Bucket:
     """Parts of gradients that travel together.
@@ -161,7 +171,8 @@ class _Bucket:
 
     def __init__(self, parts: Sequence[tuple[nn.Parameter, int, int]]) -> None:
         self._parts = tuple(parts)
-        self._missing = set(self.parameters)
+        self.missing = set(self.parameters)
+        """Those whose gradient has not arrived."""
         self._flat: torch.Tensor | None = None
         self.work: Any = None
         """The mean under way."""
@@ -175,14 +186,9 @@ class _Bucket:
         """What has a part in the bucket."""
         return [parameter for parameter, _, _ in self._parts]
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every gradient has arrived."""
-        return not self._missing
-
     def arrived(self, parameter: nn.Parameter) -> None:
         """Note that a gradient was added to."""
-        self._missing.discard(parameter)
+        self.missing.discard(parameter)
         self.is_stale = self._was_started
 
     def fill(self) -> torch.Tensor:
@@ -209,10 +215,9 @@ class _Bucket:
         flat, self._flat, self.work = self._flat, None, None
         if self.is_stale:
             return
-        counts = flat[len(flat) - len(self._parts) :]
-        for index, (parameter, _, _) in enumerate(self._parts):
+        for (parameter, _, _), count in zip(self._parts, flat[-len(self._parts) :], strict=True):
             # Looked at only where this rank has none: it makes the host wait for the device.
-            if parameter.grad is None and counts[index] > 0:
+            if parameter.grad is None and count > 0:
                 parameter.grad = torch.zeros_like(parameter)
         for piece, gradient in self._pieces(flat):
             if gradient is not None:
@@ -240,8 +245,7 @@ def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
     ordered = torch.empty_like(parameter)
     if gradient.stride() != ordered.stride():
         parameter.grad = gradient = ordered.copy_(gradient)
-    order = sorted(range(gradient.dim()), key=gradient.stride, reverse=True)
-    return gradient.permute(order).view(-1)
+    return gradient.permute(sorted(range(gradient.dim()), key=gradient.stride, reverse=True)).view(-1)
 
 
 def _fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
@@ -264,12 +268,3 @@ def _fill_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list
                 buckets.append(_Bucket(open_parts.pop(kind)))
                 filled[kind] = 0
     return [*buckets, *(_Bucket(parts) for parts in open_parts.values())]
-
-
-def _hook_when_frozen(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Set a hook that stays through freezing and unfreezing; it can only be set on what requires a gradient."""
-    required = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
-    parameter.requires_grad_(required)
-    return handle

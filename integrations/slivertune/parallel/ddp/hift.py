@@ -14,8 +14,8 @@ from slivertune.parallel.consistency.explain import compare_when_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
 from slivertune.parallel.consistency.hift import ConsistencyCheck
-from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
-from slivertune.parallel.ddp.whole_model import broadcast_from_first, prepare_rest
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce, broadcast_from_first
+from slivertune.parallel.objects import prepare_rest
 
 
 def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,7 +5,8 @@ from typing import Any
 from torch import nn
 
 from slivertune.parallel.consistency.explain import compare_when_saving
-from slivertune.parallel.ddp.whole_model import broadcast_from_first, prepare_rest
+from slivertune.parallel.ddp.gradient_sync import broadcast_from_first
+from slivertune.parallel.objects import prepare_rest
 from slivertune.parallel.sft.communicator import RankCommunicator
 from slivertune.sft import SFT
 

@@ -24,9 +24,8 @@ from slivertune.parallel.consistency.explain import compare_when_saving, explain
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, check_agreement, guard
 from slivertune.parallel.consistency.hift import ConsistencyCheck, sum_of_bits
-from slivertune.parallel.consistency.timeouts import keeping_timeout
-from slivertune.parallel.fsdp2.sharded_weight import ShardedWeight, shard_of
-from slivertune.parallel.fsdp2.units import check_units
+from slivertune.parallel.consistency.processes import keeping_timeout
+from slivertune.parallel.fsdp2.sharding import ShardedWeight, check_units, shard_of
 
 _WARM_UP = "_slivertune_warm_up"
 
@@ -49,7 +48,8 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     """
     check_units(accelerator, model)
     if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else rank 0 alone holds weights, and sends them
-        _check_same_weights(model)
+        bits = {f"the bits of {name}": int(sum_of_bits(parameter)) for name, parameter in model.named_parameters()}
+        check_agreement(bits)
     hift.use_sidecar("FSDP2")
     # Accelerate shards what the optimizer's param groups hold and puts the shards in their place; nothing else may
     # keep the whole weights alive.
@@ -57,42 +57,25 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
     with guard("sharing the weights out", computes=True), keeping_timeout():
         prepared: tuple[Any, ...] = tuple(accelerator.prepare(*objects))
     sharded = next(each for each in prepared if isinstance(each, nn.Module))
-    consistency = share_hift(sharded, hift)
+    warm_up(sharded)
+    hift.rebind_parameters(sharded, shards_of(sharded, hift))
+    consistency = ConsistencyCheck(hift, Heartbeat("hift"), with_weights=False, after_step=lambda: reshard(sharded))
 
     def meet() -> None:
         if not hift.is_detached:
-            _check_model(sharded, hift)
+            try:
+                hift.check_model()
+            except RuntimeError:
+                # A forward without a backward, as of an evaluation, has left gathered weights in the place of shards.
+                reshard(sharded)
+                hift.check_model()
             consistency.meet(Stage.FORWARD)
 
     name_who_is_missing(accelerator, sharded, meet)
+    explain_saving(accelerator)
     compare_when_saving(accelerator, consistency.compare)
     keep_sidecar(accelerator, hift)
     return prepared
-
-
-def share_hift(model: nn.Module, hift: HiFT) -> ConsistencyCheck:
-    """Let HiFT step this rank's rows of a model that `fully_shard` was applied to while everything trained.
-
-    Args:
-        model: The sharded model; `hift.param_groups` hold its parameters.
-        hift: Has released the parameters that it was built over.
-
-    Returns:
-        What compares the ranks.
-    """
-    warm_up(model)
-    hift.rebind_parameters(model, shards_of(model, hift))
-    return ConsistencyCheck(hift, Heartbeat("hift"), with_weights=False, after_step=lambda: reshard(model))
-
-
-def _check_model(model: nn.Module, hift: HiFT) -> None:
-    """Raise if the model no longer has what HiFT steps; to be called before a forward."""
-    try:
-        hift.check_model()
-    except RuntimeError:
-        # A forward without a backward, as of an evaluation, has left gathered weights in the place of shards.
-        reshard(model)
-        hift.check_model()
 
 
 def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], None]) -> None:
@@ -102,7 +85,7 @@ def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], N
     a few numbers, and a collective that fails in a pass is explained.
 
     Args:
-        accelerator: Its `backward` is overridden, on this instance, and its ways of saving.
+        accelerator: Its `backward` is overridden, on this instance.
         model: The sharded model. Its `forward` is overridden, on this instance.
         meet: Raises where the ranks are not at the same place. A collective.
     """
@@ -114,7 +97,6 @@ def name_who_is_missing(accelerator: Any, model: nn.Module, meet: Callable[[], N
     model.register_forward_pre_hook(meet_in_training, prepend=True)
     explain(model, "forward", "in a forward pass")
     explain(accelerator, "backward", "in a backward pass")
-    explain_saving(accelerator)
 
 
 def shards_of(model: nn.Module, hift: HiFT) -> dict[str, ShardedWeight]:
@@ -148,7 +130,7 @@ def warm_up(model: nn.Module) -> None:
     Args:
         model: The root that `fully_shard` was applied to.
     """
-    setattr(model, _WARM_UP, _do_nothing)
+    setattr(model, _WARM_UP, lambda: None)
     register_fsdp_forward_method(model, _WARM_UP)
     try:
         getattr(model, _WARM_UP)()
@@ -162,12 +144,3 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _do_nothing() -> None:
-    pass
-
-
-def _check_same_weights(model: nn.Module) -> None:
-    bits = {f"the bits of {name}": int(sum_of_bits(parameter)) for name, parameter in model.named_parameters()}
-    check_agreement(bits)

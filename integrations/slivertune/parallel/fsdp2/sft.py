@@ -6,18 +6,15 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slivertune.parallel.accelerate_internals import mark_prepared, prepared_optimizers
-from slivertune.parallel.checkpoint.sidecar import keep_sidecar
+from slivertune.parallel.accelerate_internals import prepared_optimizers
 from slivertune.parallel.consistency.explain import compare_when_saving
 from slivertune.parallel.consistency.headers import Stage
 from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.parallel.consistency.timeouts import keeping_timeout
+from slivertune.parallel.consistency.processes import keeping_timeout
 from slivertune.parallel.fsdp2.hift import name_who_is_missing, reshard
-from slivertune.parallel.fsdp2.sharded_weight import first_row_of
-from slivertune.parallel.fsdp2.units import check_units
-from slivertune.parallel.objects import replace_each
-from slivertune.parallel.sft.communicator import RankCommunicator
-from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
+from slivertune.parallel.fsdp2.sharding import check_units, first_row_of
+from slivertune.parallel.objects import prepare_rest
+from slivertune.parallel.sft.communicator import RankCommunicator, ShardedPretrainedValues
 from slivertune.sft import SFT
 from slivertune.sft.targets import Target
 
@@ -45,23 +42,15 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
         return _Rows(target, accelerator.device, prepared)
 
     with sft.rebinding_parameters(communicator, in_layers=True, pretrained=pretrained):
-        prepared = _sharded(accelerator, model)
+        # Accelerate refuses to shard a model without an optimizer; so it gets one that is thrown away.
+        with guard("sharing the weights out", computes=True), keeping_timeout():
+            prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        prepared_optimizers(accelerator).remove(placeholder)
     communicator.keep_together(sft)
     name_who_is_missing(accelerator, prepared, lambda: communicator.meet(Stage.FORWARD))
     compare_when_saving(accelerator, lambda: communicator.compare_all(sft))
     sft.use_sidecar()
-    optimizer = accelerator.prepare_optimizer(sft)
-    mark_prepared(optimizer)
-    keep_sidecar(accelerator, sft)
-    return replace_each(accelerator, objects, {id(model): prepared, id(sft): optimizer})
-
-
-def _sharded(accelerator: Any, model: nn.Module) -> Any:
-    """Let accelerate shard a model without an optimizer, which it refuses to; so it gets one that is thrown away."""
-    with guard("sharing the weights out", computes=True), keeping_timeout():
-        prepared, placeholder = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    prepared_optimizers(accelerator).remove(placeholder)
-    return prepared
+    return prepare_rest(accelerator, model, prepared, sft, objects)
 
 
 class _Rows(ShardedPretrainedValues):
@@ -74,8 +63,8 @@ class _Rows(ShardedPretrainedValues):
     def own(self) -> tuple[torch.Tensor, int]:
         """This rank's rows, flattened, and where they begin."""
         parameter = self._sharded()
-        local = parameter.detach().to_local()
-        return local.view(-1), first_row_of(parameter) * (parameter.numel() // parameter.shape[0])
+        first = first_row_of(parameter) * (parameter.numel() // parameter.shape[0])
+        return parameter.detach().to_local().view(-1), first
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, on every rank. A collective."""

@@ -5,7 +5,8 @@ rank holds the rotation, its share of the masters and state of every group, and 
 is, so that any other number of ranks can put its own shares together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ import torch.distributed as dist
 
 from slivertune.core.atomic import atomic_file
 from slivertune.core.hyperparameters import load_hyperparameters, own_hyperparameters
-from slivertune.hift import HiFT
 from slivertune.hift.checkpoint import check_identity
+from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import check_agreement
-from slivertune.parallel.zero.deepspeed_internals import follow_master, load_as_saved
-from slivertune.parallel.zero.other_ranks import fill_frozen, reading_first
+from slivertune.parallel.zero.deepspeed_internals import fill_frozen, follow_master, load_first, masters_listed
 from slivertune.parallel.zero.rank_file import VERSION, file_name, read_rank_file, saved_ranks
 from slivertune.parallel.zero.schedule import GroupSchedule
-from slivertune.parallel.zero.shares import SavedShares, ShareFragment, pieces_of
+from slivertune.parallel.zero.shares import SavedShares, ShareFragment, identity, pieces_of
 
 
 class Checkpoints:
@@ -35,23 +35,15 @@ class Checkpoints:
         self._schedule = schedule
         engine = schedule.engine
         self._engine_save, self._engine_load = engine.save_checkpoint, engine.load_checkpoint
-        self._engine_destroy = engine.destroy
-        engine.save_checkpoint, engine.load_checkpoint, engine.destroy = self._save, self._load, self._destroy
+        engine.save_checkpoint, engine.load_checkpoint = self._save, self._load
+        call_before(engine, "destroy", schedule.destroy)
 
-    def _save(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> Any:
-        """As DeepSpeed's; a collective."""
+    def _save(self, save_dir: str, tag: str, *, exclude_frozen_parameters: bool, **options: Any) -> Any:
+        """As DeepSpeed's, with everything that `seal_engine` passes; a collective."""
         schedule = self._schedule
         schedule.follow_counters()
-        for group in schedule.children:
-            schedule.mover(group).follow_weights()
-        tag = f"global_step{schedule.engine.global_steps}" if tag is None else str(tag)
+        for mover in schedule.movers.values():
+            mover.follow_weights()
         folder = Path(save_dir) / tag
         folder.mkdir(parents=True, exist_ok=True)
         if dist.get_rank() == 0:
@@ -63,19 +55,13 @@ class Checkpoints:
         with atomic_file(folder / file_name(dist.get_rank(), dist.get_world_size())) as temporary:
             torch.save(self._export(), temporary)
         # Groups that wait are frozen, but must not be left out.
-        with schedule.all_trainable(exclude_frozen_parameters):
-            return self._engine_save(
-                str(save_dir),
-                tag,
-                client_state=dict(client_state or {}),
-                save_latest=save_latest,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
+        with schedule.all_trainable() if exclude_frozen_parameters else nullcontext():
+            return self._engine_save(save_dir, tag, exclude_frozen_parameters=exclude_frozen_parameters, **options)
 
     def _load(
         self,
-        load_dir: str | Path,
-        tag: str | None = None,
+        load_dir: str,
+        tag: str | None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
@@ -95,17 +81,18 @@ class Checkpoints:
             "custom_load_fn": custom_load_fn,
         }
         if tag is None:
-            return self._engine_load(str(load_dir), tag, **rest)
-        saved = None if load_module_only else self._read(Path(load_dir) / str(tag))
+            return self._engine_load(load_dir, tag, **rest)
+        folder = Path(load_dir) / tag
+        saved = None if load_module_only else self._read(folder)
         if saved is not None:
             schedule.restore(saved)
             load_hyperparameters(schedule.optimizer.param_groups, saved["param_groups"])
-            num_saved = saved_ranks(Path(load_dir) / str(tag))
+            num_saved = saved_ranks(folder)
             if num_saved is not None and num_saved != dist.get_world_size():
-                return self._load_from_others(Path(load_dir), str(tag), num_saved, load_optimizer_states, rest)
+                return self._load_from_others(folder, num_saved, load_optimizer_states, rest)
         loaded = self._engine_load(
-            str(load_dir),
-            str(tag),
+            load_dir,
+            tag,
             load_optimizer_states=load_optimizer_states,
             load_module_only=load_module_only,
             **rest,
@@ -116,21 +103,19 @@ class Checkpoints:
             return loaded
         for group in schedule.children:
             if str(group) in saved["groups"]:
-                self._import(group, saved["groups"][str(group)])
+                exported = saved["groups"][str(group)]
+                self._import(group, exported["masters"], exported["optimizer"])
             schedule.adopt(group, saved["own"][str(group)])
         return loaded
 
-    def _load_from_others(
-        self, load_dir: Path, tag: str, num_saved: int, load_states: bool, rest: Mapping[str, Any]
-    ) -> Any:
+    def _load_from_others(self, folder: Path, num_saved: int, load_states: bool, rest: Mapping[str, Any]) -> Any:
         """Load what another number of ranks has saved: every share put together from all their files."""
-        schedule, folder = self._schedule, load_dir / tag
+        schedule = self._schedule
         shares = SavedShares(folder, num_saved)
         zero: Any = schedule.engine.optimizer
         if schedule.stage == 3:
             zero.checkpoint_event_prologue()
-        with reading_first(schedule.engine, folder):
-            loaded = load_as_saved(schedule.engine, load_dir, tag, **rest)
+        loaded = load_first(schedule.engine, folder, **rest)
         schedule.follow_counters()
         for name, value in shares.first["scaler"].items():
             setattr(schedule.children[schedule.active].loss_scaler, name, value)
@@ -139,48 +124,36 @@ class Checkpoints:
             own = shares.first["own"][str(group)]
             schedule.adopt(group, own if load_states else [{} for _ in own])
         if schedule.stage == 3:
-            trained = {
-                id(each.parameter) for group in schedule.children for each in schedule.optimizer.weights_of(group)
-            }
+            trained = {id(each.parameter) for each in schedule.optimizer.trained_weights}
             fill_frozen(schedule.engine, folder, num_saved, trained)
             zero.checkpoint_event_epilogue()
         return loaded
 
     def _fill(self, group: int, shares: SavedShares, load_states: bool) -> None:
         schedule = self._schedule
-        mover, child = schedule.mover(group), schedule.children[group]
-        mover.to_device()
-        with schedule.all_masters_listed(group) as optimizer:
-            state: dict[int, Any] = {}
-            for index, (master, own) in enumerate(zip(mover.masters, self._pieces(group), strict=True)):
-                whole = master.detach().cpu().clone()
-                kept = shares.fill(group, own, whole)
-                master.data.copy_(whole)
-                if kept:
-                    state[index] = kept
-            if load_states:
-                exported = shares.first["groups"].get(str(group), shares.first["active"])
-                inner = optimizer.state_dict()["param_groups"]
-                load_hyperparameters(inner, exported["optimizer"]["param_groups"])
-                optimizer.load_state_dict({"state": state, "param_groups": inner})
-        if schedule.stage == 3:
-            for index in range(len(mover.masters)):
-                follow_master(child, index)
+        schedule.movers[group].to_device()
+        # Where no piece is there is padding, which stays what it is.
+        masters = [master.detach().cpu().clone() for master in schedule.movers[group].masters]
+        filled = [shares.fill(group, own, each) for each, own in zip(masters, self._pieces(group), strict=True)]
+        state: dict[str, Any] | None = None
+        if load_states:
+            exported = shares.first["groups"].get(str(group), shares.first["active"])
+            param_groups = self._export_group(group)["optimizer"]["param_groups"]
+            load_hyperparameters(param_groups, exported["optimizer"]["param_groups"])
+            state = {"state": {index: each for index, each in enumerate(filled) if each}, "param_groups": param_groups}
+        self._import(group, masters, state)
 
     def _pieces(self, group: int) -> list[list[ShareFragment]]:
-        names = {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
-        return pieces_of(self._schedule.children[group], self._schedule.stage, names)
+        return pieces_of(self._schedule.children[group], self._schedule.stage, self._names())
 
-    def _destroy(self) -> None:
-        """As DeepSpeed's."""
-        self._schedule.destroy()
-        self._engine_destroy()
+    def _names(self) -> dict[int, str]:
+        return {id(each): name for name, each in self._schedule.engine.module.named_parameters()}
 
     def _export(self) -> dict[str, Any]:
-        schedule = self._schedule
+        schedule, names = self._schedule, self._names()
         waiting = [group for group in schedule.children if group != schedule.active]
         for group in waiting:
-            schedule.mover(group).settle()
+            schedule.movers[group].settle()
         return {
             "version": VERSION,
             "identity": self._identity(),
@@ -192,7 +165,13 @@ class Checkpoints:
             "pieces": {
                 str(group): [list(map(tuple, each)) for each in self._pieces(group)] for group in schedule.children
             },
-            "shapes": self._shapes(),
+            "shapes": {
+                str(group): {
+                    names[id(each.parameter)]: list(getattr(each.parameter, "ds_shape", each.parameter.shape))
+                    for each in schedule.optimizer.weights_of(group)
+                }
+                for group in schedule.children
+            },
             "scaler": {
                 name: value
                 for name, value in vars(schedule.children[schedule.active].loss_scaler).items()
@@ -201,34 +180,21 @@ class Checkpoints:
             "own": {str(group): schedule.own_hyperparameters(group) for group in schedule.children},
         }
 
-    def _shapes(self) -> dict[str, dict[str, list[int]]]:
-        """The parameters' shapes by group and name."""
-        schedule = self._schedule
-        names = {id(each): name for name, each in schedule.engine.module.named_parameters()}
-        return {
-            str(group): {
-                names[id(each.parameter)]: list(getattr(each.parameter, "ds_shape", each.parameter.shape))
-                for each in schedule.optimizer.weights_of(group)
-            }
-            for group in schedule.children
-        }
-
     def _export_group(self, group: int) -> dict[str, Any]:
         schedule = self._schedule
-        with schedule.all_masters_listed(group) as optimizer:
-            return {
-                "optimizer": optimizer.state_dict(),
-                "masters": [master.detach() for master in schedule.mover(group).masters],
-            }
+        with masters_listed(schedule.children[group], schedule.stage) as optimizer:
+            masters = [master.detach() for master in schedule.movers[group].masters]
+            return {"optimizer": optimizer.state_dict(), "masters": masters}
 
-    def _import(self, group: int, saved: Mapping[str, Any]) -> None:
+    def _import(self, group: int, masters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
         schedule = self._schedule
-        child = schedule.children[group]
+        mover, child = schedule.movers[group], schedule.children[group]
         # Torch puts loaded state where the weights are, and some of it (a fused step count) has to be on the device.
-        schedule.mover(group).to_device()
-        with schedule.all_masters_listed(group) as optimizer:
-            optimizer.load_state_dict(saved["optimizer"])
-        for index, (master, value) in enumerate(zip(schedule.mover(group).masters, saved["masters"], strict=True)):
+        mover.to_device()
+        if state is not None:
+            with masters_listed(child, schedule.stage) as optimizer:
+                optimizer.load_state_dict(state)
+        for index, (master, value) in enumerate(zip(mover.masters, masters, strict=True)):
             master.data.copy_(value)
             if schedule.stage == 3:
                 # DeepSpeed restores these weights as frozen ones, unless those were left out of the checkpoint.
@@ -236,22 +202,16 @@ class Checkpoints:
 
     def _read(self, folder: Path) -> dict[str, Any]:
         """This rank's file; all ranks fail together if one can't read its own."""
-        problem, saved = "", {}
+        problem: ValueError | None = None
+        saved: dict[str, Any] = {}
         try:
             saved = self._checked(folder)
         except ValueError as error:
-            problem = str(error)
-        if problem:
-            own: ValueError | None = ValueError(problem)
-        else:
-            own = None
-        try:
-            check_agreement({"the checkpoint": problem or "readable"})
-        except ValueError:
-            if own is None:
-                raise
-        if own is not None:
-            raise own
+            problem = ValueError(str(error))
+        with nullcontext() if problem is None else suppress(ValueError):
+            check_agreement({"the checkpoint": str(problem or "readable")})
+        if problem is not None:
+            raise problem
         return saved
 
     def _checked(self, folder: Path) -> dict[str, Any]:
@@ -266,28 +226,18 @@ class Checkpoints:
         saved = read_rank_file(folder, whose, num_saved)
         path = folder / file_name(whose, num_saved)
         check_identity(path, saved["identity"], self._identity(), built="the optimizer and the config")
-        if num_saved == num_ranks:
-            self._check_shares(path, saved)
-        return saved
-
-    def _check_shares(self, path: Path, saved: Mapping[str, Any]) -> None:
-        schedule = self._schedule
-        for group in schedule.children:
+        if num_saved != num_ranks:
+            return saved
+        for group, mover in self._schedule.movers.items():
             theirs = saved["groups"].get(str(group), saved["active"])["masters"]
-            is_same = [tuple(each.shape) for each in theirs] == [
-                tuple(each.shape) for each in schedule.mover(group).masters
-            ]
             pieces = [[ShareFragment(*each) for each in one] for one in saved["pieces"].get(str(group), ())]
+            is_same = [each.shape for each in theirs] == [each.shape for each in mover.masters]
             if not is_same or pieces != self._pieces(group):
                 raise ValueError(
                     f"{path} has other shares of group {group} than this rank; build model, optimizer and config with "
                     "the settings of the saved run, or use another checkpoint"
                 )
+        return saved
 
     def _identity(self) -> dict[str, Any]:
         return {"stage of ZeRO": self._schedule.stage, **identity(self._schedule.optimizer)}
-
-
-def identity(optimizer: HiFT) -> dict[str, object]:
-    """What a checkpoint of any stage has in common with every HiFT that it fits."""
-    return {**optimizer.identity(), "number of param groups": len(optimizer.param_groups)}

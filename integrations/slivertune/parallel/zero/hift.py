@@ -9,16 +9,15 @@ DeepSpeed accumulates bf16 gradients in bf16 unless the config says `data_types.
 import json
 from typing import Any
 
+import torch
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from torch import nn
 
 from slivertune.hift import HiFT
-from slivertune.parallel.checkpoint.manifests import seal_engine
-from slivertune.parallel.consistency.explain import explain_engine
 from slivertune.parallel.consistency.heartbeat import check_agreement
-from slivertune.parallel.consistency.timeouts import follow_default_timeout, keeping_timeout
+from slivertune.parallel.consistency.processes import keeping_timeout
 from slivertune.parallel.zero.checkpoint import Checkpoints
-from slivertune.parallel.zero.engine import drive_by_config, initialize_over, prepare_over, replace_prepared
+from slivertune.parallel.zero.engine import complete_engine, initialize_over, prepare_over, replace_prepared
 from slivertune.parallel.zero.schedule import GroupSchedule, optimizer_of_group
 from slivertune.parallel.zero.unsupported import (
     check_engine_optimizer,
@@ -63,10 +62,8 @@ def prepare(accelerator: Any, model: nn.Module, hift: HiFT, objects: tuple[Any, 
         ValueError: If the ranks disagree, or HiFT and the config don't go together.
     """
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    check_before(hift, config)
-    fill_clipping(config)
+    first = built_over(hift, config)
     fill_buckets(config, model)
-    first = optimizer_of_group(hift, hift.active_group)
     prepared, engine = prepare_over(accelerator, model, objects, hift, first)
     rotate(engine, hift)
     return replace_prepared(accelerator, prepared, objects.index(hift), EngineSteppedOptimizer(hift, engine), engine)
@@ -86,19 +83,20 @@ def initialize(hift: HiFT, config: dict[str, Any], arguments: dict[str, Any]) ->
     Raises:
         ValueError: If the ranks disagree, or HiFT and the config don't go together.
     """
-    check_before(hift, config)
-    fill_clipping(config)
-    engine, loader = initialize_over(optimizer_of_group(hift, hift.active_group), config, arguments)
+    engine, loader = initialize_over(built_over(hift, config), config, arguments)
     rotate(engine, hift)
     return engine, hift, loader, engine.lr_scheduler
 
 
-def check_before(optimizer: HiFT, config: dict[str, Any]) -> None:
+def built_over(optimizer: HiFT, config: dict[str, Any]) -> torch.optim.Optimizer:
     """Refuse what can't be rotated, on every rank alike, and compare the ranks' configs. A collective.
 
     Args:
         optimizer: HiFT.
-        config: DeepSpeed's, not yet used.
+        config: DeepSpeed's, not yet used; changed in place.
+
+    Returns:
+        What the engine is to be built over.
 
     Raises:
         ValueError: Naming the setting and what to use.
@@ -106,17 +104,17 @@ def check_before(optimizer: HiFT, config: dict[str, Any]) -> None:
     warn_of_stream_bytes(optimizer.config)
     check_hift_config(config)
     check_agreement({f"the DeepSpeed config's {key}": json.dumps(value, default=str) for key, value in config.items()})
+    fill_clipping(config)
+    return optimizer_of_group(optimizer, optimizer.active_group)
 
 
-def rotate(engine: Any, optimizer: HiFT) -> GroupSchedule:
+def rotate(engine: Any, optimizer: HiFT) -> None:
     """Put HiFT's rotation on an engine that was built over the first group.
 
     Args:
-        engine: DeepSpeed's engine; some of its methods are overridden, on this instance.
+        engine: DeepSpeed's engine; some of its methods are overridden, on this instance, and it keeps the rotation, as
+            `engine.hift_schedule`.
         optimizer: HiFT; the engine steps in its place from now on.
-
-    Returns:
-        The rotation; the engine keeps it, as `engine.hift_schedule`.
 
     Raises:
         ValueError: If the engine chose an optimizer that can't be rotated.
@@ -126,9 +124,5 @@ def rotate(engine: Any, optimizer: HiFT) -> GroupSchedule:
     with keeping_timeout():
         schedule = GroupSchedule(engine, optimizer, engine.module)
     Checkpoints(schedule)
-    seal_engine(engine)
-    explain_engine(engine)
-    follow_default_timeout([engine.seq_data_parallel_group, engine.data_parallel_group])
+    complete_engine(engine, optimizer)
     engine.hift_schedule = schedule
-    drive_by_config(engine, optimizer)
-    return schedule

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slivertune.core.saved_state import describe_damage, load_dictionary
-from slivertune.parallel.checkpoint.folder import check_plain
+from slivertune.parallel.checkpoint.sidecar import check_plain
 
 VERSION = 3
 """Version of the saved form."""
@@ -25,12 +25,8 @@ def file_name(rank: int, num_ranks: int) -> str:
 
 def saved_ranks(folder: Path) -> int | None:
     """How many ranks have saved a checkpoint of HiFT on DeepSpeed; None where it is none."""
-    counts = {
-        int(path.stem.rpartition("_")[2])
-        for path in folder.glob("slivertune_hift_rank_*_of_*.pt")
-        if path.stem.rpartition("_")[2].isdecimal()
-    }
-    return max(counts, default=None)
+    counts = [path.stem.rpartition("_")[2] for path in folder.glob("slivertune_hift_rank_*_of_*.pt")]
+    return max((int(each) for each in counts if each.isdecimal()), default=None)
 
 
 def read_rank_file(folder: Path, rank: int, num_ranks: int, *, mmap: bool = False) -> dict[str, Any]:
@@ -59,8 +55,9 @@ def read_rank_file(folder: Path, rank: int, num_ranks: int, *, mmap: bool = Fals
             check(saved[key], key)
         _check_groups(saved)
     except (KeyError, TypeError) as error:
-        problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(describe_damage(path, problem)) from error
+        raise ValueError(
+            describe_damage(path, f"it has no {error}" if isinstance(error, KeyError) else str(error))
+        ) from error
     return saved
 
 
@@ -85,8 +82,8 @@ def _number(value: Any, what: str) -> None:
 
 
 def _rate(value: Any, what: str) -> None:
-    is_one = value.numel() == 1 if isinstance(value, torch.Tensor) else value is None or type(value) in (int, float)
-    _require(is_one, what, "learning rate")
+    is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else type(value) in (int, float, type(None))
+    _require(is_number, what, "learning rate")
 
 
 def _mapping(value: Any, what: str) -> None:

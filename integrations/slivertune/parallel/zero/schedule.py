@@ -6,7 +6,7 @@ Over 350 lines, since one class keeps what must change together: the engine's op
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,13 @@ from slivertune.hift import HiFT
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import PARAM_GROUP, Instance
 from slivertune.hift.rotation import LearningRate, scheduled_lr
+from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat
-from slivertune.parallel.consistency.hift import applied_settings
-from slivertune.parallel.zero.deepspeed_internals import (
-    masters_listed,
-    new_zero_optimizer,
-    note_step_without_update,
-    set_owner,
-)
-from slivertune.parallel.zero.flat_memory import check_flat_memory
-from slivertune.parallel.zero.state_mover import StateMover
+from slivertune.parallel.consistency.hift import applied_settings, header_of
+from slivertune.parallel.zero.deepspeed_internals import new_zero_optimizer, note_step_without_update, set_owner
+from slivertune.parallel.zero.engine import is_last_backward
+from slivertune.parallel.zero.state_mover import StateMover, check_flat_memory
 
 _numbers = itertools.count()
 """Of the engines in this process, the same on every rank."""
@@ -76,8 +72,7 @@ class GroupSchedule:
         self.switch_seconds = 0.0
         """Time in switches so far, copies included; without them it is this less `copy_seconds`."""
         layers = [layer for group in optimizer.groups for layer in group.layers]
-        listeners = [self._note_backward]
-        self._hooks = ModelHooks(model, layers, optimizer.trained_weights, listeners, checks_model=False)
+        self._hooks = ModelHooks(model, layers, optimizer.trained_weights, [self._note_backward], checks_model=False)
         self._hooks.attach()
         self._waits_on_host = optimizer.config.state == "host"
         self._applied: list[LearningRate] = []
@@ -87,7 +82,9 @@ class GroupSchedule:
         self._task = -1
         first = engine.optimizer
         self.children: dict[int, Any] = {self.active: first}
-        self._movers = {self.active: self._mover(first)}
+        """The ZeRO optimizer of each group."""
+        self.movers = {self.active: StateMover(first, self.stage, torch.device(engine.device))}
+        """What moves each group's masters and state."""
         self._deactivate(self.active)
         for group in (g for g in range(optimizer.num_groups) if g != self.active):
             self._build(group, first)
@@ -101,19 +98,15 @@ class GroupSchedule:
         self._activate(self.active)
         self._engine_step = engine.step
         engine.step = self._step
-        engine.backward = self._guarded(engine.backward, "in the backward of")
+        explain(engine, "backward", lambda: f"in the backward of group {self.active}", self._heartbeat)
         if self.stage == 3:
-            engine.forward = self._guarded(engine.forward, "gathering the weights for")
+            explain(engine, "forward", lambda: f"gathering the weights for group {self.active}", self._heartbeat)
         engine.register_forward_pre_hook(self._before_forward)
 
     @property
     def copy_seconds(self) -> float:
         """Time spent copying (on CUDA: queueing copies) in all switches so far."""
-        return sum(mover.copy_seconds for mover in self._movers.values())
-
-    def mover(self, group: int) -> StateMover:
-        """The mover of a group's masters and state."""
-        return self._movers[group]
+        return sum(mover.copy_seconds for mover in self.movers.values())
 
     def follow_counters(self) -> None:
         """Hand the turn to the group that the engine's counters name. A local operation."""
@@ -155,31 +148,14 @@ class GroupSchedule:
         indices = [inner[PARAM_GROUP] for inner in self.children[group].optimizer.param_groups]
         self._instances[group].restore(self.optimizer.param_groups, dict(zip(indices, own, strict=True)))
         if group != self.active and self._waits_on_host:
-            self._movers[group].to_host()
+            self.movers[group].to_host()
         elif group == self.active:
-            self._movers[group].claim_device()
+            self.movers[group].claim_device()
         self._share_scaler()
 
     @contextmanager
-    def all_masters_listed(self, group: int) -> Iterator[torch.optim.Optimizer]:
-        """The torch optimizer of a group with its masters in its param groups; on stage 3 they are there on demand.
-
-        Args:
-            group: Its index.
-        """
-        with masters_listed(self.children[group], self.stage) as optimizer:
-            yield optimizer
-
-    @contextmanager
-    def all_trainable(self, wanted: bool) -> Iterator[None]:
-        """Let nothing that HiFT trains count as frozen meanwhile.
-
-        Args:
-            wanted: Whether to do anything.
-        """
-        if not wanted:
-            yield
-            return
+    def all_trainable(self) -> Iterator[None]:
+        """Let nothing that HiFT trains count as frozen meanwhile."""
         for weight in self.optimizer.trained_weights:
             weight.trained.requires_grad_(True)
         try:
@@ -206,7 +182,7 @@ class GroupSchedule:
             for dtype, bucket in child.ipg_buckets.items():
                 bucket.buffer = first.ipg_buckets[dtype].buffer
         self.children[group] = child
-        self._movers[group] = self._mover(child)
+        self.movers[group] = StateMover(child, self.stage, torch.device(self.engine.device))
         self._deactivate(group)
 
     def _share_scaler(self) -> None:
@@ -216,19 +192,16 @@ class GroupSchedule:
             child.loss_scaler = active.loss_scaler
             child.dynamic_loss_scale = active.dynamic_loss_scale
 
-    def _mover(self, child: Any) -> StateMover:
-        return StateMover(child, self.stage, torch.device(self.engine.device))
-
     def _deactivate(self, group: int) -> None:
         if self._waits_on_host:
-            self._movers[group].to_host()
-        self._movers[group].drop_gradients()
+            self.movers[group].to_host()
+        self.movers[group].drop_gradients()
 
     def _activate(self, group: int) -> None:
         self._hooks.activate(self.optimizer.weights_of(group), self._note_gradient)
         if self._waits_on_host:
-            self._movers[group].to_device()
-        self._movers[group].take_gradients()
+            self.movers[group].to_device()
+        self.movers[group].take_gradients()
         self.active = group
         self.engine.optimizer = self.children[group]
         self.engine.basic_optimizer = self.children[group].optimizer
@@ -243,14 +216,6 @@ class GroupSchedule:
         if self.optimizer.rotation.steps != self._noted:
             self._noted = self.optimizer.rotation.steps
             self._heartbeat.enter(self.optimizer.updates, f"group {self.active}")
-
-    def _guarded(self, method: Callable[..., Any], doing: str) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            with self._heartbeat.guard(f"{doing} group {self.active}", computes=True):
-                return method(*args, **kwargs)
-
-        return guarded
 
     def _count(self) -> None:
         updates = self.engine.global_steps - self.engine.skipped_steps
@@ -271,12 +236,11 @@ class GroupSchedule:
         if rotation.starts_cycle:
             self._heartbeat.compare(
                 {"updates": rotation.updates, "order": rotation.order, "held_lr": [str(lr) for lr in rotation.held_lr]},
-                self._header(Stage.COMPARING),
+                self._header(Stage.COMPARING, None),
             )
 
-    def _header(self, stage: Stage) -> Header:
-        skipped = sum(self.optimizer.skipped_turns.values())
-        return Header(stage, self.optimizer.updates, self.active, skipped)
+    def _header(self, stage: Stage, is_reached: bool | None) -> Header:
+        return header_of(self.optimizer, stage, is_reached)._replace(group=self.active)
 
     def _note_backward(self) -> None:
         task = running_backward()
@@ -290,33 +254,26 @@ class GroupSchedule:
         self._has_run = True
         if self.stage < 3 and not self._is_reached_now:
             self.children[self.active].setup_buckets()  # which it does when the first gradient comes, and always needs
-        if self.stage == 1 and not self._is_boundary():
-            return
-        reached = self._is_reached if self.stage == 1 else self._is_reached_now
-        self._heartbeat.meet(self._header(Stage.GRADIENT_SYNC)._replace(gradients=int(reached)))
-
-    def _is_boundary(self) -> bool:
-        engine = self.engine
-        return bool(not engine.managed_gradient_accumulation() or engine.is_gradient_accumulation_boundary())
+        if self.stage != 1 or is_last_backward(self.engine):
+            reached = self._is_reached if self.stage == 1 else self._is_reached_now
+            self._heartbeat.meet(self._header(Stage.GRADIENT_SYNC, reached))
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         self._is_reached = self._is_reached_now = True
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_boundary():
+        if is_last_backward(self.engine):
             is_missed = self._has_run and not self._is_reached
-            self._heartbeat.meet(
-                self._header(Stage.STEPPING)._replace(gradients=int(self._is_reached)), applied_settings(self.optimizer)
-            )
+            self._heartbeat.meet(self._header(Stage.STEPPING, self._is_reached), applied_settings(self.optimizer))
             self._has_run = self._is_reached = False
             if is_missed:
                 self._skip()
                 return None
-            self._movers[self.active].follow_weights()
+            self.movers[self.active].follow_weights()
         with self._heartbeat.guard(f"stepping group {self.active}", computes=True):
             result = self._engine_step(*args, **kwargs)
         if self.engine.was_step_applied():
-            self._movers[self.active].claim_device()
+            self.movers[self.active].claim_device()
         self._count()
         return result
 

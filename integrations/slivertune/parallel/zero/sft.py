@@ -10,14 +10,19 @@ from typing import Any
 
 import torch
 from accelerate.utils import DeepSpeedOptimizerWrapper
+from deepspeed.runtime.zero import GatheredParameters
 from torch import nn
 
-from slivertune.parallel.consistency.explain import compare_before_saving
+from slivertune.parallel.consistency.explain import call_before
 from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.parallel.sft.communicator import RankCommunicator
-from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
-from slivertune.parallel.zero.engine import initialize_over, prepare_over, replace_prepared
-from slivertune.parallel.zero.own_step import engine_over_placeholder, is_last_backward
+from slivertune.parallel.sft.communicator import RankCommunicator, ShardedPretrainedValues
+from slivertune.parallel.zero.engine import (
+    engine_over_placeholder,
+    initialize_over,
+    is_last_backward,
+    prepare_over,
+    replace_prepared,
+)
 from slivertune.parallel.zero.unsupported import check_sft_config
 from slivertune.sft import SFT
 from slivertune.sft.pretrained_values import PretrainedValues
@@ -39,8 +44,7 @@ def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ..
     Raises:
         ValueError: If the ranks were given other settings, or SFT and the config don't go together.
     """
-    config = accelerator.state.deepspeed_plugin.deepspeed_config
-    with _built_over_placeholder(sft, config) as (placeholder, made):
+    with _built_over_placeholder(sft, accelerator.state.deepspeed_plugin.deepspeed_config) as (placeholder, made):
         prepared, engine = prepare_over(accelerator, model, objects, sft, placeholder)
         made.append(engine)
     return replace_prepared(accelerator, prepared, objects.index(sft), DeepSpeedOptimizerWrapper(sft), engine)
@@ -84,7 +88,7 @@ def _built_over_placeholder(sft: SFT, config: dict[str, Any]) -> Iterator[tuple[
     ):
         yield placeholder, made
     communicator.keep_together(sft)
-    compare_before_saving(made[0], lambda: communicator.compare_all(sft))
+    call_before(made[0], "save_checkpoint", lambda: communicator.compare_all(sft))
 
 
 class _Partition(ShardedPretrainedValues):
@@ -103,19 +107,14 @@ class _Partition(ShardedPretrainedValues):
 
     def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Set entries. A collective: small tensors stay gathered on each rank, and have to follow."""
-        from deepspeed.runtime.zero import GatheredParameters
-
-        parameter = self._target.parameter
+        name, parameter = self._target.name, self._target.parameter
         self._engine.empty_partition_cache()
-        doing = f"writing entries of {self._target.name}"
-        with guard(doing, computes=True), GatheredParameters([parameter], modifier_rank=0):
+        with guard(f"writing entries of {name}", computes=True), GatheredParameters([parameter], modifier_rank=0):
             if torch.distributed.get_rank() == 0:
                 parameter.data.put_(indices.long(), values.to(parameter.device))
 
     def whole(self) -> torch.Tensor:
         """The whole tensor, on every rank. A collective."""
-        from deepspeed.runtime.zero import GatheredParameters
-
         # A forward without a backward, as of an evaluation, may have left it on its way here, which can't be gathered.
         self._engine.empty_partition_cache()
         with guard(f"gathering {self._target.name}", computes=True), GatheredParameters([self._target.parameter]):

@@ -1,10 +1,11 @@
-"""Which elements of which parameters a rank's share of a ZeRO optimizer holds, and reading shares by other ranks.
+"""Which elements of which parameters a rank's share of a ZeRO optimizer holds, and reading shares by others.
 
 ZeRO-1 and 2 lay a param group's parameters end to end and cut that; ZeRO-3 cuts each parameter. What is cut is flat, so
 a share is told by pieces of flattened parameters, and any other cut can be put together from all saved shares.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ import torch
 import torch.distributed as dist
 
 from slivertune.core.manifest import check_whole
+from slivertune.hift import HiFT
+from slivertune.hift.checkpoint import check_identity
+from slivertune.parallel.checkpoint.sidecar import unwrapped
 from slivertune.parallel.zero.rank_file import file_name, read_rank_file, saved_ranks
 
 
@@ -36,34 +40,23 @@ def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list
         stage: 1, 2 or 3.
         names: The parameters' names by their `id`.
     """
-    return _pieces_of_each(optimizer, names) if stage == 3 else _pieces_end_to_end(optimizer, names)
-
-
-def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
     found = []
-    for index, parameters in enumerate(optimizer.round_robin_bit16_groups):
-        size = int(optimizer.partition_size[index])
-        left = size * dist.get_rank(optimizer.real_dp_process_group[index])
-        pieces = []
-        for parameter, offset in zip(parameters, optimizer.round_robin_bit16_offsets[index], strict=True):
-            start, stop = max(offset, left), min(offset + parameter.numel(), left + size)
-            if start < stop:
-                pieces.append(ShareFragment(names[id(parameter)], start - offset, start - left, stop - start))
-        found.append(pieces)
-    return found
-
-
-def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
-    found = []
-    for parameters in optimizer.fp16_groups:
+    for index, parameters in enumerate(optimizer.fp16_groups if stage == 3 else optimizer.round_robin_bit16_groups):
         pieces, offset = [], 0
-        for parameter in parameters:
-            size = int(parameter.partition_numel())
-            first = size * dist.get_rank(parameter.ds_process_group)
-            count = min(size, int(parameter.ds_numel) - first)
-            if count > 0:
-                pieces.append(ShareFragment(names[id(parameter)], first, offset, count))
-            offset += size
+        for number, parameter in enumerate(parameters):
+            if stage == 3:
+                size = int(parameter.partition_numel())
+                first = size * dist.get_rank(parameter.ds_process_group)
+                piece = ShareFragment(names[id(parameter)], first, offset, min(size, int(parameter.ds_numel) - first))
+                offset += size
+            else:
+                size = int(optimizer.partition_size[index])
+                left = size * dist.get_rank(optimizer.real_dp_process_group[index])
+                place = optimizer.round_robin_bit16_offsets[index][number]
+                start, stop = max(place, left), min(place + parameter.numel(), left + size)
+                piece = ShareFragment(names[id(parameter)], start - place, start - left, stop - start)
+            if piece.length > 0:
+                pieces.append(piece)
         found.append(pieces)
     return found
 
@@ -81,32 +74,23 @@ class SavedShares:
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self._files = [read_rank_file(folder, rank, num_ranks, mmap=True) for rank in range(num_ranks)]
-        self._check_cover(folder)
-
-    def _check_cover(self, folder: Path) -> None:
-        """Every element of every parameter is in one file, once."""
-        shapes = self.first["shapes"]
-        if any(saved["shapes"] != shapes for saved in self._files):
+        self.first = self._files[0]
+        """Rank 0's file, for what all ranks have in common."""
+        if any(saved["shapes"] != self.first["shapes"] for saved in self._files):
             raise ValueError(f"{folder} has files of different models; use another checkpoint")
-        for group, sizes in shapes.items():
+        for group, sizes in self.first["shapes"].items():
             runs: dict[str, list[tuple[int, int]]] = {name: [] for name in sizes}
-            for name, first, _, length in (
-                each for saved in self._files for pieces in saved["pieces"][group] for each in pieces
-            ):
-                runs[name].append((first, first + length))
+            for saved in self._files:
+                for name, first, _, length in chain.from_iterable(saved["pieces"][group]):
+                    runs[name].append((first, length))
             for name, shape in sizes.items():
                 reached = 0
-                for first, last in sorted(runs[name]):
+                for first, length in sorted(runs[name]):
                     if first != reached:
                         break
-                    reached = last
+                    reached += length
                 if reached != prod(shape):
                     raise ValueError(f"{folder} does not hold all of {name}, once; use another checkpoint")
-
-    @property
-    def first(self) -> dict[str, Any]:
-        """Rank 0's file, for what all ranks have in common."""
-        return self._files[0]
 
     def fill(self, group: int, own: Sequence[ShareFragment], master: torch.Tensor) -> dict[str, Any]:
         """Put a share together.
@@ -132,8 +116,9 @@ class SavedShares:
                 kept = exported["optimizer"]["state"].get(index, {})
                 for theirs in (ShareFragment(*each) for each in pieces):
                     for piece in own:
-                        begin, end = _overlap(piece, theirs)
-                        if begin >= end:
+                        begin = max(piece.first, theirs.first)
+                        end = min(piece.first + piece.length, theirs.first + theirs.length)
+                        if piece.name != theirs.name or begin >= end:
                             continue
                         to = slice(piece.offset + begin - piece.first, piece.offset + end - piece.first)
                         out = slice(theirs.offset + begin - theirs.first, theirs.offset + end - theirs.first)
@@ -148,11 +133,16 @@ class SavedShares:
                 )
         return state
 
+    def whole(self, group: int, name: str, shape: Sequence[int]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """A parameter's fp32 weight, and what `fill` returns of it.
 
-def _overlap(one: ShareFragment, other: ShareFragment) -> tuple[int, int]:
-    if one.name != other.name:
-        return 0, 0
-    return max(one.first, other.first), min(one.first + one.length, other.first + other.length)
+        Args:
+            group: Index of its group.
+            name: The parameter's.
+            shape: Its.
+        """
+        master = torch.empty(shape, dtype=torch.float32)
+        return master, self.fill(group, [ShareFragment(name, 0, 0, master.numel())], master.view(-1))
 
 
 def _copy_state(
@@ -210,10 +200,57 @@ def fp32_weights(folder: str | Path) -> dict[str, torch.Tensor]:
         >>> model.load_state_dict(fp32_weights("out/checkpoint-500/global_step500"), strict=False)
     """
     shares = open_shares(Path(folder))
-    found = {}
-    for group, shapes in shares.first["shapes"].items():
-        for name, shape in shapes.items():
-            whole = torch.empty(shape, dtype=torch.float32)
-            shares.fill(int(group), [ShareFragment(name, 0, 0, whole.numel())], whole.view(-1))
-            found[name] = whole
-    return found
+    return {
+        name: shares.whole(int(group), name, shape)[0]
+        for group, shapes in shares.first["shapes"].items()
+        for name, shape in shapes.items()
+    }
+
+
+def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+    """Continue in one process from what HiFT's ranks under ZeRO-1, 2 or 3 have saved: weights, masters, state, turn.
+
+    Schedules and weights that HiFT does not train stay as they are. Reads no file of DeepSpeed's.
+
+    Args:
+        optimizer: HiFT, or accelerate's wrapper of it, on one process; built with the settings of the saved run.
+        folder: With the ranks' files: `SAVE_DIR/global_step12`, or `pytorch_model` in what accelerate has saved.
+
+    Raises:
+        ValueError: If the folder is not whole, or is of another run.
+    """
+    hift: HiFT = unwrapped(optimizer, HiFT)
+    folder = Path(folder)
+    shares = open_shares(folder)
+    saved = shares.first
+    check_identity(folder, saved["identity"], identity(hift))
+    changed = [index for index, groups in saved["own"].items() if any(groups)]
+    if changed:
+        raise ValueError(
+            f"the base optimizer of group {changed[0]} has changed its own hyperparameters, which only DeepSpeed's "
+            "layouts load; resume there"
+        )
+    now = hift.whole_state()
+    weights: dict[str, torch.Tensor] = {}
+    states: dict[str, dict[str, Any]] = {}
+    for weight, index in ((weight, group.index) for group in hift.groups for weight in hift.weights_of(group.index)):
+        master, state = shares.whole(index, weight.name, weight.parameter.shape)
+        weights[weight.name] = master
+        if state:
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == (master.numel(),):
+                    state[key] = value.view(master.shape)
+            own = {"master": master.clone()} if weight.parameter.dtype != torch.float32 else {}
+            states[weight.name] = {**own, **state}
+    for mine, theirs in zip(now["param_groups"], saved["param_groups"], strict=True):
+        mine.update(theirs)
+    header = {**now["hift"], "updates": saved["updates"], "held_lr": saved["held_lr"], "weights": list(states)}
+    hift.load_whole_state({**now, "hift": header, "state": states, "own": {}})
+    with torch.no_grad():
+        for weight in hift.trained_weights:
+            weight.parameter.copy_(weights[weight.name])
+
+
+def identity(optimizer: HiFT) -> dict[str, object]:
+    """What a checkpoint of any stage has in common with every HiFT that it fits."""
+    return {**optimizer.identity(), "number of param groups": len(optimizer.param_groups)}

@@ -23,12 +23,8 @@ def build_folder() -> Path:
     asked = os.environ.get("TORCH_EXTENSIONS_DIR")
     if asked is not None:
         return Path(asked) / NAME
-    if torch.version.hip is not None:
-        accelerator = f"rocm{torch.version.hip.replace('.', '')}"
-    elif torch.version.cuda is not None:
-        accelerator = f"cu{torch.version.cuda.replace('.', '')}"
-    else:
-        accelerator = "cpu"
+    versions = {"rocm": torch.version.hip, "cu": torch.version.cuda}
+    accelerator = next((name + each.replace(".", "") for name, each in versions.items() if each is not None), "cpu")
     python = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     return Path(get_default_build_root()) / f"{python}_{accelerator}" / NAME
 
@@ -44,8 +40,12 @@ def check_build(say: Callable[[str], object]) -> None:
     Raises:
         RuntimeError: If it would wait for a build that has ended, with the file to remove.
     """
-    if not _is_wanted():
+    try:
+        import deepspeed
+    except ImportError:
         return
+    if not deepspeed.ops.__compatible_ops__.get(NAME, False):
+        return  # it would not find what it needs to compile
     folder = build_folder()
     lock = folder / "lock"
     try:
@@ -61,12 +61,3 @@ def check_build(say: Callable[[str], object]) -> None:
             f"rm {lock}"
         )
     say(f"another process compiles DeepSpeed's collectives for CPUs (shm_comm); waiting until it removes {lock}")
-
-
-def _is_wanted() -> bool:
-    """Whether DeepSpeed is there, and finds what it needs to compile."""
-    try:
-        import deepspeed
-    except ImportError:
-        return False
-    return bool(deepspeed.ops.__compatible_ops__.get(NAME, False))

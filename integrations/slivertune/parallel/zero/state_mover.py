@@ -5,7 +5,8 @@ the host's buffers are allocated once, and only pointers change.
 """
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.offload_buffer import OffloadBuffer, aligned, host_buffer
+from slivertune.hift.piece import Weight
 from slivertune.parallel.zero.deepspeed_internals import link_fragments, unlink_fragments
 
 _Key = tuple[int, str]
@@ -40,8 +42,6 @@ class StateMover:
         self._on_host: dict[_Key, torch.Tensor] = {}
         self.copy_seconds = 0.0
         """Time spent copying, or on CUDA queueing copies, since the mover was made."""
-        self.copied_bytes = 0
-        """Bytes copied in either direction."""
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -53,14 +53,18 @@ class StateMover:
     def to_host(self) -> None:
         """Let masters and state wait in host memory; new ones get their place there."""
         moving = [(key, tensor) for key, tensor in self._tensors() if not self._waits(key, tensor)]
-        self._unlink_fragments()
-        self._reserve([tensor for key, tensor in moving if key not in self._on_host])
+        if self._stage != 3:
+            unlink_fragments(self._optimizer)
+        sizes: Counter[torch.dtype] = Counter()
+        for key, tensor in moving:
+            if key not in self._on_host:
+                sizes[tensor.dtype] += aligned(tensor.numel() * tensor.dtype.itemsize)
+        if sizes:
+            self._buffer.reserve(sizes)
         for key, tensor in moving:
             if key not in self._on_host:
                 self._on_host[key] = self._buffer.empty_like(tensor.detach())
-            waiting = self._on_host[key]
-            self._copy(waiting, tensor.data)
-            tensor.data = waiting
+            tensor.data = self._copied(tensor.data, self._on_host[key])
 
     def to_device(self) -> None:
         """Bring masters and state back."""
@@ -69,9 +73,9 @@ class StateMover:
                 continue
             with claimed_at_birth("state"):
                 target = torch.empty_like(tensor.data, device=self._device)
-            self._copy(target, tensor.data)
-            tensor.data = target
-        self._link_fragments()
+            tensor.data = self._copied(tensor.data, target)
+        if self._stage != 3:
+            link_fragments(self._optimizer)
         self.claim_device()
 
     def follow_weights(self) -> None:
@@ -104,21 +108,19 @@ class StateMover:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def device_bytes(self) -> int:
-        """Bytes of masters and state that are not waiting."""
-        return sum(tensor.untyped_storage().nbytes() for key, tensor in self._tensors() if not self._waits(key, tensor))
-
     def host_bytes(self) -> int:
         """Bytes of the places in host memory, which stay allocated while the group trains."""
         return sum(waiting.numel() * waiting.dtype.itemsize for waiting in self._on_host.values())
 
     def _tensors(self) -> Iterator[tuple[_Key, torch.Tensor]]:
-        weights = {flat.untyped_storage().data_ptr() for flat in self._weights()}
+        optimizer = self._optimizer
+        flats = optimizer.fp16_partitioned_groups_flat if self._stage == 3 else optimizer.bit16_groups_flat
+        weights = {flat.untyped_storage().data_ptr() for flat in flats}
         for index, master in enumerate(self.masters):
             # Under torch.autocast, stage 3 trains the fp32 weights themselves.
             if master.untyped_storage().data_ptr() not in weights:
                 yield (index, ""), master
-            for name, value in self._optimizer.optimizer.state.get(master, {}).items():
+            for name, value in optimizer.optimizer.state.get(master, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim():
                     yield (index, name), value
 
@@ -126,40 +128,42 @@ class StateMover:
         """This rank's flat parts of the weights, one a master."""
         if self._stage == 3:
             return list(self._optimizer.fp16_partitioned_groups_flat)
-        groups = zip(
-            self._optimizer.parallel_partitioned_bit16_groups, self._optimizer.real_dp_process_group, strict=True
-        )
-        return [parts[dist.get_rank(ranks)] for parts, ranks in groups]
-
-    def _weights(self) -> list[torch.Tensor]:
-        return list(
-            self._optimizer.fp16_partitioned_groups_flat if self._stage == 3 else self._optimizer.bit16_groups_flat
-        )
+        return [
+            parts[dist.get_rank(ranks)]
+            for parts, ranks in zip(
+                self._optimizer.parallel_partitioned_bit16_groups, self._optimizer.real_dp_process_group, strict=True
+            )
+        ]
 
     def _waits(self, key: _Key, tensor: torch.Tensor) -> bool:
         waiting = self._on_host.get(key)
         return waiting is not None and waiting.data_ptr() == tensor.data_ptr()
 
-    def _reserve(self, tensors: list[torch.Tensor]) -> None:
-        sizes: dict[torch.dtype, int] = {}
-        for tensor in tensors:
-            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + aligned(tensor.numel() * tensor.dtype.itemsize)
-        if sizes:
-            self._buffer.reserve(sizes)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def _copied(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
         self.copy_seconds += time.perf_counter() - start
-        self.copied_bytes += source.numel() * source.dtype.itemsize
+        return target
 
     def _flat_gradient(self) -> torch.Tensor | None:
         return self._optimizer.grad_partitions_flat_buffer if self._stage == 3 else None
 
-    def _unlink_fragments(self) -> None:
-        if self._stage != 3:
-            unlink_fragments(self._optimizer)
 
-    def _link_fragments(self) -> None:
-        if self._stage != 3:
-            link_fragments(self._optimizer)
+def check_flat_memory(optimizers: Iterable[Any], weights: Iterable[Weight]) -> None:
+    """Refuse weights that lie elsewhere than in the flat memory that DeepSpeed has laid them in. Stages 1 and 2.
+
+    Args:
+        optimizers: DeepSpeed's ZeRO optimizers, of all groups.
+        weights: What they step.
+
+    Raises:
+        RuntimeError: Naming one, the usual causes, and the way out.
+    """
+    addresses = {flat.untyped_storage().data_ptr() for each in optimizers for flat in each.bit16_groups_flat}
+    for weight in weights:
+        if weight.parameter.untyped_storage().data_ptr() not in addresses:
+            raise RuntimeError(
+                f"{weight.name} lies in other memory than DeepSpeed has laid it in (model.to, or an assignment to "
+                "its .data), and would never be trained; do that before slivertune.prepare or initialize, or copy "
+                "the values: with torch.no_grad(): parameter.copy_(values)"
+            )

@@ -41,17 +41,24 @@ def check_stage(config: Mapping[str, Any], method: str) -> int:
     return int(stage)
 
 
-def _refuse_unsupported(config: Mapping[str, Any], method: str, own: UnsupportedSetting) -> None:
+def _refuse_unsupported(config: Mapping[str, Any], method: str, own: UnsupportedSetting, without: str) -> None:
     """Refuse settings that don't go together with a method. Pure.
 
     Args:
         config: The config; values may be "auto".
         method: For the message.
         own: What this method does not support, beside what neither does.
+        without: Why the method needs no offloaded optimizer, for the message.
 
     Raises:
         ValueError: Naming the first that is on, and what to do.
     """
+    device = str((config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none"))
+    if device != "none":
+        raise ValueError(
+            f"zero_optimization.offload_optimizer (device {device!r}) steps on the CPU with DeepSpeedCPUAdam{without}. "
+            "offload_param may stay"
+        )
     for where, key, use in (*own, *_BY_NEITHER):
         section: Any = config.get(where)
         value = section.get(key) if isinstance(section, Mapping) else None
@@ -77,18 +84,16 @@ def check_hift_config(config: Mapping[str, Any]) -> int:
         ValueError: Naming the setting and what to use.
     """
     stage = check_stage(config, "HiFT")
-    _refuse_offloaded_optimizer(
-        config,
-        " in place of your optimizer; remove it: HiFT keeps the state of waiting groups in host memory by itself",
-    )
     if config.get("optimizer") is not None:
         raise ValueError(
             "the DeepSpeed config names an optimizer, and HiFT brings its own base optimizer; remove the section from "
             "the config"
         )
-    if stage == 1 and _enabled(config, "bf16") and _accumulates_in_fp32(config):
+    accumulates_in_fp32 = (config.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32")
+    if stage == 1 and (config.get("bf16") or {}).get("enabled", False) is True and accumulates_in_fp32:
         raise ValueError(_NO_BF16_OPTIMIZER)
-    _refuse_unsupported(config, "HiFT", _BY_HIFT)
+    without = " in place of your optimizer; remove it: HiFT keeps the state of waiting groups in host memory by itself"
+    _refuse_unsupported(config, "HiFT", _BY_HIFT, without)
     return stage
 
 
@@ -120,18 +125,8 @@ def check_sft_config(config: Mapping[str, Any]) -> int:
         raise ValueError(
             "fp16.enabled holds the weights in float16, whose range is too small for weights that are trained; use bf16"
         )
-    _refuse_offloaded_optimizer(config, ", but SFT steps its few deltas by itself; remove it")
-    _refuse_unsupported(config, "SFT", _BY_SFT)
+    _refuse_unsupported(config, "SFT", _BY_SFT, ", but SFT steps its few deltas by itself; remove it")
     return stage
-
-
-def _refuse_offloaded_optimizer(config: Mapping[str, Any], why: str) -> None:
-    device = str((config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none"))
-    if device != "none":
-        raise ValueError(
-            f"zero_optimization.offload_optimizer (device {device!r}) steps on the CPU with DeepSpeedCPUAdam{why}. "
-            "offload_param may stay"
-        )
 
 
 _BY_SFT: UnsupportedSetting = (
@@ -196,11 +191,3 @@ def fill_buckets(config: dict[str, Any], model: nn.Module) -> None:
     """
     if getattr(getattr(model, "config", None), "hidden_size", None) is not None:
         config["zero_optimization"].setdefault("reduce_bucket_size", "auto")
-
-
-def _enabled(config: Mapping[str, Any], precision: str) -> bool:
-    return (config.get(precision) or {}).get("enabled", False) is True
-
-
-def _accumulates_in_fp32(config: Mapping[str, Any]) -> bool:
-    return (config.get("data_types") or {}).get("grad_accum_dtype") in ("fp32", "float32")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from slivertune.parallel.consistency.exits import let_threads_finish_at_exit
+from slivertune.parallel.consistency.processes import let_threads_finish_at_exit
 
 _Value = TypeVar("_Value")
 

@@ -1,9 +1,8 @@
-"""A weight of which every rank holds some rows, as FSDP2 shares it out."""
+"""What FSDP2 shares out: a weight of which every rank holds some rows, and the modules that it gathers as one."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch import nn
 from typing_extensions import override
 
@@ -27,7 +26,7 @@ class ShardedWeight(Weight):
 
     def follow(self) -> None:
         """Lie on the memory that `trained` has now; FSDP2 and loaders may have replaced it."""
-        self.parameter.data = _local(self.trained)
+        self.parameter.data = cast(Any, self.trained).detach().to_local()
 
 
 def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight:
@@ -49,18 +48,43 @@ def shard_of(name: str, source: nn.Parameter, param_group: int) -> ShardedWeight
             f"{name} is placed as {placements}, but HiFT trains parameters that are cut by rows over one dimension of "
             "ranks; leave out replicas (HSDP) and other placements"
         )
-    first_row = first_row_of(source)
-    local = nn.Parameter(_local(source), requires_grad=False)
-    return ShardedWeight(name=name, parameter=local, trained=source, param_group=param_group, first_row=first_row)
+    local = nn.Parameter(cast(Any, source).detach().to_local(), requires_grad=False)
+    return ShardedWeight(
+        name=name, parameter=local, trained=source, param_group=param_group, first_row=first_row_of(source)
+    )
 
 
 def first_row_of(source: Any) -> int:
     """Where this rank's rows begin in a DTensor that is cut by rows; its number of rows if this rank has none."""
     rows_a_rank = -(-source.shape[0] // source.device_mesh.size())
-    first_row: int = min(source.device_mesh.get_local_rank() * rows_a_rank, source.shape[0])
-    return first_row
+    return int(min(source.device_mesh.get_local_rank() * rows_a_rank, source.shape[0]))
 
 
-def _local(source: nn.Parameter) -> torch.Tensor:
-    local: torch.Tensor = source.detach().to_local()  # type: ignore[attr-defined]
-    return local
+def check_units(accelerator: Any, model: nn.Module) -> None:
+    """Refuse units that hold the input embedding, which accelerate makes a unit of its own afterwards.
+
+    Accelerate 1.15 then fails deep inside of torch. The encoders of transformers name such a module among those that
+    are not to be split (`RobertaEmbeddings`), and accelerate takes these where its configuration names none.
+
+    Args:
+        accelerator: `accelerate.Accelerator` under FSDP2.
+        model: The model, not yet cut.
+
+    Raises:
+        ValueError: Naming the setting and its value.
+    """
+    named = accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap
+    classes = list(getattr(model, "_no_split_modules", None) or ()) if named is None else list(named)
+    bottom = getattr(model, "get_input_embeddings", lambda: None)()
+    parents = {
+        type(module).__name__
+        for module in model.modules()
+        if type(module).__name__ in classes and any(each is bottom for each in module.modules())
+    }
+    if parents:
+        present = {type(module).__name__ for module in model.modules()}
+        blocks = ",".join(each for each in classes if each in present - parents)
+        raise ValueError(
+            f"{', '.join(sorted(parents))} holds the input embedding, which accelerate gathers on its own under FSDP2; "
+            f"set fsdp_transformer_layer_cls_to_wrap: {blocks} in the fsdp_config of your configuration"
+        )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slivertune import SFT, SFTConfig
-from slivertune.parallel.sft.sharded_values import ShardedPretrainedValues
+from slivertune.parallel.sft.communicator import ShardedPretrainedValues
 from slivertune.sft.communicator import ALONE
 from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.targets import Target
