@@ -70,12 +70,9 @@ def load_local(
     # The reader takes glob patterns; a name such as data[1].csv is meant as written.
     patterns = {name: [glob.escape(str(file.resolve())) for file in group] for name, group in files_of_split.items()}
     try:
-        loaded: list[Any] = datasets.load_dataset(
-            reader, data_files=patterns, split=splits, cache_dir=cache_dir, **options
-        )
+        return list(datasets.load_dataset(reader, data_files=patterns, split=splits, cache_dir=cache_dir, **options))
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         raise ValueError(f"{path} can't be read as {reader}: {_reason(error)}") from error
-    return loaded
 
 
 def _load_saved(path: Path, splits: list[str]) -> list[Any]:
@@ -95,16 +92,15 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
     )
     if not files:
         raise ValueError(f"folder {folder} holds no data file; put in {', '.join(FORMATS)} files, or name a file")
-    words = {file: re.findall("[a-z]+", file.stem.lower()) for file in files}
-    split_of = {file: next(filter(None, map(_SPLIT_OF_WORD.get, words[file])), None) for file in files}
-    unnamed = [file for file in files if split_of[file] is None]
-    groups = {name: [file for file in files if split_of[file] == name] for name in split_of.values() if name}
-    if not groups:
-        return {"train": unnamed}
-    if unnamed:
+    files_of_split: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.findall("[a-z]+", file.stem.lower())
+        files_of_split.setdefault(next(filter(None, map(_SPLIT_OF_WORD.get, words)), ""), []).append(file)
+    unnamed = files_of_split.pop("", [])
+    if unnamed and files_of_split:
         names = ", ".join(file.name for file in unnamed)
         logger.warning("%s: left out %s, whose names say neither train, validation nor test", folder, names)
-    return groups
+    return files_of_split or {"train": unnamed}
 
 
 def _reader_of(files: list[Path]) -> str:
@@ -127,15 +123,20 @@ def _csv_options(files: list[Path], column_names: list[str] | None) -> dict[str,
     # A tab-separated file quotes nothing: a lone quotation mark must not swallow the lines after it.
     tabs = files[0].suffix.lower() == ".tsv"
     delimiter, quoting = ("\t", csv.QUOTE_NONE) if tabs else (",", csv.QUOTE_MINIMAL)
-    headers = {file: _header(file, delimiter, quoting, column_names) for file in files}
-    names = headers[files[0]]
-    for file, header in headers.items():
+    names, *others = (_header(file, delimiter, quoting, column_names) for file in files)
+    for file, header in zip(files[1:], others, strict=True):
         if header != names:
             raise ValueError(f"{file} has the columns {header}, {files[0]} has {names}; files of a folder must agree")
     # Every cell is text: guessed types turn "null" into nothing and "01" into 1, and change from one piece to the next.
-    features = datasets.Features({name: datasets.Value("string") for name in names})
-    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""], "encoding": "utf-8-sig"}
-    return {**options, "column_names": column_names, "features": features, "sep": delimiter, "quoting": int(quoting)}
+    return {
+        "column_names": column_names,
+        "features": datasets.Features({name: datasets.Value("string") for name in names}),
+        "sep": delimiter,
+        "quoting": int(quoting),
+        "keep_default_na": False,
+        "na_values": [""],
+        "encoding": "utf-8-sig",
+    }
 
 
 def _header(file: Path, delimiter: str, quoting: Any, column_names: list[str] | None) -> list[str]:

@@ -102,14 +102,12 @@ def _load_hub(dataset: str, config: str | None, splits: list[str], cache_dir: st
     """
     _check_reachable(dataset, cache_dir)
     try:
-        loaded: list[Any] = datasets.load_dataset(dataset, config, split=splits, cache_dir=cache_dir)
+        return list(datasets.load_dataset(dataset, config, split=splits, cache_dir=cache_dir))
     except (ValueError, FileNotFoundError) as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
             f"dataset {dataset!r} (configuration {config!r}, splits {', '.join(splits)}) can't be loaded from "
-            f"the hub: {reason}; see --dataset_config, --train_split and --eval_split"
+            f"the hub: {' '.join(str(error).split())}; see --dataset_config, --train_split and --eval_split"
         ) from error
-    return loaded
 
 
 def _check_reachable(dataset: str, cache_dir: str | None) -> None:

@@ -11,6 +11,7 @@ evaluation row. The hooks take the two apart; no model sees these labels.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ from slivertune.training.tasks.prompting import Template, cut_to_fit
 from slivertune.training.tasks.tokenization import (
     IGNORED,
     Columns,
-    RowEncoder,
     as_columns,
     common_prefix_length,
+    leading_special_tokens,
     token_ids,
 )
 
@@ -32,56 +33,70 @@ _TOKEN_BITS = 24
 _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CausalPromptEncoder(RowEncoder):
+def encode_causal_prompts(
+    batch: Columns,
+    indices: list[int],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    words: tuple[str, ...],
+    max_length: int,
+    truncate: bool,
+    candidates: bool,
+) -> Columns:
     """Rows to prompts that end in a label word, with labels on the label word's tokens alone.
 
     A label word stands after the white space that the template ends with, or after one space. Prompt and word are
     tokenised in one piece, and the word begins where the candidates' tokens part from the prompt's.
 
     Args:
+        batch: The rows.
+        indices: Their places in the split.
+        tokenizer: The tokenizer.
         template: Ends where the label word stands.
         words: The label word of each class.
-        leading: Special tokens before a text.
+        max_length: Longest row in tokens.
         truncate: Shorten the texts of longer rows, never the template or the word.
         candidates: Make one row per label word, for evaluation, in place of one row with the right word.
+
+    Returns:
+        The batch; `length` counts the tokens of the longest candidate before a cut.
     """
+    leading = leading_special_tokens(tokenizer)
+    spell = partial(_spell, tokenizer=tokenizer, leading=leading, template=template, words=words)
 
-    template: Template
-    words: tuple[str, ...]
-    leading: tuple[int, ...]
-    candidates: bool
+    def fits(row: dict[str, str]) -> bool:
+        return max(map(len, spell(row)[0])) <= max_length
 
-    def __call__(self, batch: Columns, indices: list[int]) -> Columns:
-        """Encode a batch; `length` counts the tokens of the longest candidate before a cut."""
-        encoded: list[dict[str, Any]] = []
-        columns = self.template.columns
-        texts = zip(*(batch[column] for column in columns), strict=True)
-        rows = zip(texts, batch[LABEL_COLUMN], batch[ROW_COLUMN], indices, strict=True)
-        for values, label, number, example in rows:
-            row = dict(zip(columns, map(str, values), strict=True))
-            ids, num_silent = self._encode(row)
-            length = max(map(len, ids))
-            if self.truncate and length > self.max_length:
-                ids, num_silent = self._encode(cut_to_fit(row, self._fits))
-            num_words = len(self.words)
-            for word in range(num_words) if self.candidates else [label]:
-                code = 1 + (example * num_words + word) * num_words + label if self.candidates else 0
-                targets = [token | (code << _TOKEN_BITS) for token in ids[word][num_silent:]]
-                labels = [*[IGNORED] * num_silent, *targets]
-                encoded.append({"input_ids": ids[word], "labels": labels, "length": length, ROW_COLUMN: number})
-        return as_columns(encoded)
+    encoded: list[dict[str, Any]] = []
+    rows = zip(template.values(batch), batch[LABEL_COLUMN], batch[ROW_COLUMN], indices, strict=True)
+    for row, label, number, example in rows:
+        ids, num_silent = spell(row)
+        length = max(map(len, ids))
+        if truncate and length > max_length:
+            ids, num_silent = spell(cut_to_fit(row, fits))
+        for word in range(len(words)) if candidates else [label]:
+            code = 1 + (example * len(words) + word) * len(words) + label if candidates else 0
+            targets = [token | (code << _TOKEN_BITS) for token in ids[word][num_silent:]]
+            labels = [*[IGNORED] * num_silent, *targets]
+            encoded.append({"input_ids": ids[word], "labels": labels, "length": length, ROW_COLUMN: number})
+    return as_columns(encoded)
 
-    def _encode(self, row: dict[str, str]) -> tuple[list[list[int]], int]:
-        """One row of tokens per label word, and how many of them belong to the prompt."""
-        prompt = self.template.fill(row)
-        space = "" if prompt[-1:].isspace() else " "
-        *ids, prompt_ids = token_ids(self.tokenizer, [*(prompt + space + word for word in self.words), prompt])
-        num_silent = len(self.leading) + min(common_prefix_length((word_ids, prompt_ids)) for word_ids in ids)
-        return [[*self.leading, *word_ids] for word_ids in ids], num_silent
 
-    def _fits(self, row: dict[str, str]) -> bool:
-        return max(map(len, self._encode(row)[0])) <= self.max_length
+def _spell(
+    row: dict[str, str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    leading: list[int],
+    template: Template,
+    words: tuple[str, ...],
+) -> tuple[list[list[int]], int]:
+    """One row of tokens per label word, and how many of them belong to the prompt."""
+    prompt = template.fill(row)
+    space = "" if prompt[-1:].isspace() else " "
+    *ids, prompt_ids = token_ids(tokenizer, [*(prompt + space + word for word in words), prompt])
+    num_silent = len(leading) + min(common_prefix_length((word_ids, prompt_ids)) for word_ids in ids)
+    return [[*leading, *word_ids] for word_ids in ids], num_silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +126,18 @@ class CausalPromptHooks:
             A scalar. In training the mean over label-word tokens. In evaluation the mean over examples of their
             word's sum, to which a row with a wrong candidate adds nothing, so that batches of any size agree.
         """
-        log_likelihood = self.log_likelihood(outputs["logits"], labels)
-        loss: torch.Tensor
+        log_likelihood = self.scores(outputs["logits"], labels)
         num_tokens = (labels != IGNORED).sum()
         num_items = num_tokens if num_items_in_batch is None else num_items_in_batch
         # Everything but a label is -100, so the largest of a row is a label.
         code = (labels.amax(dim=1) >> _TOKEN_BITS) - 1
         if bool((code < 0).all()):
-            loss = -log_likelihood.sum() / num_items
-            return loss
+            return torch.div(-log_likelihood.sum(), num_items)
         is_right = code // self.num_words % self.num_words == code % self.num_words
         # Rows of several processes: the Trainer multiplies by their number where it counted the items of all.
-        share = num_tokens / num_items
-        loss = -(log_likelihood * is_right).mean() * self.num_words * share
-        return loss
+        return -(log_likelihood * is_right).mean() * self.num_words * (num_tokens / num_items)
 
-    def log_likelihood(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
+    def scores(self, logits: Any, labels: torch.Tensor) -> torch.Tensor:
         """Sum of the label word's log-probabilities; a `preprocess_logits_for_metrics`.
 
         Args:
@@ -141,8 +152,8 @@ class CausalPromptHooks:
         rows, positions = torch.nonzero(labels[:, 1:] != IGNORED, as_tuple=True)
         targets = labels[rows, positions + 1] & _TOKEN_MASK
         vocabulary: torch.Tensor = logits[rows, positions].float().log_softmax(dim=-1)
-        label_scores = vocabulary.gather(1, targets.unsqueeze(1)).squeeze(1)
-        return label_scores.new_zeros(len(labels)).index_add(0, rows, label_scores)
+        word_scores = vocabulary.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return word_scores.new_zeros(len(labels)).index_add(0, rows, word_scores)
 
     def accuracy(self, prediction: EvalPrediction) -> dict[str, float]:
         """The share of examples whose right label word is the likeliest; a `compute_metrics`.

@@ -6,56 +6,56 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import LABEL_COLUMN, ROW_COLUMN
 from slivertune.training.tasks.prompting import Template, cut_to_fit
-from slivertune.training.tasks.tokenization import IGNORED, Columns, RowEncoder
+from slivertune.training.tasks.tokenization import IGNORED, Columns
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedPromptEncoder(RowEncoder):
+def encode_masked_prompts(
+    batch: Columns,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    word_ids: tuple[int, ...],
+    max_length: int,
+    truncate: bool,
+) -> Columns:
     """Rows to filled templates whose label, at the mask token alone, is the right label word's token.
 
     Args:
+        batch: The rows.
         tokenizer: Has a mask token.
         template: With {mask}.
         word_ids: The token of each class's label word.
+        max_length: Longest row in tokens.
         truncate: Shorten the texts of longer rows, never the template.
+
+    Returns:
+        The batch, row by row; `length` counts tokens before a cut, `num_masks` the mask tokens in the row.
     """
 
-    template: Template
-    word_ids: tuple[int, ...]
+    def encode(rows: list[dict[str, str]]) -> Columns:
+        texts = [template.fill(row, str(tokenizer.mask_token)) for row in rows]
+        return dict(tokenizer(texts, verbose=False))
 
-    def __call__(self, batch: Columns) -> Columns:
-        """Encode a batch, row by row; `length` counts tokens before a cut, `num_masks` the mask tokens in the row."""
-        columns = self.template.columns
-        rows = [
-            dict(zip(columns, map(str, texts), strict=True)) for texts in zip(*(batch[c] for c in columns), strict=True)
-        ]
-        encoded = self._encode(rows)
-        lengths = [len(ids) for ids in encoded["input_ids"]]
-        if self.truncate and max(lengths) > self.max_length:
-            encoded = self._encode(
-                [
-                    row if length <= self.max_length else cut_to_fit(row, self._fits)
-                    for row, length in zip(rows, lengths, strict=True)
-                ]
-            )
-        masks = [[token == self.tokenizer.mask_token_id for token in ids] for ids in encoded["input_ids"]]
-        labels = [
-            [self.word_ids[label] if is_mask else IGNORED for is_mask in row]
-            for row, label in zip(masks, batch[LABEL_COLUMN], strict=True)
-        ]
-        num_masks = [sum(row) for row in masks]
-        return {**encoded, "labels": labels, "length": lengths, "num_masks": num_masks, ROW_COLUMN: batch[ROW_COLUMN]}
+    def fits(row: dict[str, str]) -> bool:
+        return len(encode([row])["input_ids"][0]) <= max_length
 
-    def _encode(self, rows: list[dict[str, str]]) -> Columns:
-        texts = [self.template.fill(row, str(self.tokenizer.mask_token)) for row in rows]
-        return dict(self.tokenizer(texts, verbose=False))
-
-    def _fits(self, row: dict[str, str]) -> bool:
-        return len(self._encode([row])["input_ids"][0]) <= self.max_length
+    rows = template.values(batch)
+    encoded = encode(rows)
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    if truncate and max(lengths) > max_length:
+        sized = zip(rows, lengths, strict=True)
+        encoded = encode([row if length <= max_length else cut_to_fit(row, fits) for row, length in sized])
+    masks = [[token == tokenizer.mask_token_id for token in ids] for ids in encoded["input_ids"]]
+    labels = [
+        [word_ids[label] if is_mask else IGNORED for is_mask in row]
+        for row, label in zip(masks, batch[LABEL_COLUMN], strict=True)
+    ]
+    num_masks = [sum(row) for row in masks]
+    return {**encoded, "labels": labels, "length": lengths, "num_masks": num_masks, ROW_COLUMN: batch[ROW_COLUMN]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from slivertune.training.data.columns import number_rows
 from slivertune.training.options.data import DataArguments
 from slivertune.training.tasks.causal import prepare_causal
-from slivertune.training.tasks.classification import prepare_classification
-from slivertune.training.tasks.prompt_classification import prepare_prompt_classification
+from slivertune.training.tasks.classification import prepare_classification, prepare_prompt_classification
 from slivertune.training.tasks.task import Task
 
 _PREPARE = {

@@ -2,8 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +32,7 @@ _POSITIONS_AFTER_PADDING = frozenset(
 
 
 def source_digest() -> str:
-    """A digest of the source of `slivertune train`, to stand among an encoder's fields.
+    """A digest of the source of `slivertune train`, to stand among an encoder's arguments.
 
     The datasets library knows an imported function or class by its name alone, so that after a change of the code it
     would go on reading what the code of before had cached.
@@ -41,23 +41,6 @@ def source_digest() -> str:
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowEncoder:
-    """Rows to token ids, a batch of columns at a time; the datasets library keeps what comes out by these fields.
-
-    Args:
-        tokenizer: The tokenizer.
-        max_length: Longest row in tokens.
-        truncate: Cut longer rows.
-        source: Digest of the code, for the cache.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    truncate: bool = False
-    source: str = field(default_factory=source_digest)
 
 
 def as_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
@@ -129,19 +112,13 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
 def leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that this tokenizer puts before a text, such as a BOS token; often none."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
-    ids: list[int] = encoded["input_ids"]
     is_special: list[int] = encoded["special_tokens_mask"]
-    return ids[: is_special.index(0)] if 0 in is_special else []
+    return list(encoded["input_ids"][: is_special.index(0)]) if 0 in is_special else []
 
 
 def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
     """Length of the longest beginning that all sequences share."""
-    length = 0
-    for tokens in zip(*sequences, strict=False):
-        if len(set(tokens)) > 1:
-            break
-        length += 1
-    return length
+    return len(list(takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False))))
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -169,44 +146,59 @@ def check_lengths(rows: Any, *, max_length: int, truncate: bool, split: str) -> 
         ValueError: If rows are too long and were not cut.
     """
     lengths = np.asarray(column_values(rows, "length"))
-    if not (lengths > max_length).any():
+    is_long = lengths > max_length
+    if not is_long.any():
         return
     # The candidates of one example are several rows with its number, and with one length.
     length_of_row = dict(sorted(zip(column_values(rows, ROW_COLUMN), lengths.tolist(), strict=True)))
-    long = {number: length for number, length in length_of_row.items() if length > max_length}
+    long = [length for length in length_of_row.values() if length > max_length]
     found = (
         f"{len(long)} of {len(length_of_row)} rows of the {split} split are longer than max_length={max_length} tokens"
     )
     if truncate:
-        logger.warning("%s, the longest has %d; they are cut", found, lengths.max())
+        logger.warning("%s, the longest has %d; they are cut", found, max(long))
         return
-    some = ", ".join(str(length) for length in list(long.values())[:NUM_NAMED_ROWS])
+    some = ", ".join(str(length) for length in long[:NUM_NAMED_ROWS])
     raise ValueError(
-        f"{found} ({name_rows(list(long))}, counted from 0, with {some} tokens; the longest has {lengths.max()}); "
-        "raise --max_length, or cut them with --truncate"
+        f"{found} ({name_rows(rows, np.flatnonzero(is_long))}, with {some} tokens; the longest "
+        f"has {max(long)}); raise --max_length, or cut them with --truncate"
     )
 
 
 def encode_rows(
-    rows: Any, encoder: Any, *, num_workers: int | None, description: str, with_indices: bool = False
+    rows: Any,
+    encode: Callable[..., Columns],
+    *,
+    description: str,
+    num_workers: int | None = None,
+    batch_size: int = 1000,
+    with_indices: bool = False,
 ) -> Any:
     """Apply an encoder to all rows of a `datasets.Dataset`, in batches; its result replaces all columns.
 
     Args:
         rows: The dataset.
-        encoder: A `RowEncoder`, called with a batch of columns to make another.
-        num_workers: Processes, or None for this one.
+        encode: Called with a batch of columns to make another; a function of a module, or a `functools.partial` of
+            one, by whose arguments the datasets library keeps what comes out.
         description: Stands beside the progress bar.
+        num_workers: Processes, or None for this one.
+        batch_size: Rows in a batch.
         with_indices: Pass the rows' positions as a second argument.
 
     Returns:
         The encoded dataset; a repeated call with the same data and encoder is read from the cache.
     """
     return rows.map(
-        encoder,
+        _encode,
         batched=True,
+        batch_size=batch_size,
         with_indices=with_indices,
         remove_columns=rows.column_names,
         num_proc=min(num_workers, len(rows)) if num_workers is not None and num_workers > 1 else None,
+        fn_kwargs={"encode": encode, "source": source_digest()},
         desc=description,
     )
+
+
+def _encode(batch: Columns, *places: list[int], encode: Callable[..., Columns], source: str) -> Columns:
+    return encode(batch, *places)
