@@ -13,12 +13,12 @@ from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, EvaluateFirst, NonFiniteGuard
 from slivertune.training.data.splits import load_splits
-from slivertune.training.embedded.default import prepare_base_model, reference_splits
+from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
+from slivertune.training.embedded.corpus import reference_splits
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import attach_tokens
 from slivertune.training.models import ModelSource, load_model, open_model
-from slivertune.training.options.defaults import BASE_RECIPE
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.display import Display
 from slivertune.training.output.folders import read_facts

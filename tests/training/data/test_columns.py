@@ -13,7 +13,7 @@ from slivertune.training.data.columns import (
     sentence_columns,
     usable_rows,
 )
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 
 
 def table(*columns: str, **values: list[Any]) -> Any:

@@ -11,7 +11,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from slivertune.training.data.columns import ROW_COLUMN
 from slivertune.training.data.splits import load_splits
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 from tests.training.tiny import bert_config, prepared, splits_from, word_tokenizer, write
 
 NUMBERED = "text\n" + "".join(f"row {number}\n" for number in range(20))

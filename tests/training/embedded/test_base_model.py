@@ -9,8 +9,17 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.training.embedded import base_model
-from slivertune.training.embedded.base_model import BaseRecipe, base_model_folder, ensure_base_model, train_base_model
-from slivertune.training.options.defaults import BASE_RECIPE
+from slivertune.training.embedded.base_model import (
+    BASE_RECIPE,
+    END_ID,
+    PAD_ID,
+    VOCABULARY_SIZE,
+    BaseRecipe,
+    base_model_folder,
+    ensure_base_model,
+    make_byte_tokenizer,
+    train_base_model,
+)
 from tests.training.tiny_runs import TINY_RECIPE, sentences, train, write_texts
 
 
@@ -155,3 +164,22 @@ def test_without_a_model_the_embedded_one_is_used(
         base_model_folder(TINY_RECIPE), write_texts(tmp_path), tmp_path / "again", "--max_steps", "1", method="dense"
     )
     assert results["num_parameters"] == 34_080
+
+
+@pytest.mark.parametrize("text", ["plain", " a  b\n\tc ", "naïve ☃ 漢字 🙂", "\x00\x7f", "don't <|end|>", ""])
+def test_a_text_comes_back_as_it_went_in_one_token_a_byte(text: str, tmp_path: Path) -> None:
+    make_byte_tokenizer(64).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == len(text.replace("<|end|>", "E").encode())
+
+
+def test_every_byte_has_its_own_token_beside_the_two_marks() -> None:
+    tokenizer = make_byte_tokenizer(None)
+    assert sorted(tokenizer.get_vocab().values()) == list(range(VOCABULARY_SIZE))
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD_ID, END_ID) == (256, 257)
+
+
+def test_the_limit_is_the_models() -> None:
+    assert make_byte_tokenizer(64).model_max_length == 64

@@ -12,8 +12,7 @@ from slivertune.hift.config import HiFTConfig
 from slivertune.training.methods.hift import HiFTArguments
 from slivertune.training.methods.lora import LoraArguments
 from slivertune.training.methods.sft import SFTArguments
-from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
 from slivertune.training.options.parse import make_parser, parse_train_arguments
 
 PROMPTS = [

@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 
 logger = logging.getLogger(__name__)
 

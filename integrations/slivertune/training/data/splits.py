@@ -11,7 +11,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 
 from slivertune.training.data.columns import number_rows
 from slivertune.training.data.local_files import FORMATS, load_local
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 
 logger = logging.getLogger(__name__)
 

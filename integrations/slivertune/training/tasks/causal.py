@@ -8,7 +8,7 @@ import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import ROW_COLUMN, causal_columns, column_values, leave_out, usable_rows
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import (
     IGNORED,

@@ -20,7 +20,7 @@ from slivertune.training.data.columns import (
     usable_rows,
 )
 from slivertune.training.data.labels import encode_labels, read_labels
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.causal_prompts import CausalPromptHooks, check_words, encode_causal_prompts
 from slivertune.training.tasks.masked_prompts import MaskedPromptHooks, encode_masked_prompts
 from slivertune.training.tasks.prompting import Template, mask_token_ids, parse_label_words, prompt_model_kind

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import number_rows
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.causal import prepare_causal
 from slivertune.training.tasks.classification import prepare_classification, prepare_prompt_classification
 from slivertune.training.tasks.task import Task

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 
 
 def test_the_command_line_parser_reads_every_kind_of_field() -> None:
