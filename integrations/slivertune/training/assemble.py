@@ -25,7 +25,7 @@ from slivertune.training.output.folders import read_facts
 from slivertune.training.output.ledger_lines import LedgerLines
 from slivertune.training.precision import num_weights
 from slivertune.training.ranks.coordinator import LaunchCoordinator
-from slivertune.training.ranks.layouts import settle_layout
+from slivertune.training.ranks.processes import settle_layout
 from slivertune.training.tasks.prepare import prepare_task
 from slivertune.training.tasks.samples import Probe, make_probe
 from slivertune.training.tasks.task import Task
