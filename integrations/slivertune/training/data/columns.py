@@ -32,9 +32,7 @@ NUM_NAMED_ROWS = 5
 
 def number_rows(rows: Any) -> Any:
     """Give a `datasets.Dataset` its row numbers, unless it has them."""
-    if ROW_COLUMN in rows.column_names:
-        return rows
-    return rows.add_column(ROW_COLUMN, np.arange(len(rows)))
+    return rows if ROW_COLUMN in rows.column_names else rows.add_column(ROW_COLUMN, np.arange(len(rows)))
 
 
 def user_columns(rows: Any) -> list[str]:
@@ -44,8 +42,7 @@ def user_columns(rows: Any) -> list[str]:
 
 def column_values(rows: Any, column: str) -> list[Any]:
     """All values of a column in one piece; iterating over the column would fetch row by row."""
-    values: list[Any] = rows[column][:]
-    return values
+    return list(rows[column][:])
 
 
 def name_rows(rows: Any, places: Any) -> str:

@@ -121,8 +121,7 @@ def _reader_of(files: list[Path]) -> str:
 
 def _csv_options(files: list[Path], column_names: list[str] | None) -> dict[str, Any]:
     # A tab-separated file quotes nothing: a lone quotation mark must not swallow the lines after it.
-    tabs = files[0].suffix.lower() == ".tsv"
-    delimiter, quoting = ("\t", csv.QUOTE_NONE) if tabs else (",", csv.QUOTE_MINIMAL)
+    delimiter, quoting = ("\t", csv.QUOTE_NONE) if files[0].suffix.lower() == ".tsv" else (",", csv.QUOTE_MINIMAL)
     names, *others = (_header(file, delimiter, quoting, column_names) for file in files)
     for file, header in zip(files[1:], others, strict=True):
         if header != names:

@@ -59,9 +59,10 @@ def load_splits(arguments: DataArguments, *, seed: int) -> Any:
         file = Path(eval_file).expanduser()
         if not file.is_file():
             raise ValueError(f"eval_file {eval_file!r} is no file; give an existing {', '.join(FORMATS)} file")
-        has_cells = file.suffix.lower() in (".csv", ".tsv")
-        (rows,) = load_local(file, ["train"], column_names=names if has_cells else None, **options)
-        loaded.append(_with_rows(rows, eval_file, "train"))
+        names = names if file.suffix.lower() in (".csv", ".tsv") else None
+        loaded += [
+            _with_rows(rows, eval_file, "train") for rows in load_local(file, ["train"], column_names=names, **options)
+        ]
     if len(loaded) == 1:
         return _hold_out(loaded[0], arguments.eval_fraction, seed)
     return datasets.DatasetDict(train=loaded[0], eval=loaded[1])

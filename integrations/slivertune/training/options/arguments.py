@@ -240,12 +240,11 @@ class DataArguments:
         self._check_task()
 
     def _check_task(self) -> None:
-        defaults = {option.name: option.default for option in fields(self)}
-        for name, tasks in _READ_BY.items():
-            value = getattr(self, name)
-            if value != defaults[name] and self.task not in tasks:
+        for option in fields(self):
+            value, tasks = getattr(self, option.name), _READ_BY.get(option.name, (self.task,))
+            if value != option.default and self.task not in tasks:
                 raise ValueError(
-                    f"{name}={value!r} has no meaning for task={self.task}; it is for {' and '.join(tasks)}"
+                    f"{option.name}={value!r} has no meaning for task={self.task}; it is for {' and '.join(tasks)}"
                 )
         if (self.prompt_column is None) != (self.response_column is None):
             raise ValueError(

@@ -103,8 +103,10 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         deepspeed=asks_for("deepspeed", values),
     )
     check_engine_precision(values, precision.autocast)
-    asked = values.get("output_dir"), values.get("resume_from_checkpoint")
-    folder = coordinator.decide("the run's folder", lambda: choose_run_folder(method.name, *asked))
+    folder = coordinator.decide(
+        "the run's folder",
+        lambda: choose_run_folder(method.name, values.get("output_dir"), values.get("resume_from_checkpoint")),
+    )
     values |= {
         "bf16": precision.autocast == "bf16",
         "fp16": precision.autocast == "fp16",
@@ -265,5 +267,5 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
 
 
 def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:
-    names = {item.name for item in dataclasses.fields(kind) if item.init}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in names})
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return kind(**{item.name: values[item.name] for item in fields if item.init and item.name in values})

@@ -54,14 +54,23 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
                 )
         return {}
     # The Trainer's own default looks for unused parameters, in every update, where there are next to never any.
-    settled = {"ddp_find_unused_parameters": values.get("ddp_find_unused_parameters", False)}
+    settled: dict[str, Any] = {"ddp_find_unused_parameters": values.get("ddp_find_unused_parameters", False)}
     if has_gpu:
         return settled
     if asks_for("fsdp", values):
         raise ValueError("FSDP is asked for, and accelerate shards weights over GPUs alone; take DDP or DeepSpeed here")
     if asks_for("deepspeed", values):
         check_build(_say_once)
-        return {**settled, "use_cpu": False, "ddp_backend": "gloo", **_configured(values)}
+        settled |= {"use_cpu": False, "ddp_backend": "gloo"}
+        if values.get("deepspeed"):
+            # With --deepspeed, `TrainingArguments` takes the backend for GPUs, whatever `ddp_backend` says.
+            from accelerate.state import PartialState
+
+            forget_state()
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            PartialState(backend="gloo")
+            settled["accelerator_config"] = {"use_configured_state": True}
+        return settled
     return {**settled, "use_cpu": True}
 
 
@@ -157,18 +166,6 @@ def save_whole_model(trainer: Trainer, folder: Path) -> None:
         trainer.accelerator.unwrap_model(model).save_pretrained(folder, state_dict=whole)
         if trainer.processing_class is not None:
             trainer.processing_class.save_pretrained(folder)
-
-
-def _configured(values: dict[str, Any]) -> dict[str, Any]:
-    """With --deepspeed, `TrainingArguments` takes the backend for GPUs, whatever `ddp_backend` says."""
-    if not values.get("deepspeed"):
-        return {}
-    from accelerate.state import PartialState
-
-    forget_state()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    return {"accelerator_config": {"use_configured_state": True}}
 
 
 def _say_once(line: str) -> None:

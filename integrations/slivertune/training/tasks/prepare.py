@@ -40,5 +40,6 @@ def prepare_task(
     """
     # Asked to cut, a fast tokenizer keeps cutting, and would write that into the checkpoints it is saved with.
     tokenizer = copy.deepcopy(tokenizer)
-    numbered = {name: number_rows(splits[name]) for name in ("train", "eval")}
-    return _PREPARE[args.task](args, tokenizer, model_config, numbered)
+    return _PREPARE[args.task](
+        args, tokenizer, model_config, {name: number_rows(splits[name]) for name in ("train", "eval")}
+    )

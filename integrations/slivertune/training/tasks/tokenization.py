@@ -37,10 +37,8 @@ def source_digest() -> str:
     The datasets library knows an imported function or class by its name alone, so that after a change of the code it
     would go on reading what the code of before had cached.
     """
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def as_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
@@ -105,8 +103,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
     if not texts:
         return []
     # verbose=False: rows longer than the model takes are dealt with by check_lengths.
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return list(tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
