@@ -13,37 +13,48 @@ def rows_of(path: str | Path, **options: object) -> list[dict[str, object]]:
     return list(load_local(Path(path), ["train"], **options)[0])  # type: ignore[arg-type]
 
 
-def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.csv", 'text,label\n"one, two",x\nthree,y\n'),
+        ("rows.tsv", "text\tlabel\none, two\tx\nthree\ty\n"),
+        ("rows.jsonl", '{"text": "one, two", "label": "x"}\n{"text": "three", "label": "y"}\n'),
+        ("rows.json", '[{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}]'),
+        ("rows.parquet", None),
+    ],
+)
+def test_every_format_gives_the_same_rows(name: str, text: str | None, tmp_path: Path) -> None:
     expected = [{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}]
-    datasets.Dataset.from_list(expected).to_parquet(str(tmp_path / "rows.parquet"))
-    written = {
-        "rows.csv": 'text,label\n"one, two",x\nthree,y\n',
-        "rows.tsv": "text\tlabel\none, two\tx\nthree\ty\n",
-        "rows.jsonl": '{"text": "one, two", "label": "x"}\n{"text": "three", "label": "y"}\n',
-        "rows.json": '[{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}]',
-    }
-    for name, text in written.items():
-        assert rows_of(write(tmp_path / name, text)) == expected, name
-    assert rows_of(tmp_path / "rows.parquet") == expected
+    if text is None:
+        datasets.Dataset.from_list(expected).to_parquet(str(tmp_path / name))
+    else:
+        write(tmp_path / name, text)
+    assert rows_of(tmp_path / name) == expected
 
 
-def test_cells_of_a_table_are_text_as_written(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.csv", "\ufefftext,label\nnull,01\nNA,1.50\n,true\n")
-    assert rows_of(file) == [
-        {"text": "null", "label": "01"},
-        {"text": "NA", "label": "1.50"},
-        {"text": None, "label": "true"},
-    ]
-
-
-def test_a_lone_quotation_mark_in_a_tsv_file_swallows_nothing(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.tsv", 'a "quoted word\t0\nplain\t1\n"so" it goes\t0\n')
-    rows = rows_of(file, column_names=["sentence", "label"])
-    assert rows == [
-        {"sentence": 'a "quoted word', "label": "0"},
-        {"sentence": "plain", "label": "1"},
-        {"sentence": '"so" it goes', "label": "0"},
-    ]
+@pytest.mark.parametrize(
+    ("name", "text", "column_names", "expected"),
+    [
+        (
+            "rows.csv",
+            "\ufefftext,label\nnull,01\nNA,1.50\n,true\n",
+            None,
+            [("null", "01"), ("NA", "1.50"), (None, "true")],
+        ),
+        # A lone quotation mark in a tsv file swallows nothing.
+        (
+            "rows.tsv",
+            'a "quoted word\t0\nplain\t1\n"so" it goes\t0\n',
+            ["text", "label"],
+            [('a "quoted word', "0"), ("plain", "1"), ('"so" it goes', "0")],
+        ),
+    ],
+)
+def test_cells_of_a_table_are_text_as_written(
+    name: str, text: str, column_names: list[str] | None, expected: list[tuple[str | None, str]], tmp_path: Path
+) -> None:
+    rows = rows_of(write(tmp_path / name, text), column_names=column_names)
+    assert rows == [{"text": first, "label": second} for first, second in expected]
 
 
 def test_a_text_file_is_cut_by_line_paragraph_or_not_at_all(tmp_path: Path) -> None:
@@ -84,52 +95,62 @@ def test_what_the_datasets_library_saved_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "column_names", "message"),
     [
-        ("rows.xlsx", "x", "the extension '.xlsx', which is not one of .csv, .tsv"),
-        ("rows.csv", "", "is empty"),
-        ("rows.csv", "\n\n", "holds only blank lines"),
-        ("rows.csv", "text,label\n", "has a header line and no rows"),
-        ("rows.csv", "text,label\none,two,three\n", "has 2 column names (text, label) and 3 cells in its first row"),
-        ("rows.csv", "text,label\none,two\none,two,three\n", "can't be read as csv: ParserError"),
-        ("rows.csv", "text,text\none,two\n", "'text' is there twice"),
-        ("rows.jsonl", '{"text": "one"}\n{"text": \n', "can't be read as json"),
-        ("rows.parquet", "not parquet", "can't be read as parquet"),
+        ("rows.xlsx", "x", None, "the extension '.xlsx', which is not one of .csv, .tsv"),
+        ("rows.csv", "", None, "is empty"),
+        ("rows.csv", "\n\n", None, "holds only blank lines"),
+        ("rows.csv", "text,label\n", None, "has a header line and no rows"),
+        (
+            "rows.csv",
+            "text,label\none,two,three\n",
+            None,
+            "has 2 column names (text, label) and 3 cells in its first row",
+        ),
+        ("rows.csv", "text,label\none,two\none,two,three\n", None, "can't be read as csv: ParserError"),
+        ("rows.csv", "text,text\none,two\n", None, "'text' is there twice"),
+        ("rows.jsonl", '{"text": "one"}\n{"text": \n', None, "can't be read as json"),
+        ("rows.parquet", "not parquet", None, "can't be read as parquet"),
+        (
+            "rows.csv",
+            "text,label\none,1\n",
+            ["text", "label"],
+            "already names the columns ['text', 'label']; leave out",
+        ),
+        ("rows.csv", "text,label\none,1\n", ["only"], "has 1 column names (only) and 2 cells"),
+        ("rows.txt", "one\n", ["a"], "column_names=['a'] is for csv and tsv files"),
     ],
 )
-def test_a_malformed_file_is_named(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_a_malformed_file_is_named(
+    name: str, text: str, column_names: list[str] | None, message: str, tmp_path: Path
+) -> None:
     file = write(tmp_path / name, text)
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        rows_of(file)
+        rows_of(file, column_names=column_names)
     assert file in str(raised.value)
 
 
-def test_text_in_another_encoding_is_refused(tmp_path: Path) -> None:
-    for name, message in (("rows.csv", "is not UTF-8 text .* iconv"), ("rows.txt", "can't be read as text: Unicode")):
-        (tmp_path / name).write_bytes("text\nna\u00efve\n".encode("latin-1"))
-        with pytest.raises(ValueError, match=message):
-            rows_of(tmp_path / name)
+@pytest.mark.parametrize(
+    ("name", "message"), [("rows.csv", "is not UTF-8 text .* iconv"), ("rows.txt", "can't be read as text: Unicode")]
+)
+def test_text_in_another_encoding_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes("text\nna\u00efve\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        rows_of(tmp_path / name)
 
 
-def test_column_names_must_suit_the_file(tmp_path: Path) -> None:
-    table = write(tmp_path / "rows.csv", "text,label\none,1\n")
-    with pytest.raises(ValueError, match=r"already names the columns .*; leave out --column_names"):
-        rows_of(table, column_names=["text", "label"])
-    with pytest.raises(ValueError, match=r"has 1 column names .only. and 2 cells"):
-        rows_of(table, column_names=["only"])
-    with pytest.raises(ValueError, match=r"column_names=\['a'\] is for csv and tsv files"):
-        rows_of(write(tmp_path / "rows.txt", "one\n"), column_names=["a"])
-
-
-def test_a_folder_must_hold_one_kind_of_file_with_the_same_columns(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no data file"):
-        load_local(tmp_path, ["train"])
-    write(tmp_path / "a.csv", "text\none\n")
-    other = tmp_path / "b.csv"
-    write(other, "words\ntwo\n")
-    with pytest.raises(ValueError, match=r"has the columns \['words'\], .* has \['text'\]"):
-        load_local(tmp_path, ["train"])
-    other.unlink()
-    write(tmp_path / "b.jsonl", '{"text": "two"}\n')
-    with pytest.raises(ValueError, match=r"mixes formats \(1 \.csv, 1 \.jsonl\)"):
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no data file"),
+        ({"a.csv": "text\none\n", "b.csv": "words\ntwo\n"}, r"has the columns \['words'\], .* has \['text'\]"),
+        ({"a.csv": "text\none\n", "b.jsonl": '{"text": "two"}\n'}, r"mixes formats \(1 \.csv, 1 \.jsonl\)"),
+    ],
+)
+def test_a_folder_must_hold_one_kind_of_file_with_the_same_columns(
+    files: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    with pytest.raises(ValueError, match=message):
         load_local(tmp_path, ["train"])

@@ -3,6 +3,8 @@ import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import huggingface_hub
@@ -44,6 +46,7 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"dataset": None}, "give --dataset a hub id or a local file"),
         ({"dataset": "nowhere/rows.csv"}, "dataset 'nowhere/rows.csv' is not there (looked for from"),
         ({"dataset": "./nowhere"}, "give an existing .csv, .tsv"),
         ({"dataset": "two words"}, "a hub id (name or owner/name)"),
@@ -54,24 +57,33 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
         ({"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
         ({"dataset_config": "sst2"}, "dataset_config='sst2' is for hub datasets"),
         ({"dataset": "owner/name", "column_names": ["a"]}, "'owner/name' is a hub dataset"),
+        (
+            {"train_split": "train[:1]"},
+            "1 rows are too few to hold out 0.1 of them for evaluation; name evaluation rows",
+        ),
+        ({"train_split": "train[:1]"}, "or cut a txt file finer with --sample_by"),
     ],
 )
-def test_what_is_not_there_is_named_with_the_way_out(options: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_what_is_not_there_is_named_with_the_way_out(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.csv", NUMBERED)
     with pytest.raises(ValueError, match=re.escape(message)):
-        splits_from(**{"dataset": file, **options})
+        load_splits(DataArguments(**{"dataset": file, **options}), seed=0)
 
 
-def test_one_row_can_not_be_split(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"1 rows are too few to hold out 0\.1 of them.*--sample_by"):
-        splits_from(write(tmp_path / "one.txt", "one line\n"))
+@pytest.fixture
+def answer_of_hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the hub answer every question with an error, or with nothing."""
+
+    def answer(error: Exception | None) -> None:
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=error))
+
+    return answer
 
 
-def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def no_network(*_: object, **__: object) -> None:
-        raise OSError("no route")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
+def test_an_unreachable_hub_is_said_at_once(
+    answer_of_hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer_of_hub(OSError("no route"))
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(ConnectionError, match=r"'owner/name' is no local file or folder.*no route.*name a local file"):
@@ -79,34 +91,46 @@ def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     assert waits == [], "the datasets library's own retries wait for half a minute in all"
 
 
-def test_an_unknown_hub_dataset_is_told_from_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(*_: object, **__: object) -> None:
-        raise RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None))
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", not_found)
-    with pytest.raises(ValueError, match="neither a local file or folder nor a dataset that the hub shows you"):
-        splits_from("owner/name")
+@pytest.mark.parametrize(
+    ("probed", "loaded", "message"),
+    [
+        # An unknown dataset is told from an unreachable hub.
+        (
+            RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None)),
+            None,
+            "neither a local file or folder nor a dataset that the hub shows you",
+        ),
+        (
+            None,
+            ValueError("Config name is missing.\nPlease pick one among ['sst2', 'mnli']"),
+            "pick one among ['sst2', 'mnli']; see --dataset_config",
+        ),
+    ],
+)
+def test_what_the_hub_does_not_have_is_passed_on_with_the_way_out(
+    probed: Exception | None,
+    loaded: Exception | None,
+    message: str,
+    answer_of_hub: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer_of_hub(probed)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=loaded))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        splits_from("nyu-mll/glue")
 
 
 def test_a_cached_hub_dataset_is_used_when_the_hub_is_unreachable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    answer_of_hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded = datasets.Dataset.from_dict({"text": ["one", "two"]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [loaded])
+    answer_of_hub(OSError("no route"))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **__: [datasets.Dataset.from_dict({"text": ["one", "two"]})]
+    )
     (tmp_path / "owner___some_name" / "default").mkdir(parents=True)
     splits = splits_from("owner/someName", dataset_cache_dir=str(tmp_path), eval_fraction=0.5)
     assert {*splits["train"]["text"], *splits["eval"]["text"]} == {"one", "two"}
     assert "taking owner/someName from the cache" in caplog.text
-
-
-def test_a_wrong_configuration_of_a_hub_dataset_is_passed_on_with_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object, **__: object) -> None:
-        raise ValueError("Config name is missing.\nPlease pick one among ['sst2', 'mnli']")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
-    monkeypatch.setattr(datasets, "load_dataset", missing)
-    with pytest.raises(ValueError, match=r"pick one among \['sst2', 'mnli'\]; see --dataset_config"):
-        splits_from("nyu-mll/glue")
 
 
 def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +144,6 @@ def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch: pytes
     files = [file["filename"] for file in (*task.train_dataset.cache_files, *task.eval_dataset.cache_files)]
     assert files, "tokenised rows are kept on the disk, so that other processes and later runs read them"
     assert all(Path(file).is_relative_to(cache) for file in files)
-
-
-def test_a_run_without_a_dataset_says_which_option_is_missing() -> None:
-    with pytest.raises(ValueError, match="give --dataset a hub id or a local file"):
-        load_splits(DataArguments(), seed=0)
 
 
 def test_the_sentiment_treebank_is_read_without_a_header_line(shared_data: Path) -> None:

@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, T5Config
+from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, T5Config
 
 from slivertune.training.tasks.prompting import (
     Template,
@@ -64,32 +64,45 @@ def test_label_words_must_match_the_labels_one_to_one(words: str, message: str) 
         parse_label_words(words, ("0", "1"))
 
 
-def test_the_architecture_tells_a_masked_from_a_causal_model() -> None:
-    assert prompt_model_kind(BertConfig()) == "masked_lm"
-    assert prompt_model_kind(BertConfig(is_decoder=True)) == "causal_lm"
-    assert prompt_model_kind(BertConfig(architectures=["BertLMHeadModel"])) == "causal_lm"
-    assert prompt_model_kind(BertConfig(architectures=["BertForMaskedLM"])) == "masked_lm"
-    assert prompt_model_kind(GPT2Config(architectures=["NewForMaskedLM"])) == "masked_lm"
-    assert prompt_model_kind(LlamaConfig()) == prompt_model_kind(GPT2Config()) == "causal_lm"
-    assert prompt_model_kind(AutoConfig.for_model("roberta")) == "masked_lm"
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (BertConfig(), "masked_lm"),
+        (BertConfig(is_decoder=True), "causal_lm"),
+        (BertConfig(architectures=["BertLMHeadModel"]), "causal_lm"),
+        (BertConfig(architectures=["BertForMaskedLM"]), "masked_lm"),
+        (GPT2Config(architectures=["NewForMaskedLM"]), "masked_lm"),
+        (LlamaConfig(), "causal_lm"),
+        (GPT2Config(), "causal_lm"),
+        (AutoConfig.for_model("roberta"), "masked_lm"),
+    ],
+)
+def test_the_architecture_tells_a_masked_from_a_causal_model(config: PreTrainedConfig, kind: str) -> None:
+    assert prompt_model_kind(config) == kind
+
+
+def test_an_encoder_decoder_takes_no_prompts() -> None:
     with pytest.raises(ValueError, match="t5 is an encoder-decoder"):
         prompt_model_kind(T5Config())
 
 
-def test_a_label_word_at_a_mask_takes_the_form_that_the_template_calls_for() -> None:
-    # As in RoBERTa's vocabulary, " great" and "great" are different tokens.
-    tokenizer = byte_tokenizer(corpus=["great great", "bad bad"] * 20)
-    after_space, alone = Template.parse("{s} It was {mask} ."), Template.parse("{mask} : {s}")
-    for template, lead in ((after_space, " "), (alone, "")):
-        ids = mask_token_ids(tokenizer, ("great", "bad"), template)
-        assert [tokenizer.decode([token]) for token in ids] == [lead + "great", lead + "bad"]
-
-
-def test_the_other_form_is_taken_where_the_first_is_no_single_token() -> None:
-    tokenizer = byte_tokenizer(corpus=["a great", "a bad"] * 20)
-    assert len(tokenizer("great")["input_ids"]) > 1
-    ids = mask_token_ids(tokenizer, ("great", "bad"), Template.parse("{mask} : {s}"))
-    assert [tokenizer.decode([token]) for token in ids] == [" great", " bad"]
+@pytest.mark.parametrize(
+    ("corpus", "template", "lead"),
+    [
+        # As in RoBERTa's vocabulary, " great" and "great" are different tokens.
+        (["great great", "bad bad"], "{s} It was {mask} .", " "),
+        (["great great", "bad bad"], "{mask} : {s}", ""),
+        # The other form is taken where the first is no single token.
+        (["a great", "a bad"], "{mask} : {s}", " "),
+    ],
+)
+def test_a_label_word_at_a_mask_takes_the_form_that_the_template_calls_for_if_it_is_one_token(
+    corpus: list[str], template: str, lead: str
+) -> None:
+    tokenizer = byte_tokenizer(corpus=corpus * 20)
+    assert (len(tokenizer("great")["input_ids"]) == 1) is ("great great" in corpus)
+    ids = mask_token_ids(tokenizer, ("great", "bad"), Template.parse(template))
+    assert [tokenizer.decode([token]) for token in ids] == [lead + "great", lead + "bad"]
 
 
 def test_a_label_word_of_several_or_unknown_tokens_is_refused_with_its_tokens() -> None:

@@ -21,8 +21,13 @@ from slivertune.training.data.columns import (
 )
 from slivertune.training.data.labels import encode_labels, read_labels
 from slivertune.training.options.arguments import DataArguments
-from slivertune.training.tasks.causal_prompts import CausalPromptHooks, check_words, encode_causal_prompts
-from slivertune.training.tasks.masked_prompts import MaskedPromptHooks, encode_masked_prompts
+from slivertune.training.tasks.label_words import (
+    CausalPromptHooks,
+    MaskedPromptHooks,
+    check_words,
+    encode_causal_prompts,
+    encode_masked_prompts,
+)
 from slivertune.training.tasks.prompting import Template, mask_token_ids, parse_label_words, prompt_model_kind
 from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import Columns, check_lengths, encode_rows, padding_id, resolve_max_length
@@ -68,7 +73,7 @@ def prepare_prompt_classification(
     """Fill the template and gather the hooks that score label words (paper, appendix B.4).
 
     A masked language model is trained by cross entropy over the label words' logits at {mask}; a causal one by its
-    language-modelling loss on the right label word, and evaluated by the likeliest candidate (see `causal_prompts`).
+    language-modelling loss on the right label word, and evaluated by the likeliest candidate (see `label_words`).
 
     Args:
         args: Template, label words, columns, length.
