@@ -227,39 +227,55 @@ class DataArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; leave it out for no limit")
-        if self.eval_split is not None and self.eval_file is not None:
-            raise ValueError(
-                f"eval_split={self.eval_split!r} and eval_file={self.eval_file!r} both name the evaluation rows; "
-                "keep one"
-            )
-        if not 0 < self.eval_fraction < 1:
-            raise ValueError(
-                f"eval_fraction={self.eval_fraction} must lie between 0 and 1; to evaluate on given rows, "
-                "use --eval_split or --eval_file"
-            )
-        self._check_task()
-
-    def _check_task(self) -> None:
         for option in fields(self):
             value, tasks = getattr(self, option.name), _READ_BY.get(option.name, (self.task,))
             if value != option.default and self.task not in tasks:
                 raise ValueError(
                     f"{option.name}={value!r} has no meaning for task={self.task}; it is for {' and '.join(tasks)}"
                 )
-        if (self.prompt_column is None) != (self.response_column is None):
-            raise ValueError(
-                f"prompt_column={self.prompt_column!r} and response_column={self.response_column!r} go together; "
-                "name both"
-            )
-        if self.text_column is not None and self.prompt_column is not None:
-            raise ValueError(
-                f"text_column={self.text_column!r} and prompt_column={self.prompt_column!r} exclude each other: "
-                "the first trains on whole texts, the second on responses"
-            )
-        if self.task == "prompt_classification":
-            for name in ("template", "label_words"):
-                if not getattr(self, name):
-                    raise ValueError(
+        for is_broken, rule in self._rules():
+            if is_broken:
+                raise ValueError(rule)
+
+    def _rules(self) -> tuple[tuple[bool, str], ...]:
+        """Whether each rule is broken, and what to say then."""
+        return (
+            (
+                self.eval_split is not None and self.eval_file is not None,
+                (
+                    f"eval_split={self.eval_split!r} and eval_file={self.eval_file!r} both name the evaluation rows; "
+                    "keep one"
+                ),
+            ),
+            (
+                not 0 < self.eval_fraction < 1,
+                (
+                    f"eval_fraction={self.eval_fraction} must lie between 0 and 1; to evaluate on given rows, "
+                    "use --eval_split or --eval_file"
+                ),
+            ),
+            (
+                (self.prompt_column is None) != (self.response_column is None),
+                (
+                    f"prompt_column={self.prompt_column!r} and response_column={self.response_column!r} go together; "
+                    "name both"
+                ),
+            ),
+            (
+                self.text_column is not None and self.prompt_column is not None,
+                (
+                    f"text_column={self.text_column!r} and prompt_column={self.prompt_column!r} exclude each other: "
+                    "the first trains on whole texts, the second on responses"
+                ),
+            ),
+            *(
+                (
+                    self.task == "prompt_classification" and not getattr(self, name),
+                    (
                         f"task=prompt_classification needs --{name}, as in "
                         "--template '{sentence} It was {mask} .' --label_words terrible,great"
-                    )
+                    ),
+                )
+                for name in ("template", "label_words")
+            ),
+        )

@@ -19,7 +19,6 @@ from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
     asks_for,
     check_engine_precision,
-    check_layout_takes_4bit,
     check_processes,
     device_values,
 )
@@ -114,9 +113,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
     training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
-    check_processes(training, coordinator.world_size)
-    if model.load_in_4bit:
-        check_layout_takes_4bit(training)
+    check_processes(training, coordinator.world_size, four_bit=model.load_in_4bit)
     training.mixed_precision = precision.autocast
     method.check(given, training)
     _check_task(data, tokens, training)

@@ -91,35 +91,25 @@ def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
         )
 
 
-def check_layout_takes_4bit(training: TrainingArguments) -> None:
-    """Refuse to share out 4-bit weights.
+def check_processes(training: TrainingArguments, world_size: int, *, four_bit: bool = False) -> None:
+    """Refuse to let each process train by itself, and to share out 4-bit weights.
 
     Args:
-        training: Knows DeepSpeed's stage.
-
-    Raises:
-        ValueError: If it is ZeRO-3.
-    """
-    plugin: Any = training.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError(clash_with_zero3())
-
-
-def check_processes(training: TrainingArguments, world_size: int) -> None:
-    """Refuse to let each process train by itself.
-
-    Args:
-        training: Knows how many processes torch.distributed has joined.
+        training: Knows how many processes torch.distributed has joined, and DeepSpeed's stage.
         world_size: Processes that were started.
+        four_bit: Whether there are such weights.
 
     Raises:
-        ValueError: If these differ.
+        ValueError: If these differ, or 4-bit weights meet ZeRO-3.
     """
     if training.world_size != world_size:
         raise ValueError(
             f"{world_size} processes were started, and torch.distributed has joined {training.world_size}: each would "
             "train by itself; start them by torchrun, accelerate launch or deepspeed"
         )
+    plugin: Any = training.deepspeed_plugin if four_bit else None
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError(clash_with_zero3())
 
 
 def settle_layout(trainer: Trainer) -> Layout:

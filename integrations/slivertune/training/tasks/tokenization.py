@@ -58,14 +58,13 @@ def usable_positions(config: PreTrainedConfig) -> tuple[int, str] | None:
     text_config = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         positions = getattr(text_config, name, None)
-        if not isinstance(positions, int) or positions <= 0:
-            continue
-        # GPT-2 and its kin answer to the common name by an alias.
-        source = f"config.{text_config.attribute_map.get(name, name)}={positions}"
-        if text_config.model_type in _POSITIONS_AFTER_PADDING:
+        if isinstance(positions, int) and positions > 0:
+            # GPT-2 and its kin answer to the common name by an alias.
+            source = f"config.{text_config.attribute_map.get(name, name)}={positions}"
+            if text_config.model_type not in _POSITIONS_AFTER_PADDING:
+                return positions, source
             offset = (text_config.pad_token_id or 0) + 1
             return positions - offset, f"{source}, of which {text_config.model_type} starts at {offset}"
-        return positions, source
     return None
 
 
