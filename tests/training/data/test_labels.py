@@ -41,23 +41,18 @@ def test_labels_written_differently_in_another_file_are_the_same_labels() -> Non
 
 
 @pytest.mark.parametrize(
-    ("values", "what"),
+    ("values", "message"),
     [
-        ([0.0, 1.0], "Value('float64')"),
-        (["0.5", "1"], "decimals such as 0.5"),
-        (["1e-3", "2"], "decimals such as 1e-3"),
-        ([".5", "3."], "decimals such as .5"),
+        ([0.0, 1.0], "label column 'label' holds Value('float64'), and regression is not supported"),
+        (["0.5", "1"], "label column 'label' holds decimals such as 0.5, and regression is not supported"),
+        (["1e-3", "2"], "label column 'label' holds decimals such as 1e-3, and regression is not supported"),
+        ([".5", "3."], "label column 'label' holds decimals such as .5, and regression is not supported"),
+        ([1, 1], "has the labels ['1']; a classifier needs at least two"),
     ],
 )
-def test_decimals_are_refused_as_regression(values: list[Any], what: str) -> None:
-    message = f"label column 'label' holds {what}, and regression is not supported"
+def test_decimals_are_refused_as_regression_and_one_label_as_no_classification(values: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         read_labels(rows(values), "label")
-
-
-def test_one_label_is_no_classification() -> None:
-    with pytest.raises(ValueError, match=r"has the labels \['1'\]; a classifier needs at least two"):
-        read_labels(rows([1, 1]), "label")
 
 
 def test_a_label_that_training_never_saw_is_named_with_its_rows() -> None:

@@ -2,6 +2,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.pool import ThreadPool
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -79,13 +80,8 @@ def test_one_of_a_machine_goes_before_the_others() -> None:
 
 @pytest.mark.parametrize("name", ["decide", "first_here"])
 def test_those_who_wait_for_one_that_fails_fail_in_silence(name: str) -> None:
-    def act(coordinator: LaunchCoordinator) -> Any:
-        def fail() -> None:
-            raise OSError("no room")
-
-        return getattr(coordinator, name)("data", fail)
-
-    first, *others = on_each(act)
+    fail = Mock(side_effect=OSError("no room"))
+    first, *others = on_each(lambda coordinator: getattr(coordinator, name)("data", fail))
     assert isinstance(first, OSError)
     assert all(isinstance(each, SilentError) for each in others)
 

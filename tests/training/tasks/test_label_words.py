@@ -149,9 +149,11 @@ def test_loss_and_scores_at_a_mask_are_those_of_each_row_alone_over_the_label_wo
 
 
 def test_accuracy_at_a_mask_compares_the_likeliest_word_with_the_label() -> None:
-    scores = np.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0], [5.0, 4.0]])
-    labels = np.array([[-100, 10], [-100, 10], [10, -100], [20, -100]])
-    assert MaskedPromptHooks((20, 10)).accuracy(EvalPrediction(scores, labels)) == {"accuracy": 0.75}
+    prediction = EvalPrediction(
+        np.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0], [5.0, 4.0]]),
+        np.array([[-100, 10], [-100, 10], [10, -100], [20, -100]]),
+    )
+    assert MaskedPromptHooks((20, 10)).accuracy(prediction) == {"accuracy": 0.75}
 
 
 @pytest.mark.parametrize("batch_size", [1, 5, 64])

@@ -273,13 +273,8 @@ def _llama_config(recipe: BaseRecipe) -> LlamaConfig:
 
 def _as_tokens(texts: list[str], limit: int | None) -> torch.Tensor:
     """All documents after each other as int64 token ids, shape (bytes + documents,)."""
-    tokenizer = make_byte_tokenizer(None)
-    ids: list[int] = []
-    for encoded in tokenizer(texts)["input_ids"]:
-        ids.extend((*encoded, END_ID))
-        if limit is not None and len(ids) >= limit:
-            break
-    return torch.tensor(ids[:limit])
+    encoded = make_byte_tokenizer(None)(texts)["input_ids"]
+    return torch.tensor([token for ids in encoded for token in (*ids, END_ID)][:limit])
 
 
 def _warm_up_and_cosine(step: int, num_steps: int) -> float:

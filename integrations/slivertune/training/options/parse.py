@@ -216,8 +216,8 @@ def _given_values(argv: Sequence[str]) -> dict[str, Any]:
     # argparse fills in a default only where the namespace has nothing yet.
     absent = object()
     nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), absent))
-    namespace = parser.parse_args(list(argv), nothing)
-    values = {name: value for name, value in vars(namespace).items() if value is not absent}
+    given = vars(parser.parse_args(list(argv), nothing))
+    values = {name: value for name, value in given.items() if value is not absent}
     for old, new in _RENAMED.items():
         if old in values:
             values.setdefault(new, values.pop(old))
