@@ -145,8 +145,8 @@ def sentence_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
         columns = [name for name in _TEXTS if name in there]
         pairs = [] if arguments.text_pair_column is not None else sorted(_SECOND_TEXTS.intersection(there))
         if len(columns) != 1 or pairs:
-            choices = [(name,) for name in (*columns, *pairs)]
-            raise ValueError(_ambiguous(there, choices, "--text_column (and --text_pair_column for pairs)"))
+            found = [(name,) for name in (*columns, *pairs)]
+            raise ValueError(_ambiguous(there, found, "--text_column (and --text_pair_column for pairs)"))
         logger.info("classifying the text column %r of %s", require_column(rows, columns[0], "--text_column"), there)
     if arguments.text_pair_column is not None:
         columns.append(require_column(rows, arguments.text_pair_column, "--text_pair_column"))

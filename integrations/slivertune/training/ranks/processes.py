@@ -27,8 +27,8 @@ def asks_for(engine: Literal["deepspeed", "fsdp"], values: dict[str, Any]) -> bo
         engine: Which of the two.
         values: What the user typed, by name.
     """
-    is_set = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() in ("1", "true", "yes")
-    return is_set or bool(values.get(engine))
+    asked = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false")
+    return bool(values.get(engine)) or asked.lower() in ("1", "true", "yes")
 
 
 def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
