@@ -198,13 +198,10 @@ def usable_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, 
                 f"{', '.join(user_columns(rows))}"
             )
     is_blank = np.array([_blank_places(rows, name) for name in columns])
-    is_empty = is_blank.any(axis=0)
-    if not is_empty.any():
-        return rows
     named = ", ".join(repr(name) for name, marks in zip(columns, is_blank, strict=True) if marks.any())
     return leave_out(
         rows,
-        is_empty,
+        is_blank.any(axis=0),
         f"have nothing in column {named}",
         split=split,
         skip=arguments.skip_empty_rows,
@@ -227,7 +224,7 @@ def leave_out(
 
     Args:
         rows: A numbered `datasets.Dataset`.
-        is_unfit: Which of them, one truth value a row; at least one.
+        is_unfit: Which of them, one truth value a row; where there is none, nothing is said.
         fault: What is wrong with them, as in "3 of 6 rows of the train split are empty".
         split: Name of the split, for messages.
         skip: Leave such rows out, and say how many, in place of an error.
@@ -240,6 +237,8 @@ def leave_out(
     Raises:
         ValueError: If `skip` is off, or nothing is left.
     """
+    if not is_unfit.any():
+        return rows
     found = describe_rows(rows, np.flatnonzero(is_unfit), fault, split)
     if not skip:
         raise ValueError(f"{found}; {way_out}")

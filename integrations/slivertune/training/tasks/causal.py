@@ -186,17 +186,15 @@ def _encode_split(
         options |= {"columns": columns, "separator": args.response_separator, "truncate": args.truncate}
         encoded = encode(partial(encode_responses, **options))
         check_lengths(encoded, max_length=max_length, truncate=args.truncate, split=split)
-        is_silent = np.asarray(column_values(encoded, "num_targets")) == 0
-        if is_silent.any():
-            encoded = leave_out(
-                encoded,
-                is_silent,
-                f"have prompts that leave no room for a response in max_length={max_length} tokens",
-                split=split,
-                skip=args.skip_empty_rows,
-                way_out="raise --max_length, or leave them out with --skip_empty_rows",
-                none_left="no row is left, raise --max_length",
-            )
+        encoded = leave_out(
+            encoded,
+            np.asarray(column_values(encoded, "num_targets")) == 0,
+            f"have prompts that leave no room for a response in max_length={max_length} tokens",
+            split=split,
+            skip=args.skip_empty_rows,
+            way_out="raise --max_length, or leave them out with --skip_empty_rows",
+            none_left="no row is left, raise --max_length",
+        )
         encoded = encoded.select_columns(["input_ids", "labels"])
     return pack(encoded, max_length, split=split) if args.packing else encoded
 
