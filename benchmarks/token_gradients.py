@@ -19,8 +19,7 @@ from result_files import RESULTS, write_json
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.tokentune import gradient_quality
-from slivertune.training.embedded.base_model import ensure_base_model
-from slivertune.training.options.defaults import BASE_RECIPE
+from slivertune.training.embedded.base_model import BASE_RECIPE, ensure_base_model
 
 
 def main() -> None:

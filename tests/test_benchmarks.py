@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.training.embedded.base_model import BaseRecipe, base_model_folder, save_base_model, train_base_model
-from slivertune.training.options.defaults import BASE_RECIPE
+from slivertune.training.embedded.base_model import (
+    BASE_RECIPE,
+    BaseRecipe,
+    base_model_folder,
+    save_base_model,
+    train_base_model,
+)
 from tests.conftest import CHECKOUT
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArg
 import slivertune
 from slivertune import HiFTConfig, SFTConfig, TokenTune
 from slivertune.tokentune import hook
-from slivertune.training.ranks.layouts import save_whole_model
+from slivertune.training.ranks.processes import save_whole_model
 from tests.helpers.models import tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, distance, step_limit, with_exact

@@ -15,7 +15,7 @@ from transformers import set_seed
 import slivertune
 from slivertune import HiFTConfig
 from slivertune.hift import HiFT
-from slivertune.training.embedded.byte_tokenizer import VOCABULARY_SIZE, make_byte_tokenizer
+from slivertune.training.embedded.base_model import VOCABULARY_SIZE, make_byte_tokenizer
 from tests.helpers.models import differing, tiny_llama, weights
 
 trl = pytest.importorskip("trl")

@@ -12,7 +12,7 @@ from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.planning.train_command import DATASET, train_command
-from slivertune.training.options.checks import enum_value
+from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
 
 

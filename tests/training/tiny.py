@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from slivertune.training.data.splits import load_splits
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.prepare import prepare_task
 from slivertune.training.tasks.task import Task
 

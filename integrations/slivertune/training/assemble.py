@@ -13,19 +13,19 @@ from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, EvaluateFirst, NonFiniteGuard
 from slivertune.training.data.splits import load_splits
-from slivertune.training.embedded.default import prepare_base_model, reference_splits
+from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
+from slivertune.training.embedded.corpus import reference_splits
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import attach_tokens
 from slivertune.training.models import ModelSource, load_model, open_model
-from slivertune.training.options.defaults import BASE_RECIPE
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.display import Display
 from slivertune.training.output.folders import read_facts
 from slivertune.training.output.ledger_lines import LedgerLines
 from slivertune.training.precision import num_weights
 from slivertune.training.ranks.coordinator import LaunchCoordinator
-from slivertune.training.ranks.layouts import settle_layout
+from slivertune.training.ranks.processes import settle_layout
 from slivertune.training.tasks.prepare import prepare_task
 from slivertune.training.tasks.samples import Probe, make_probe
 from slivertune.training.tasks.task import Task

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from slivertune.core import atomic
 from slivertune.training.assemble import Run
-from slivertune.training.options.checks import enum_value
+from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.display import describe_metrics
 from slivertune.training.output.folders import START_NAME, newest_whole, read_results

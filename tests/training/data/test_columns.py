@@ -1,5 +1,4 @@
 import logging
-import re
 from typing import Any
 
 import datasets
@@ -7,15 +6,13 @@ import pytest
 
 from slivertune.training.data.columns import (
     ROW_COLUMN,
-    CausalColumns,
     causal_columns,
-    drop_empty_rows,
     label_column,
     number_rows,
-    require_columns,
     sentence_columns,
+    usable_rows,
 )
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 
 
 def table(*columns: str, **values: list[Any]) -> Any:
@@ -25,101 +22,116 @@ def table(*columns: str, **values: list[Any]) -> Any:
 @pytest.mark.parametrize(
     ("columns", "expected"),
     [
-        (("id", "text"), CausalColumns(text="text")),
-        (("story",), CausalColumns(text="story")),
-        (("mr", "ref"), CausalColumns(prompt="mr", response="ref")),
-        (("instruction", "output", "id"), CausalColumns(prompt="instruction", response="output")),
+        (("id", "text"), ("text",)),
+        (("story",), ("story",)),
+        (("mr", "ref"), ("mr", "ref")),
+        (("instruction", "output", "id"), ("instruction", "output")),
     ],
 )
 def test_plain_columns_are_guessed_and_said(
-    columns: tuple[str, ...], expected: CausalColumns, caplog: pytest.LogCaptureFixture
+    columns: tuple[str, ...], expected: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "slivertune"):
         assert causal_columns(DataArguments(), table(*columns)) == expected
-    assert all(repr(name) in caplog.text for name in expected.names)
+    assert all(repr(name) in caplog.text for name in expected)
+
+
+PAIRS = {"text_column": "question", "text_pair_column": "sentence"}
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (("text", "content"), "(text, content) could be text or content; name what to read with --text_column"),
-        (("text", "prompt", "response"), "could be text or prompt+response"),
-        (("instruction", "input", "output"), "(instruction, input, output) give no plain choice"),
-        (("mr", "reference"), "(mr, reference) give no plain choice"),
-    ],
+    ("options", "columns", "expected"),
+    [({}, ("sentence", "label"), ("sentence",)), (PAIRS, ("sentence", "question", "label"), ("question", "sentence"))],
 )
-def test_columns_that_could_mean_several_things_are_not_guessed(columns: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        causal_columns(DataArguments(), table(*columns))
+def test_sentences_are_guessed_and_pairs_named(
+    options: dict[str, str], columns: tuple[str, ...], expected: tuple[str, ...]
+) -> None:
+    assert sentence_columns(DataArguments(task="classification", **options), table(*columns)) == expected
 
 
-def test_half_of_a_sentence_pair_is_not_guessed() -> None:
-    classification = DataArguments(task="classification")
-    assert sentence_columns(classification, table("sentence", "label")) == ("sentence",)
-    with pytest.raises(ValueError, match="could be sentence or question"):
-        sentence_columns(classification, table("sentence", "question", "label"))
-    named = DataArguments(task="classification", text_column="question", text_pair_column="sentence")
-    assert sentence_columns(named, table("sentence", "question", "label")) == ("question", "sentence")
+ONE_TWO = table("one", "two")
 
 
 @pytest.mark.parametrize(
-    ("choose", "options", "message"),
+    ("choose", "options", "rows", "message"),
     [
+        # What could mean several things is not guessed.
+        (
+            causal_columns,
+            {},
+            table("text", "content"),
+            r"\(text, content\) could be text or content; name what to read with --text_column",
+        ),
+        (causal_columns, {}, table("text", "prompt", "response"), r"could be text or prompt\+response"),
+        (
+            causal_columns,
+            {},
+            table("instruction", "input", "output"),
+            r"\(instruction, input, output\) give no plain choice",
+        ),
+        (causal_columns, {}, table("mr", "reference"), r"\(mr, reference\) give no plain choice"),
+        # Nor is half of a sentence pair.
+        (
+            sentence_columns,
+            {"task": "classification"},
+            table("sentence", "question", "label"),
+            "could be sentence or question",
+        ),
         (
             causal_columns,
             {"text_column": "three"},
+            ONE_TWO,
             r"--text_column names the column 'three'.* its columns are one, two \(if",
         ),
         (
             causal_columns,
             {"prompt_column": "one", "response_column": "three"},
+            ONE_TWO,
             "--response_column names the column 'three'",
         ),
         (
             label_column,
             {"task": "classification", "label_column": "three"},
+            ONE_TWO,
             "--label_column names the column 'three'",
         ),
         (
             label_column,
             {"task": "classification"},
+            ONE_TWO,
             "give no plain choice; name what to read with --label_column",
         ),
+        (causal_columns, {}, table(text=[1, 2]), r"column 'text' holds .*int64.*, not text"),
     ],
 )
-def test_an_absent_column_is_an_error_that_lists_those_there_are(
-    choose: Any, options: dict[str, Any], message: str
+def test_a_column_that_is_not_plain_absent_or_no_text_is_an_error(
+    choose: Any, options: dict[str, Any], rows: Any, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        choose(DataArguments(**options), table("one", "two"))
+        choose(DataArguments(**options), rows)
 
 
 def test_a_column_that_only_training_has_is_an_error() -> None:
     with pytest.raises(ValueError, match="the eval split has no column 'three', which the train split has"):
-        require_columns(table("one", "two"), ("one", "three"), "eval")
-
-
-def test_a_column_of_numbers_is_no_text() -> None:
-    with pytest.raises(ValueError, match=r"column 'text' holds .*int64.*, not text"):
-        causal_columns(DataArguments(), table(text=[1, 2]))
+        usable_rows(ONE_TWO, ("one", "three"), DataArguments(), split="eval")
 
 
 def test_empty_rows_are_an_error_that_names_their_numbers() -> None:
-    texts = ["one", "", None, " \t\n", "five", *[""] * 5]
-    rows = number_rows(datasets.Dataset.from_dict({"text": texts, "label": [0, 1, 2, 3, None, *range(5)]}))
+    rows = table(text=["one", "", None, " \t\n", "five", *[""] * 5], label=[0, 1, 2, 3, None, *range(5)])
     with pytest.raises(ValueError, match="rows of the train split have nothing") as raised:
-        drop_empty_rows(rows.shuffle(seed=0), ["text", "label"], split="train", skip=False)
+        usable_rows(rows.shuffle(seed=0), ["text", "label"], DataArguments(), split="train")
     message = str(raised.value)
     assert "9 of 10 rows of the train split have nothing in column 'text', 'label' (rows 1, 2, 3, 4, 5, ...," in message
     assert "--skip_empty_rows" in message
 
 
 def test_empty_rows_are_left_out_on_request_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    rows = number_rows(datasets.Dataset.from_dict({"text": ["one", "", "three"], "other": [None, None, None]}))
-    kept = drop_empty_rows(rows, ["text"], split="eval", skip=True)
+    rows = table(text=["one", "", "three"], other=[None, None, None])
+    skip = DataArguments(skip_empty_rows=True)
+    kept = usable_rows(rows, ["text"], skip, split="eval")
     assert (list(kept["text"]), list(kept[ROW_COLUMN])) == (["one", "three"], [0, 2])
     assert "1 of 3 rows of the eval split have nothing in column 'text' (row 1, counted from 0); they are left out" in (
         caplog.text
     )
     with pytest.raises(ValueError, match="no row is left"):
-        drop_empty_rows(rows, ["other"], split="eval", skip=True)
+        usable_rows(rows, ["other"], skip, split="eval")

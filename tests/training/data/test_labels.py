@@ -5,7 +5,7 @@ import datasets
 import pytest
 
 from slivertune.training.data.columns import number_rows
-from slivertune.training.data.labels import read_labels
+from slivertune.training.data.labels import encode_labels, read_labels
 
 
 def rows(labels: list[Any], feature: Any = None) -> Any:
@@ -24,52 +24,43 @@ def rows(labels: list[Any], feature: Any = None) -> Any:
     ],
 )
 def test_labels_are_sorted_as_numbers_or_words(values: list[Any], names: tuple[str, ...], classes: list[int]) -> None:
-    labels = read_labels(rows(values), "label")
-    assert labels.names == names
-    assert labels.encode(rows(values), split="train") == classes
-    assert read_labels(rows(values[::-1]), "label") == labels
+    assert read_labels(rows(values), "label") == read_labels(rows(values[::-1]), "label") == names
+    assert encode_labels(rows(values), "label", names, split="train") == classes
 
 
 def test_named_classes_keep_their_own_order_even_where_one_is_unused() -> None:
-    feature = datasets.ClassLabel(names=["pos", "neg", "never"])
-    labels = read_labels(rows([1, 0, 1], feature), "label")
-    assert labels.id2label == {0: "pos", 1: "neg", 2: "never"}
-    assert labels.encode(rows([1, 0, 1], feature), split="train") == [1, 0, 1]
+    named = rows([1, 0, 1], datasets.ClassLabel(names=["pos", "neg", "never"]))
+    assert read_labels(named, "label") == ("pos", "neg", "never")
+    assert encode_labels(named, "label", ("pos", "neg", "never"), split="train") == [1, 0, 1]
 
 
 def test_labels_written_differently_in_another_file_are_the_same_labels() -> None:
-    assert read_labels(rows(["0", "1"]), "label").encode(rows([1, 0]), split="eval") == [1, 0]
-    named = read_labels(rows(["neg", "pos"]), "label")
-    assert named.encode(rows([0, 1], datasets.ClassLabel(names=["pos", "neg"])), split="eval") == [1, 0]
+    assert encode_labels(rows([1, 0]), "label", read_labels(rows(["0", "1"]), "label"), split="eval") == [1, 0]
+    named = rows([0, 1], datasets.ClassLabel(names=["pos", "neg"]))
+    assert encode_labels(named, "label", read_labels(rows(["neg", "pos"]), "label"), split="eval") == [1, 0]
 
 
 @pytest.mark.parametrize(
-    ("values", "what"),
+    ("values", "message"),
     [
-        ([0.0, 1.0], "Value('float64')"),
-        (["0.5", "1"], "decimals such as 0.5"),
-        (["1e-3", "2"], "decimals such as 1e-3"),
-        ([".5", "3."], "decimals such as .5"),
+        ([0.0, 1.0], "label column 'label' holds Value('float64'), and regression is not supported"),
+        (["0.5", "1"], "label column 'label' holds decimals such as 0.5, and regression is not supported"),
+        (["1e-3", "2"], "label column 'label' holds decimals such as 1e-3, and regression is not supported"),
+        ([".5", "3."], "label column 'label' holds decimals such as .5, and regression is not supported"),
+        ([1, 1], "has the labels ['1']; a classifier needs at least two"),
     ],
 )
-def test_decimals_are_refused_as_regression(values: list[Any], what: str) -> None:
-    message = f"label column 'label' holds {what}, and regression is not supported"
+def test_decimals_are_refused_as_regression_and_one_label_as_no_classification(values: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         read_labels(rows(values), "label")
 
 
-def test_one_label_is_no_classification() -> None:
-    with pytest.raises(ValueError, match=r"has the labels \['1'\]; a classifier needs at least two"):
-        read_labels(rows([1, 1]), "label")
-
-
 def test_a_label_that_training_never_saw_is_named_with_its_rows() -> None:
-    labels = read_labels(rows(["a", "b"]), "label")
     with pytest.raises(
         ValueError,
         match=r"of the eval split holds labels .*: c, d \(3 rows: rows 1, 2, 3, .*\); the train split has a, b",
     ):
-        labels.encode(rows(["a", "c", "d", "c"]), split="eval")
-    hidden = datasets.ClassLabel(names=["a", "b"])
+        encode_labels(rows(["a", "c", "d", "c"]), "label", ("a", "b"), split="eval")
+    hidden = rows([-1], datasets.ClassLabel(names=["a", "b"]))
     with pytest.raises(ValueError, match=r"does not have: -1 \(1 rows: row 0"):
-        labels.encode(rows([-1], hidden), split="eval")
+        encode_labels(hidden, "label", ("a", "b"), split="eval")

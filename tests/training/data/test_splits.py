@@ -3,6 +3,8 @@ import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import huggingface_hub
@@ -10,8 +12,8 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from slivertune.training.data.columns import ROW_COLUMN
-from slivertune.training.data.splits import load_splits
-from slivertune.training.options.data import DataArguments
+from slivertune.training.data.splits import load_local, load_splits
+from slivertune.training.options.arguments import DataArguments
 from tests.training.tiny import bert_config, prepared, splits_from, word_tokenizer, write
 
 NUMBERED = "text\n" + "".join(f"row {number}\n" for number in range(20))
@@ -44,6 +46,7 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"dataset": None}, "give --dataset a hub id or a local file"),
         ({"dataset": "nowhere/rows.csv"}, "dataset 'nowhere/rows.csv' is not there (looked for from"),
         ({"dataset": "./nowhere"}, "give an existing .csv, .tsv"),
         ({"dataset": "two words"}, "a hub id (name or owner/name)"),
@@ -54,24 +57,33 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
         ({"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
         ({"dataset_config": "sst2"}, "dataset_config='sst2' is for hub datasets"),
         ({"dataset": "owner/name", "column_names": ["a"]}, "'owner/name' is a hub dataset"),
+        (
+            {"train_split": "train[:1]"},
+            "1 rows are too few to hold out 0.1 of them for evaluation; name evaluation rows",
+        ),
+        ({"train_split": "train[:1]"}, "or cut a txt file finer with --sample_by"),
     ],
 )
-def test_what_is_not_there_is_named_with_the_way_out(options: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_what_is_not_there_is_named_with_the_way_out(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.csv", NUMBERED)
     with pytest.raises(ValueError, match=re.escape(message)):
-        splits_from(**{"dataset": file, **options})
+        load_splits(DataArguments(**{"dataset": file, **options}), seed=0)
 
 
-def test_one_row_can_not_be_split(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"1 rows are too few to hold out 0\.1 of them.*--sample_by"):
-        splits_from(write(tmp_path / "one.txt", "one line\n"))
+@pytest.fixture
+def answer_of_hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the hub answer every question with an error, or with nothing."""
+
+    def answer(error: Exception | None) -> None:
+        monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=error))
+
+    return answer
 
 
-def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def no_network(*_: object, **__: object) -> None:
-        raise OSError("no route")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", no_network)
+def test_an_unreachable_hub_is_said_at_once(
+    answer_of_hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer_of_hub(OSError("no route"))
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with pytest.raises(ConnectionError, match=r"'owner/name' is no local file or folder.*no route.*name a local file"):
@@ -79,34 +91,46 @@ def test_an_unreachable_hub_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp
     assert waits == [], "the datasets library's own retries wait for half a minute in all"
 
 
-def test_an_unknown_hub_dataset_is_told_from_an_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_found(*_: object, **__: object) -> None:
-        raise RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None))
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", not_found)
-    with pytest.raises(ValueError, match="neither a local file or folder nor a dataset that the hub shows you"):
-        splits_from("owner/name")
+@pytest.mark.parametrize(
+    ("probed", "loaded", "message"),
+    [
+        # An unknown dataset is told from an unreachable hub.
+        (
+            RepositoryNotFoundError("404", response=SimpleNamespace(headers={}, request=None)),
+            None,
+            "neither a local file or folder nor a dataset that the hub shows you",
+        ),
+        (
+            None,
+            ValueError("Config name is missing.\nPlease pick one among ['sst2', 'mnli']"),
+            "pick one among ['sst2', 'mnli']; see --dataset_config",
+        ),
+    ],
+)
+def test_what_the_hub_does_not_have_is_passed_on_with_the_way_out(
+    probed: Exception | None,
+    loaded: Exception | None,
+    message: str,
+    answer_of_hub: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answer_of_hub(probed)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=loaded))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        splits_from("nyu-mll/glue")
 
 
 def test_a_cached_hub_dataset_is_used_when_the_hub_is_unreachable(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    answer_of_hub: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loaded = datasets.Dataset.from_dict({"text": ["one", "two"]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [loaded])
+    answer_of_hub(OSError("no route"))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *_, **__: [datasets.Dataset.from_dict({"text": ["one", "two"]})]
+    )
     (tmp_path / "owner___some_name" / "default").mkdir(parents=True)
     splits = splits_from("owner/someName", dataset_cache_dir=str(tmp_path), eval_fraction=0.5)
     assert {*splits["train"]["text"], *splits["eval"]["text"]} == {"one", "two"}
     assert "taking owner/someName from the cache" in caplog.text
-
-
-def test_a_wrong_configuration_of_a_hub_dataset_is_passed_on_with_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object, **__: object) -> None:
-        raise ValueError("Config name is missing.\nPlease pick one among ['sst2', 'mnli']")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
-    monkeypatch.setattr(datasets, "load_dataset", missing)
-    with pytest.raises(ValueError, match=r"pick one among \['sst2', 'mnli'\]; see --dataset_config"):
-        splits_from("nyu-mll/glue")
 
 
 def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +144,6 @@ def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch: pytes
     files = [file["filename"] for file in (*task.train_dataset.cache_files, *task.eval_dataset.cache_files)]
     assert files, "tokenised rows are kept on the disk, so that other processes and later runs read them"
     assert all(Path(file).is_relative_to(cache) for file in files)
-
-
-def test_a_run_without_a_dataset_says_which_option_is_missing() -> None:
-    with pytest.raises(ValueError, match="give --dataset a hub id or a local file"):
-        load_splits(DataArguments(), seed=0)
 
 
 def test_the_sentiment_treebank_is_read_without_a_header_line(shared_data: Path) -> None:
@@ -146,3 +165,150 @@ def test_the_restaurant_descriptions_are_read_with_their_quoted_commas(
     by_number = {row[ROW_COLUMN]: row for split in splits.values() for row in split}
     assert by_number[0]["mr"] == "name[Alimentum], area[city centre], familyFriendly[no]"
     assert by_number[0]["ref"].startswith("There is a place in the city centre, Alimentum,")
+
+
+def rows_of(path: str | Path, **options: object) -> list[dict[str, object]]:
+    return list(load_local(Path(path), ["train"], **options)[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.csv", 'text,label\n"one, two",x\nthree,y\n'),
+        ("rows.tsv", "text\tlabel\none, two\tx\nthree\ty\n"),
+        ("rows.jsonl", '{"text": "one, two", "label": "x"}\n{"text": "three", "label": "y"}\n'),
+        ("rows.json", '[{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}]'),
+        ("rows.parquet", None),
+    ],
+)
+def test_every_format_gives_the_same_rows(name: str, text: str | None, tmp_path: Path) -> None:
+    expected = [{"text": "one, two", "label": "x"}, {"text": "three", "label": "y"}]
+    if text is None:
+        datasets.Dataset.from_list(expected).to_parquet(str(tmp_path / name))
+    else:
+        write(tmp_path / name, text)
+    assert rows_of(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column_names", "expected"),
+    [
+        (
+            "rows.csv",
+            "\ufefftext,label\nnull,01\nNA,1.50\n,true\n",
+            None,
+            [("null", "01"), ("NA", "1.50"), (None, "true")],
+        ),
+        # A lone quotation mark in a tsv file swallows nothing.
+        (
+            "rows.tsv",
+            'a "quoted word\t0\nplain\t1\n"so" it goes\t0\n',
+            ["text", "label"],
+            [('a "quoted word', "0"), ("plain", "1"), ('"so" it goes', "0")],
+        ),
+    ],
+)
+def test_cells_of_a_table_are_text_as_written(
+    name: str, text: str, column_names: list[str] | None, expected: list[tuple[str | None, str]], tmp_path: Path
+) -> None:
+    rows = rows_of(write(tmp_path / name, text), column_names=column_names)
+    assert rows == [{"text": first, "label": second} for first, second in expected]
+
+
+def test_a_text_file_is_cut_by_line_paragraph_or_not_at_all(tmp_path: Path) -> None:
+    file = write(tmp_path / "book.txt", "one\ntwo\n\n\nthree\n")
+    assert [row["text"] for row in rows_of(file)] == ["one", "two", "", "", "three"]
+    assert [str(row["text"]).strip() for row in rows_of(file, sample_by="paragraph")] == ["one\ntwo", "three"]
+    assert len(rows_of(file, sample_by="document")) == 1
+
+
+def test_a_name_with_glob_characters_is_meant_as_written(tmp_path: Path) -> None:
+    write(tmp_path / "rows1.csv", "text\nwrong\n")
+    assert rows_of(write(tmp_path / "rows[1].csv", "text\nright\n")) == [{"text": "right"}]
+
+
+def test_a_folder_is_split_by_its_file_names(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("train-0", "train-1", "dev", "my_test", "notes"):
+        write(tmp_path / f"{name}.csv", f"text\n{name}\n")
+    with caplog.at_level(logging.WARNING, "slivertune"):
+        train, validation, test = load_local(tmp_path, ["train", "validation", "test"])
+    assert [list(rows["text"]) for rows in (train, validation, test)] == [["train-0", "train-1"], ["dev"], ["my_test"]]
+    assert "left out notes.csv" in caplog.text
+
+
+def test_a_folder_whose_names_say_nothing_is_all_for_training(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write(tmp_path / f"{name}.txt", f"{name}\n")
+    assert [row["text"] for row in rows_of(tmp_path)] == ["a", "b"]
+
+
+def test_what_the_datasets_library_saved_is_read_back(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    rows.save_to_disk(str(tmp_path / "plain"))
+    datasets.DatasetDict(fit=rows).save_to_disk(str(tmp_path / "split"))
+    assert list(load_local(tmp_path / "plain", ["train"])[0]["text"]) == ["one", "two"]
+    assert list(load_local(tmp_path / "split", ["fit"])[0]["text"]) == ["one", "two"]
+    with pytest.raises(ValueError, match="has no split 'train'; it has fit"):
+        load_local(tmp_path / "split", ["train"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column_names", "message"),
+    [
+        ("rows.xlsx", "x", None, "the extension '.xlsx', which is not one of .csv, .tsv"),
+        ("rows.csv", "", None, "is empty"),
+        ("rows.csv", "\n\n", None, "holds only blank lines"),
+        ("rows.csv", "text,label\n", None, "has a header line and no rows"),
+        (
+            "rows.csv",
+            "text,label\none,two,three\n",
+            None,
+            "has 2 column names (text, label) and 3 cells in its first row",
+        ),
+        ("rows.csv", "text,label\none,two\none,two,three\n", None, "can't be read as csv: ParserError"),
+        ("rows.csv", "text,text\none,two\n", None, "'text' is there twice"),
+        ("rows.jsonl", '{"text": "one"}\n{"text": \n', None, "can't be read as json"),
+        ("rows.parquet", "not parquet", None, "can't be read as parquet"),
+        (
+            "rows.csv",
+            "text,label\none,1\n",
+            ["text", "label"],
+            "already names the columns ['text', 'label']; leave out",
+        ),
+        ("rows.csv", "text,label\none,1\n", ["only"], "has 1 column names (only) and 2 cells"),
+        ("rows.txt", "one\n", ["a"], "column_names=['a'] is for csv and tsv files"),
+    ],
+)
+def test_a_malformed_file_is_named(
+    name: str, text: str, column_names: list[str] | None, message: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path / name, text)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        rows_of(file, column_names=column_names)
+    assert file in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("rows.csv", "is not UTF-8 text .* iconv"), ("rows.txt", "can't be read as text: Unicode")]
+)
+def test_text_in_another_encoding_is_refused(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes("text\nna\u00efve\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=message):
+        rows_of(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no data file"),
+        ({"a.csv": "text\none\n", "b.csv": "words\ntwo\n"}, r"has the columns \['words'\], .* has \['text'\]"),
+        ({"a.csv": "text\none\n", "b.jsonl": '{"text": "two"}\n'}, r"mixes formats \(1 \.csv, 1 \.jsonl\)"),
+    ],
+)
+def test_a_folder_must_hold_one_kind_of_file_with_the_same_columns(
+    files: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        write(tmp_path / name, text)
+    with pytest.raises(ValueError, match=message):
+        load_local(tmp_path, ["train"])

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from slivertune.training.embedded.corpus import collect_docstrings, language_reference
+from slivertune.training.embedded.corpus import collect_docstrings, reference_splits
 
 LONG = "Says something in at least thirty-two characters"
 
@@ -40,14 +40,18 @@ def test_this_python_has_docstrings_enough() -> None:
 
 
 def test_the_language_reference_is_split_by_topic() -> None:
-    train, evaluation = language_reference()
+    splits = reference_splits()
+    train, evaluation = list(splits["train"]["text"]), list(splits["eval"]["text"])
     assert not set(train) & set(evaluation)
     assert 6 * len(evaluation) <= len(train) <= 9 * len(evaluation)
     assert any("iterate over the elements of a sequence" in text for text in [*train, *evaluation])
-    assert (train, evaluation) == language_reference()
+    assert {name: list(rows["text"]) for name, rows in reference_splits().items()} == {
+        "train": train,
+        "eval": evaluation,
+    }
 
 
 def test_a_python_without_the_reference_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(RuntimeError, match=r"without pydoc_data\.topics.*--dataset"):
-        language_reference()
+        reference_splits()

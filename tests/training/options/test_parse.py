@@ -1,8 +1,10 @@
 import dataclasses
 import importlib.util
+import operator
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,7 @@ from slivertune.hift.config import HiFTConfig
 from slivertune.training.methods.hift import HiFTArguments
 from slivertune.training.methods.lora import LoraArguments
 from slivertune.training.methods.sft import SFTArguments
-from slivertune.training.options.arguments import ModelArguments, RunArguments, TokenArguments
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
 from slivertune.training.options.parse import make_parser, parse_train_arguments
 
 PROMPTS = [
@@ -49,40 +50,106 @@ def test_no_two_arguments_share_a_name() -> None:
     assert make_parser().prog == "slivertune train"
 
 
-def test_nothing_given_is_hift_on_the_embedded_default() -> None:
-    arguments = parse_train_arguments([])
-    assert arguments.given == frozenset()
-    assert arguments.method.name == "hift"
-    assert arguments.model.model_name_or_path is None
-    assert arguments.data.dataset is None
-    assert arguments.data.packing is True
-    assert arguments.training.learning_rate == 2e-3
-    assert arguments.training.warmup_steps == 0 < parse_train_arguments(["--method", "dense"]).training.warmup_steps
-    assert arguments.training.max_steps > 0
-    assert arguments.training.report_to == []
-    assert arguments.training.output_dir == "runs/hift"
-
-
-def test_what_the_user_gives_wins_over_every_default() -> None:
-    arguments = parse_train_arguments(
-        ["--learning_rate", "0.5", "--max_steps", "3", "--max_length", "99", "--packing", "false"]
-    )
-    assert arguments.training.learning_rate == 0.5
-    assert arguments.training.max_steps == 3
-    assert arguments.data.max_length == 99
-    assert arguments.data.packing is False
-    assert arguments.given == {"learning_rate", "max_steps", "max_length", "packing"}
-
-
-def test_the_librarys_own_defaults_hold_for_other_models_and_data() -> None:
-    arguments = parse_train_arguments(["--model_name_or_path", "gpt2", "--dataset", "rows.csv"])
-    assert arguments.training.learning_rate == TrainingArguments.learning_rate
-    assert arguments.training.max_steps == -1
-    assert arguments.data.packing is False
-
-
-def test_both_spellings_of_an_argument_are_taken() -> None:
-    assert parse_train_arguments(["--layers-per-group", "3"]).method.options.layers_per_group == 3
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        pytest.param(
+            "",
+            {
+                "given": frozenset(),
+                "method.name": "hift",
+                "model.model_name_or_path": None,
+                "data.dataset": None,
+                "data.packing": True,
+                "training.learning_rate": 2e-3,
+                "training.warmup_steps": 0,
+                "training.max_steps": 480,
+                "training.report_to": [],
+                "training.output_dir": "runs/hift",
+                "training.dataloader_pin_memory": torch.cuda.is_available(),
+            },
+            id="nothing given is hift on the embedded default, with pinned batches on machines with a GPU",
+        ),
+        pytest.param(
+            "--learning_rate 0.5 --max_steps 3 --max_length 99 --packing false",
+            {
+                "training.learning_rate": 0.5,
+                "training.max_steps": 3,
+                "data.max_length": 99,
+                "data.packing": False,
+                "given": frozenset({"learning_rate", "max_steps", "max_length", "packing"}),
+            },
+            id="what the user gives wins over every default",
+        ),
+        pytest.param(
+            "--model_name_or_path gpt2 --dataset rows.csv",
+            {
+                "training.learning_rate": TrainingArguments.learning_rate,
+                "training.max_steps": -1,
+                "data.packing": False,
+            },
+            id="the library's own defaults hold for other models and data",
+        ),
+        pytest.param("--method dense", {"training.warmup_steps": 0.05}, id="dense warms up, which hift does by itself"),
+        pytest.param("--layers-per-group 3", {"method.options.layers_per_group": 3}, id="both spellings are taken"),
+        pytest.param(
+            "--method dense --optim galore_adamw",
+            {"training.optim": "galore_adamw"},
+            id="dense takes the optimizers that hift can not",
+        ),
+        pytest.param(
+            "--bf16",
+            {"precision.loading": "bf16", "precision.autocast": "no", "training.bf16": False},
+            id="bf16 is weights for hift",
+        ),
+        pytest.param(
+            "--method dense --bf16 --use_cpu",
+            {"precision.loading": "fp32", "precision.autocast": "bf16", "training.bf16": True},
+            id="bf16 is autocast for dense",
+        ),
+        pytest.param(
+            "--method lora --bf16 --use_cpu",
+            {"precision.loading": "bf16", "precision.autocast": "bf16", "training.bf16": True},
+            id="lora under bf16 freezes bf16 weights and computes under autocast",
+        ),
+        pytest.param(
+            "--method lora",
+            {
+                "method.options": LoraArguments(
+                    lora_rank=16, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None
+                ),
+                "method.options.alpha": 32,
+                "method.options.target_modules": "all-linear",
+                "training.output_dir": "runs/lora",
+                "training.learning_rate": 4e-3,
+            },
+            id="lora's settings have peft's defaults and alpha follows the rank",
+        ),
+        pytest.param(
+            "--method lora --lora_rank 4 --lora_alpha 6 --lora_target_modules q_proj v_proj",
+            {
+                "method.options.lora_rank": 4,
+                "method.options.alpha": 6,
+                "method.options.target_modules": ["q_proj", "v_proj"],
+            },
+            id="lora's settings are taken",
+        ),
+        # PEFT reads a string as a regular expression of whole paths, and a list as names.
+        pytest.param(
+            "--method lora --lora_target_modules q_proj",
+            {"method.options.target_modules": ["q_proj"]},
+            id="a single target is a name and no pattern",
+        ),
+        pytest.param(
+            "--method lora --lora_target_modules all-linear",
+            {"method.options.target_modules": "all-linear"},
+            id="unless it is peft's shorthand",
+        ),
+    ],
+)
+def test_what_is_typed_and_what_is_not_become_settings(typed: str, expected: dict[str, Any]) -> None:
+    arguments = parse_train_arguments(typed.split())
+    assert {name: operator.attrgetter(name)(arguments) for name in expected} == expected
 
 
 def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None:
@@ -184,21 +251,6 @@ def test_what_does_not_hold_together_is_refused_in_one_sentence(arguments: list[
         parse_train_arguments(arguments)
 
 
-def test_dense_takes_the_optimizers_that_hift_can_not() -> None:
-    assert parse_train_arguments(["--method", "dense", "--optim", "galore_adamw"]).training.optim == "galore_adamw"
-
-
-def test_bf16_is_weights_for_hift_and_autocast_for_dense() -> None:
-    hift = parse_train_arguments(["--bf16"])
-    assert (hift.precision.loading, hift.precision.autocast, hift.training.bf16) == ("bf16", "no", False)
-    dense = parse_train_arguments(["--method", "dense", "--bf16", "--use_cpu"])
-    assert (dense.precision.loading, dense.precision.autocast, dense.training.bf16) == ("fp32", "bf16", True)
-
-
-def test_pinned_batches_are_for_machines_with_a_gpu() -> None:
-    assert parse_train_arguments([]).training.dataloader_pin_memory is torch.cuda.is_available()
-
-
 def test_a_launchers_mixed_precision_means_what_the_argument_means(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     hift = parse_train_arguments([])
@@ -206,27 +258,6 @@ def test_a_launchers_mixed_precision_means_what_the_argument_means(monkeypatch: 
     dense = parse_train_arguments(["--method", "dense", "--use_cpu"])
     assert (dense.precision.loading, dense.training.mixed_precision) == ("fp32", "bf16")
     assert parse_train_arguments(["--bf16", "false"]).precision.loading == "stored"
-
-
-def test_loras_settings_have_pefts_defaults_and_alpha_follows_the_rank() -> None:
-    arguments = parse_train_arguments(["--method", "lora"])
-    lora = arguments.method.options
-    assert lora == LoraArguments(lora_rank=16, lora_alpha=None, lora_dropout=0.0, lora_target_modules=None)
-    assert (lora.alpha, lora.target_modules) == (32, "all-linear")
-    assert arguments.training.output_dir == "runs/lora"
-    assert arguments.training.learning_rate == 4e-3
-    given = parse_train_arguments(
-        ["--method", "lora", "--lora_rank", "4", "--lora_alpha", "6", "--lora_target_modules", "q_proj", "v_proj"]
-    )
-    lora = given.method.options
-    assert (lora.lora_rank, lora.alpha, lora.target_modules) == (4, 6, ["q_proj", "v_proj"])
-
-
-def test_a_single_target_is_a_name_and_no_pattern_unless_it_is_pefts_shorthand() -> None:
-    # PEFT reads a string as a regular expression of whole paths, and a list as names.
-    for given, expected in (("q_proj", ["q_proj"]), ("all-linear", "all-linear")):
-        arguments = parse_train_arguments(["--method", "lora", "--lora_target_modules", given])
-        assert arguments.method.options.target_modules == expected
 
 
 @pytest.mark.parametrize("method", ["dense", "hift", "sft", "lora"])
@@ -258,8 +289,3 @@ def test_a_missing_library_is_named_with_its_extra(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
     with pytest.raises(ImportError, match=re.escape(message)):
         parse_train_arguments(arguments)
-
-
-def test_lora_under_bf16_freezes_bf16_weights_and_computes_under_autocast() -> None:
-    lora = parse_train_arguments(["--method", "lora", "--bf16", "--use_cpu"])
-    assert (lora.precision.loading, lora.precision.autocast, lora.training.bf16) == ("bf16", "bf16", True)

@@ -13,8 +13,7 @@ from rich.console import Console
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
 from slivertune.training.assemble import Run, assemble
-from slivertune.training.embedded.base_model import save_base_model, train_base_model
-from slivertune.training.options.defaults import BASE_RECIPE
+from slivertune.training.embedded.base_model import BASE_RECIPE, save_base_model, train_base_model
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.output import plan_line, plan_process
 from slivertune.training.output.plan_line import DevicePeak, plan_run, request_of

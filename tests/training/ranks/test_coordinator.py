@@ -1,7 +1,8 @@
-import threading
 import time
 from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -15,21 +16,16 @@ RANKS = 3
 def on_each(act: Callable[[LaunchCoordinator], Any], *, one_machine: bool = True) -> list[Any]:
     """What `act` returns or raises on three processes, played by threads."""
     store = dist.HashStore()
-    outcomes: list[Any] = [None] * RANKS
 
-    def play(rank: int) -> None:
+    def play(rank: int) -> Any:
         try:
-            outcomes[rank] = act(LaunchCoordinator(rank, RANKS, rank if one_machine else 0, store))
+            return act(LaunchCoordinator(rank, RANKS, rank if one_machine else 0, store))
         except Exception as error:
-            outcomes[rank] = error
+            return error
 
-    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive(), "a process waits for what never comes"
-    return outcomes
+    with ThreadPool(RANKS) as processes:
+        # A process that waits for what never comes ends the test.
+        return processes.map_async(play, range(RANKS), chunksize=1).get(timeout=30)
 
 
 def test_a_process_alone_decides_acts_and_reports_for_itself() -> None:
@@ -84,13 +80,8 @@ def test_one_of_a_machine_goes_before_the_others() -> None:
 
 @pytest.mark.parametrize("name", ["decide", "first_here"])
 def test_those_who_wait_for_one_that_fails_fail_in_silence(name: str) -> None:
-    def act(coordinator: LaunchCoordinator) -> Any:
-        def fail() -> None:
-            raise OSError("no room")
-
-        return getattr(coordinator, name)("data", fail)
-
-    first, *others = on_each(act)
+    fail = Mock(side_effect=OSError("no room"))
+    first, *others = on_each(lambda coordinator: getattr(coordinator, name)("data", fail))
     assert isinstance(first, OSError)
     assert all(isinstance(each, SilentError) for each in others)
 

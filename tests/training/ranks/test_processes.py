@@ -8,13 +8,10 @@ from slivertune.training.ranks.processes import asks_for, check_processes, devic
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-
-
-def set_gpu(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +29,11 @@ def set_gpu(monkeypatch: pytest.MonkeyPatch, *, is_there: bool) -> None:
 def test_several_processes_get_what_they_need_to_find_each_other(
     values: dict[str, Any], world_size: int, has_gpu: bool, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_gpu(monkeypatch, is_there=has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert device_values(values, world_size) == expected
 
 
 def test_deepspeed_on_cpus_talks_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_gpu(monkeypatch, is_there=False)
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     values = device_values({}, 2)
     assert (values["use_cpu"], values["ddp_backend"]) == (False, "gloo")
@@ -58,8 +54,7 @@ def test_what_the_launcher_asks_for_counts_too(
         assert asks_for(engine, {engine: typed[engine]}) and not asks_for(other, {engine: typed[engine]})
 
 
-def test_fsdp_without_gpus_is_refused_since_accelerate_would_fall_to_ddp(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_gpu(monkeypatch, is_there=False)
+def test_fsdp_without_gpus_is_refused_since_accelerate_would_fall_to_ddp() -> None:
     with pytest.raises(ValueError, match="accelerate shards weights over GPUs alone; take DDP or DeepSpeed"):
         device_values({"fsdp": "full_shard"}, 2)
 

@@ -26,10 +26,8 @@ def classified(splits: Any, **options: Any) -> Task:
 
 
 def test_rows_are_what_the_tokenizer_makes_of_a_sentence_with_its_class() -> None:
-    tokenizer = word_tokenizer()
     task = classified(sentiment_splits())
-    for row, (sentence, label) in zip(task.train_dataset, SENTIMENTS, strict=True):
-        assert row == {**tokenizer(sentence), "labels": label}
+    assert list(task.train_dataset) == [{**word_tokenizer()(text), "labels": label} for text, label in SENTIMENTS]
     assert task.id2label == {0: "0", 1: "1"}
     assert (task.model_kind, task.pad_token_id) == ("sequence_classification", 0)
 
@@ -47,26 +45,30 @@ def test_labels_are_known_from_all_training_rows_though_few_are_used() -> None:
     assert (len(task.train_dataset), len(task.id2label)) == (1, 2)
 
 
-def test_labels_that_only_evaluation_has_are_an_error() -> None:
-    train = {"text": ["a", "b"], "label": ["x", "y"]}
-    with pytest.raises(
-        ValueError, match=r"of the eval split holds labels that the train split does not have: z \(1 rows: row 1"
-    ):
-        classified(splits_of(train, {"text": ["a", "b"], "label": ["x", "z"]}))
+SOME_EMPTY = splits_of({"text": ["a", " ", "c", "d"], "label": [0, 1, None, 1]})
+ONE_LONG = splits_of({"text": ["a " * 10, "b"], "label": [0, 1]})
 
 
-def test_a_row_without_text_or_label_is_an_error_or_left_out() -> None:
-    data = {"text": ["a", " ", "c", "d"], "label": [0, 1, None, 1]}
-    with pytest.raises(ValueError, match=r"2 of 4 rows of the train split have nothing in column 'text', 'label'"):
-        classified(splits_of(data))
-    assert list(classified(splits_of(data), skip_empty_rows=True).train_dataset["labels"]) == [0, 1]
+@pytest.mark.parametrize(
+    ("splits", "options", "message"),
+    [
+        (
+            splits_of({"text": ["a", "b"], "label": ["x", "y"]}, {"text": ["a", "b"], "label": ["x", "z"]}),
+            {},
+            r"of the eval split holds labels that the train split does not have: z \(1 rows: row 1",
+        ),
+        (SOME_EMPTY, {}, "2 of 4 rows of the train split have nothing in column 'text', 'label'"),
+        (ONE_LONG, {"max_length": 6}, r"1 of 2 rows .* longer than max_length=6 tokens \(row 0, .* with 12 tokens"),
+    ],
+)
+def test_rows_that_can_not_be_classified_are_an_error(splits: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        classified(splits, **options)
 
 
-def test_a_long_row_is_an_error_or_cut_and_said(caplog: pytest.LogCaptureFixture) -> None:
-    data = {"text": ["a " * 10, "b"], "label": [0, 1]}
-    with pytest.raises(ValueError, match=r"1 of 2 rows .* longer than max_length=6 tokens \(row 0, .* with 12 tokens"):
-        classified(splits_of(data), max_length=6)
-    first = list(classified(splits_of(data), max_length=6, truncate=True).train_dataset[0]["input_ids"])
+def test_empty_rows_are_left_out_and_long_ones_cut_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    assert list(classified(SOME_EMPTY, skip_empty_rows=True).train_dataset["labels"]) == [0, 1]
+    first = list(classified(ONE_LONG, max_length=6, truncate=True).train_dataset[0]["input_ids"])
     assert (len(first), first[0], first[-1]) == (6, 2, 3), "[CLS] and [SEP] stay"
     assert "they are cut" in caplog.text
 
@@ -84,8 +86,7 @@ def test_a_column_of_the_data_may_have_any_name() -> None:
 def test_accuracy_is_the_share_of_right_classes() -> None:
     logits = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.6, 0.4], [0.3, 0.7]])
     labels = torch.tensor([1, 0, 1, 1])
-    hidden = torch.zeros(4, 7)
-    for given in (logits, (logits, hidden)):
+    for given in (logits, (logits, torch.zeros(4, 7))):
         predicted = predicted_classes(given, labels)
         assert accuracy(EvalPrediction(predicted.numpy(), np.asarray(labels))) == {"accuracy": 0.75}
 

@@ -1,9 +1,9 @@
 import re
+from typing import Any
 
 import pytest
-from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, T5Config
+from transformers import AutoConfig, BertConfig, GPT2Config, LlamaConfig, PreTrainedConfig, T5Config
 
-from slivertune.training.data.labels import LabelSet
 from slivertune.training.tasks.prompting import (
     Template,
     cut_to_fit,
@@ -13,7 +13,8 @@ from slivertune.training.tasks.prompting import (
 )
 from tests.training.tiny import byte_tokenizer, word_tokenizer
 
-SENTIMENT = LabelSet(column="label", names=("0", "1"))
+LABELS = ("0", "1")
+AFTER_SPACE = Template.parse("{s} {mask}")
 
 
 def test_a_template_is_filled_and_nothing_in_a_value_is_a_placeholder() -> None:
@@ -29,85 +30,77 @@ def test_the_part_before_the_mask_is_what_a_causal_model_reads() -> None:
     assert Template.parse("{sentence} It was").before_mask.fill({"sentence": "Fun."}) == "Fun. It was"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("It was {mask}.", "names no column"),
-        ("{a} {mask} {mask}", "has {mask} more than once"),
-        ("{a} {", "can't be read"),
-        ("{a:>3} {mask}", "has the placeholder {a:>3}, which is no plain column name"),
-        ("{a!r} {mask}", "has the placeholder {a!r}, which is no plain column name"),
-        ("{} {mask}", "has the placeholder {}, which is no plain column name"),
-    ],
-)
-def test_a_template_that_can_not_be_meant_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Template.parse(text)
-
-
 def test_label_words_go_by_the_order_of_the_labels_or_by_name() -> None:
-    assert parse_label_words("terrible, great", SENTIMENT) == ("terrible", "great")
-    assert parse_label_words("1=great,0=terrible", SENTIMENT) == ("terrible", "great")
+    assert parse_label_words("terrible, great", LABELS) == ("terrible", "great")
+    assert parse_label_words("1=great,0=terrible", LABELS) == ("terrible", "great")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("config", "kind"),
     [
-        ("great", "are 1 words for 2 labels (0, 1)"),
-        ("a,b,c", "are 3 words for 2 labels"),
-        ("great,great", "must be different words"),
-        ("great,", "must be different words, none empty"),
-        ("0=bad,2=good", "names the labels 0, 2; the data has 0, 1"),
-        ("0=bad,0=good", "names the labels 0; the data has 0, 1"),
-        ("0=bad,1=good,0=ugly", "names the labels 0, 1; the data has 0, 1, each once"),
+        (BertConfig(), "masked_lm"),
+        (BertConfig(is_decoder=True), "causal_lm"),
+        (BertConfig(architectures=["BertLMHeadModel"]), "causal_lm"),
+        (BertConfig(architectures=["BertForMaskedLM"]), "masked_lm"),
+        (GPT2Config(architectures=["NewForMaskedLM"]), "masked_lm"),
+        (LlamaConfig(), "causal_lm"),
+        (GPT2Config(), "causal_lm"),
+        (AutoConfig.for_model("roberta"), "masked_lm"),
     ],
 )
-def test_label_words_must_match_the_labels_one_to_one(words: str, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        parse_label_words(words, SENTIMENT)
+def test_the_architecture_tells_a_masked_from_a_causal_model(config: PreTrainedConfig, kind: str) -> None:
+    assert prompt_model_kind(config) == kind
 
 
-def test_the_architecture_tells_a_masked_from_a_causal_model() -> None:
-    assert prompt_model_kind(BertConfig()) == "masked_lm"
-    assert prompt_model_kind(BertConfig(is_decoder=True)) == "causal_lm"
-    assert prompt_model_kind(BertConfig(architectures=["BertLMHeadModel"])) == "causal_lm"
-    assert prompt_model_kind(BertConfig(architectures=["BertForMaskedLM"])) == "masked_lm"
-    assert prompt_model_kind(GPT2Config(architectures=["NewForMaskedLM"])) == "masked_lm"
-    assert prompt_model_kind(LlamaConfig()) == prompt_model_kind(GPT2Config()) == "causal_lm"
-    assert prompt_model_kind(AutoConfig.for_model("roberta")) == "masked_lm"
-    with pytest.raises(ValueError, match="t5 is an encoder-decoder"):
-        prompt_model_kind(T5Config())
-
-
-def test_a_label_word_at_a_mask_takes_the_form_that_the_template_calls_for() -> None:
-    # As in RoBERTa's vocabulary, " great" and "great" are different tokens.
-    tokenizer = byte_tokenizer(corpus=["great great", "bad bad"] * 20)
-    after_space, alone = Template.parse("{s} It was {mask} ."), Template.parse("{mask} : {s}")
-    for template, lead in ((after_space, " "), (alone, "")):
-        ids = mask_token_ids(tokenizer, ("great", "bad"), template)
-        assert [tokenizer.decode([token]) for token in ids] == [lead + "great", lead + "bad"]
-
-
-def test_the_other_form_is_taken_where_the_first_is_no_single_token() -> None:
-    tokenizer = byte_tokenizer(corpus=["a great", "a bad"] * 20)
-    assert len(tokenizer("great")["input_ids"]) > 1
-    ids = mask_token_ids(tokenizer, ("great", "bad"), Template.parse("{mask} : {s}"))
-    assert [tokenizer.decode([token]) for token in ids] == [" great", " bad"]
-
-
-def test_a_label_word_of_several_or_unknown_tokens_is_refused_with_its_tokens() -> None:
-    with pytest.raises(ValueError, match=r"'hi' is \['\u0120', 'h', 'i'\] or \['h', 'i'\]"):
-        mask_token_ids(byte_tokenizer(), ("hi", "x"), Template.parse("{s} {mask}"))
-    with pytest.raises(ValueError, match=r"'superb' is \['\[UNK\]'\]"):
-        mask_token_ids(word_tokenizer(), ("superb", "bad"), Template.parse("{s} {mask}"))
+@pytest.mark.parametrize(
+    ("corpus", "template", "lead"),
+    [
+        # As in RoBERTa's vocabulary, " great" and "great" are different tokens.
+        (["great great", "bad bad"], "{s} It was {mask} .", " "),
+        (["great great", "bad bad"], "{mask} : {s}", ""),
+        # The other form is taken where the first is no single token.
+        (["a great", "a bad"], "{mask} : {s}", " "),
+    ],
+)
+def test_a_label_word_at_a_mask_takes_the_form_that_the_template_calls_for_if_it_is_one_token(
+    corpus: list[str], template: str, lead: str
+) -> None:
+    tokenizer = byte_tokenizer(corpus=corpus * 20)
+    assert (len(tokenizer("great")["input_ids"]) == 1) is ("great great" in corpus)
+    ids = mask_token_ids(tokenizer, ("great", "bad"), Template.parse(template))
+    assert [tokenizer.decode([token]) for token in ids] == [lead + "great", lead + "bad"]
 
 
 def test_values_are_cut_from_the_longest_to_the_largest_size_that_fits() -> None:
-    values = {"premise": "p" * 50, "hypothesis": "h" * 8}
-
     def fits(row: dict[str, str]) -> bool:
         return len(row["premise"]) + len(row["hypothesis"]) <= 30
 
-    assert cut_to_fit(values, fits) == {"premise": "p" * 22, "hypothesis": "h" * 8}
-    with pytest.raises(ValueError, match="the template alone is longer than --max_length"):
-        cut_to_fit(values, lambda _: False)
+    cut = cut_to_fit({"premise": "p" * 50, "hypothesis": "h" * 8}, fits)
+    assert cut == {"premise": "p" * 22, "hypothesis": "h" * 8}
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "message"),
+    [
+        (Template.parse, ["It was {mask}."], "names no column"),
+        (Template.parse, ["{a} {mask} {mask}"], "has {mask} more than once"),
+        (Template.parse, ["{a} {"], "can't be read"),
+        (Template.parse, ["{a:>3} {mask}"], "has the placeholder {a:>3}, which is no plain column name"),
+        (Template.parse, ["{a!r} {mask}"], "has the placeholder {a!r}, which is no plain column name"),
+        (Template.parse, ["{} {mask}"], "has the placeholder {}, which is no plain column name"),
+        (parse_label_words, ["great", LABELS], "are 1 words for 2 labels (0, 1)"),
+        (parse_label_words, ["a,b,c", LABELS], "are 3 words for 2 labels"),
+        (parse_label_words, ["great,great", LABELS], "must be different words"),
+        (parse_label_words, ["great,", LABELS], "must be different words, none empty"),
+        (parse_label_words, ["0=bad,2=good", LABELS], "names the labels 0, 2; the data has 0, 1"),
+        (parse_label_words, ["0=bad,0=good", LABELS], "names the labels 0; the data has 0, 1"),
+        (parse_label_words, ["0=bad,1=good,0=ugly", LABELS], "names the labels 0, 1; the data has 0, 1, each once"),
+        (prompt_model_kind, [T5Config()], "t5 is an encoder-decoder"),
+        (mask_token_ids, [byte_tokenizer(), ("hi", "x"), AFTER_SPACE], "'hi' is ['\u0120', 'h', 'i'] or ['h', 'i']"),
+        (mask_token_ids, [word_tokenizer(), ("superb", "bad"), AFTER_SPACE], "'superb' is ['[UNK]']"),
+        (cut_to_fit, [{"sentence": "s"}, lambda _: False], "the template alone is longer than --max_length"),
+    ],
+)
+def test_what_can_not_be_meant_or_scored_is_refused(read: Any, given: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(*given)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slivertune.training.tasks.samples import make_probe
+from slivertune.training.tasks.samples import Probe, make_probe
 from slivertune.training.tasks.task import Task
 
 
@@ -19,74 +19,84 @@ def make_task(rows: list[dict[str, Any]], *, labels: dict[int, str] | None = Non
 
 
 @pytest.fixture(scope="module")
-def language_model(tiny_base: Path) -> tuple[Any, Any]:
-    """Stands for a Trainer, of which a probe needs the model and its autocast alone; and the tokenizer."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_base)
-    trainer = SimpleNamespace(model=model, accelerator=SimpleNamespace(autocast=nullcontext))
-    return trainer, AutoTokenizer.from_pretrained(tiny_base)
+def model_and_tokenizer(tiny_base: Path) -> tuple[Any, Any]:
+    return AutoModelForCausalLM.from_pretrained(tiny_base), AutoTokenizer.from_pretrained(tiny_base)
 
 
-def test_a_text_is_continued_from_its_beginning(language_model: tuple[Any, Any]) -> None:
-    trainer, tokenizer = language_model
-    text = "A text of some length, whose beginning is the prompt, and that is long enough for that."
-    task = make_task([{"input_ids": tokenizer(text)["input_ids"]}])
-    probe = make_probe(trainer, task, tokenizer, asked=None, num_tokens=5)
+def probe_of(
+    model_and_tokenizer: tuple[Any, Any], rows: list[dict[str, Any]], asked: str | None = None, **options: Any
+) -> Probe | None:
+    """A question about the first of some rows, to what stands for a Trainer: the model and its autocast."""
+    model, tokenizer = model_and_tokenizer
+    trainer: Any = SimpleNamespace(model=model, accelerator=SimpleNamespace(autocast=nullcontext))
+    task = make_task(rows, labels=options.pop("labels", None))
+    return make_probe(trainer, task, tokenizer, asked=asked, **{"num_tokens": 3, **options})
+
+
+def row_of(tokenizer: Any, *parts: tuple[str, bool]) -> dict[str, list[int]]:
+    """Texts in one row, and which of them are learned."""
+    row: dict[str, list[int]] = {"input_ids": [], "labels": []}
+    for text, is_learned in parts:
+        tokens = tokenizer(text)["input_ids"]
+        row["input_ids"] += tokens
+        row["labels"] += tokens if is_learned else [-100] * len(tokens)
+    return row
+
+
+TEXT = "A text of some length, whose beginning is the prompt, and that is long enough for that."
+
+
+@pytest.mark.parametrize(
+    ("parts", "asked", "options", "prompt", "expected"),
+    [
+        ([(TEXT, True)], None, {}, TEXT[: len(TEXT) // 2], None),
+        ([("abcdefgh", True)], None, {}, "abcd", None),
+        # One that nobody typed is cut to fit.
+        ([], "a" * 70 + "b", {"cut": True}, "a" * 63, None),
+        # A row that is all prompt, as long as a row may be: its end is what an answer follows.
+        ([("a" * 10 + "b" * 54, False)], None, {}, "a" * 9 + "b" * 54, ""),
+        # A packed row that begins in the midst of a response.
+        ([("tail", True), ("Q: 1+1?\n", False), ("two", True), ("Q: next", False)], None, {}, "Q: 1+1?\n", "two"),
+    ],
+)
+def test_the_prompt_is_the_beginning_of_a_text_or_what_the_labels_leave_out(
+    parts: list[tuple[str, bool]],
+    asked: str | None,
+    options: dict[str, Any],
+    prompt: str,
+    expected: str | None,
+    model_and_tokenizer: tuple[Any, Any],
+) -> None:
+    probe = probe_of(model_and_tokenizer, [row_of(model_and_tokenizer[1], *parts)], asked, **options)
     assert probe is not None
-    assert text.startswith(probe.prompt) and len(probe.prompt) == len(text) // 2
-    assert probe.expected is None
+    assert (probe.prompt, probe.expected) == (prompt, expected)
+
+
+def test_a_text_without_labels_is_continued_by_so_many_tokens(model_and_tokenizer: tuple[Any, Any]) -> None:
+    tokenizer = model_and_tokenizer[1]
+    probe = probe_of(model_and_tokenizer, [{"input_ids": tokenizer(TEXT)["input_ids"]}], num_tokens=5)
+    assert probe is not None
+    assert (probe.prompt, probe.expected) == (TEXT[: len(TEXT) // 2], None)
     assert len(tokenizer(probe.ask())["input_ids"]) <= 5 * 3, "five bytes, of which a broken one is shown by three"
 
 
-def test_a_prompt_that_nobody_typed_is_cut_to_fit(language_model: tuple[Any, Any]) -> None:
-    trainer, tokenizer = language_model
-    probe = make_probe(trainer, make_task([]), tokenizer, asked="a" * 70 + "b", num_tokens=3, cut=True)
-    assert probe is not None and probe.prompt == "a" * 63
-    # A row that is all prompt, as long as a row may be: its end is what an answer follows.
-    row = {"input_ids": tokenizer("a" * 10 + "b" * 54)["input_ids"], "labels": [-100] * 64}
-    probe = make_probe(trainer, make_task([row]), tokenizer, asked=None, num_tokens=3)
-    assert probe is not None and probe.prompt == "a" * 9 + "b" * 54
-
-
-def test_a_row_that_is_learned_as_a_whole_is_continued_from_its_beginning(language_model: tuple[Any, Any]) -> None:
-    trainer, tokenizer = language_model
-    ids = tokenizer("abcdefgh")["input_ids"]
-    probe = make_probe(trainer, make_task([{"input_ids": ids, "labels": ids}]), tokenizer, asked=None, num_tokens=3)
-    assert probe is not None and (probe.prompt, probe.expected) == ("abcd", None)
-
-
-def test_asking_is_repeatable_and_leaves_randomness_and_mode_alone(language_model: tuple[Any, Any]) -> None:
-    trainer, tokenizer = language_model
-    probe = make_probe(trainer, make_task([]), tokenizer, asked="The ", num_tokens=20)
+def test_asking_is_repeatable_and_leaves_randomness_and_mode_alone(model_and_tokenizer: tuple[Any, Any]) -> None:
+    model, _ = model_and_tokenizer
+    probe = probe_of(model_and_tokenizer, [], "The ", num_tokens=20)
     assert probe is not None
     state = torch.random.get_rng_state()
     answers = set()
     for mode in (True, False):
-        trainer.model.train(mode)
+        model.train(mode)
         answers.add(probe.ask())
-        assert trainer.model.training is mode
+        assert model.training is mode
     assert torch.equal(state, torch.random.get_rng_state())
     torch.manual_seed(1)
-    answers.add(probe.ask())
-    assert len(answers) == 1
+    assert len({*answers, probe.ask()}) == 1
 
 
-def test_a_prompt_and_its_response_are_told_apart_by_the_labels(language_model: tuple[Any, Any]) -> None:
-    trainer, tokenizer = language_model
-    # A packed row that begins in the midst of a response.
-    parts = [("tail", True), ("Q: 1+1?\n", False), ("two", True), ("Q: next", False)]
-    ids, labels = [], []
-    for text, is_response in parts:
-        tokens = tokenizer(text)["input_ids"]
-        ids += tokens
-        labels += tokens if is_response else [-100] * len(tokens)
-    probe = make_probe(trainer, make_task([{"input_ids": ids, "labels": labels}]), tokenizer, asked=None, num_tokens=3)
-    assert probe is not None
-    assert (probe.prompt, probe.expected) == ("Q: 1+1?\n", "two")
-
-
-def test_no_tokens_ask_nothing(language_model: tuple[Any, Any]) -> None:
-    trainer, tokenizer = language_model
-    assert make_probe(trainer, make_task([]), tokenizer, asked=None, num_tokens=0) is None
+def test_no_tokens_ask_nothing(model_and_tokenizer: tuple[Any, Any]) -> None:
+    assert probe_of(model_and_tokenizer, [], num_tokens=0) is None
 
 
 @pytest.mark.parametrize(
@@ -98,8 +108,7 @@ def test_no_tokens_ask_nothing(language_model: tuple[Any, Any]) -> None:
     ],
 )
 def test_a_prompt_that_can_not_be_asked_is_refused(
-    asked: str, labels: dict[int, str] | None, message: str, language_model: tuple[Any, Any]
+    asked: str, labels: dict[int, str] | None, message: str, model_and_tokenizer: tuple[Any, Any]
 ) -> None:
-    trainer, tokenizer = language_model
     with pytest.raises(ValueError, match=message):
-        make_probe(trainer, make_task([], labels=labels), tokenizer, asked=asked, num_tokens=3)
+        probe_of(model_and_tokenizer, [], asked, labels=labels)

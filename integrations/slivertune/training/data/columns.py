@@ -2,13 +2,12 @@
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
 
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 
 logger = logging.getLogger(__name__)
 
@@ -23,46 +22,17 @@ _PROMPTS_AND_RESPONSES = (("prompt", "response"), ("prompt", "completion"), ("in
 # Beside one of these a single text column is only half of what a row says.
 _SECOND_TEXTS = frozenset(
     (
-        "question",
-        "question1",
-        "question2",
-        "sentence1",
-        "sentence2",
-        "premise",
-        "hypothesis",
-        "text1",
-        "text2",
+        "question", "question1", "question2", "sentence1", "sentence2", "premise", "hypothesis", "text1", "text2",
         "text_pair",
     )
-)
+)  # fmt: skip
 NUM_NAMED_ROWS = 5
 """How many rows a message names."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CausalColumns:
-    """The columns of a language-modelling dataset: texts, or prompts and responses."""
-
-    text: str | None = None
-    prompt: str | None = None
-    response: str | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The columns that are read, in the order in which a row is built."""
-        return tuple(name for name in (self.text, self.prompt, self.response) if name is not None)
-
-
 def number_rows(rows: Any) -> Any:
     """Give a `datasets.Dataset` its row numbers, unless it has them."""
-    if ROW_COLUMN in rows.column_names:
-        return rows
-    return rows.add_column(ROW_COLUMN, np.arange(len(rows)))
-
-
-def first_rows(rows: Any, limit: int | None) -> Any:
-    """The first `limit` rows of a `datasets.Dataset`, or all; held-out splits were shuffled when they were drawn."""
-    return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
+    return rows if ROW_COLUMN in rows.column_names else rows.add_column(ROW_COLUMN, np.arange(len(rows)))
 
 
 def user_columns(rows: Any) -> list[str]:
@@ -72,15 +42,20 @@ def user_columns(rows: Any) -> list[str]:
 
 def column_values(rows: Any, column: str) -> list[Any]:
     """All values of a column in one piece; iterating over the column would fetch row by row."""
-    values: list[Any] = rows[column][:]
-    return values
+    return list(rows[column][:])
 
 
-def name_rows(numbers: Sequence[int]) -> str:
-    """The first few row numbers in order, for messages."""
-    numbers = sorted(numbers)
+def name_rows(rows: Any, places: Any) -> str:
+    """The first few of the row numbers at some places of a numbered `datasets.Dataset`, in order, for messages."""
+    numbers = sorted(set(column_values(rows.select(places), ROW_COLUMN)))
     first = ", ".join(str(number) for number in numbers[:NUM_NAMED_ROWS])
-    return f"{'row' if len(numbers) == 1 else 'rows'} {first}{', ...' if len(numbers) > NUM_NAMED_ROWS else ''}"
+    more = ", ..." if len(numbers) > NUM_NAMED_ROWS else ""
+    return f"{'row' if len(numbers) == 1 else 'rows'} {first}{more}, counted from 0"
+
+
+def describe_rows(rows: Any, places: Any, fault: str, split: str) -> str:
+    """Say how many rows of a numbered split have a fault, and which they are."""
+    return f"{len(places)} of {len(rows)} rows of the {split} split {fault} ({name_rows(rows, places)})"
 
 
 def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> str:
@@ -110,21 +85,7 @@ def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> s
     return name
 
 
-def require_columns(rows: Any, names: Iterable[str], split: str) -> None:
-    """Check that a split has the columns that were chosen from the training split.
-
-    Raises:
-        ValueError: If one is absent, listing those there are.
-    """
-    for name in names:
-        if name not in rows.column_names:
-            raise ValueError(
-                f"the {split} split has no column {name!r}, which the train split has; its columns are "
-                f"{', '.join(user_columns(rows))}"
-            )
-
-
-def causal_columns(arguments: DataArguments, rows: Any) -> CausalColumns:
+def causal_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
     """Take the named columns for language modelling, or the only sensible ones.
 
     Args:
@@ -132,37 +93,35 @@ def causal_columns(arguments: DataArguments, rows: Any) -> CausalColumns:
         rows: A `datasets.Dataset`.
 
     Returns:
-        The columns; what was guessed is logged.
+        The column of texts, or those of prompts and of responses; what was guessed is logged.
 
     Raises:
         ValueError: If a named column is absent, or none is named and the choice is not plain.
     """
     if arguments.prompt_column is not None and arguments.response_column is not None:
-        return CausalColumns(
-            prompt=require_column(rows, arguments.prompt_column, "--prompt_column"),
-            response=require_column(rows, arguments.response_column, "--response_column"),
+        return (
+            require_column(rows, arguments.prompt_column, "--prompt_column"),
+            require_column(rows, arguments.response_column, "--response_column"),
         )
     if arguments.text_column is not None:
-        return CausalColumns(text=require_column(rows, arguments.text_column, "--text_column"))
+        return (require_column(rows, arguments.text_column, "--text_column"),)
     there = user_columns(rows)
-    found = [CausalColumns(text=name) for name in (there if len(there) == 1 else _TEXTS) if name in there]
-    for prompt, response in _PROMPTS_AND_RESPONSES:
+    choices = [(name,) for name in (there if len(there) == 1 else _TEXTS)] + [
         # Alpaca's `input` belongs to the prompt as well.
-        whole = prompt != "instruction" or "input" not in there
-        if prompt in there and response in there and whole:
-            found.append(CausalColumns(prompt=prompt, response=response))
+        pair
+        for pair in _PROMPTS_AND_RESPONSES
+        if pair[0] != "instruction" or "input" not in there
+    ]
+    found = [choice for choice in choices if set(choice) <= set(there)]
     if len(found) != 1:
-        raise ValueError(
-            _ambiguous(
-                there, [choice.names for choice in found], "--text_column, or --prompt_column and --response_column"
-            )
-        )
-    for name in found[0].names:
-        require_column(rows, name, "--text_column" if found[0].text else "--prompt_column and --response_column")
-    if found[0].text:
-        logger.info("training on the text column %r of %s", found[0].text, there)
-    else:
-        logger.info("prompts from column %r, responses from column %r of %s", found[0].prompt, found[0].response, there)
+        raise ValueError(_ambiguous(there, found, "--text_column, or --prompt_column and --response_column"))
+    is_text = len(found[0]) == 1
+    for name in found[0]:
+        require_column(rows, name, "--text_column" if is_text else "--prompt_column and --response_column")
+    guess = (
+        "training on the text column %r of %s" if is_text else "prompts from column %r, responses from column %r of %s"
+    )
+    logger.info(guess, *found[0], there)
     return found[0]
 
 
@@ -179,17 +138,16 @@ def sentence_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
     Raises:
         ValueError: If a named column is absent, or none is named and the choice is not plain.
     """
-    there = user_columns(rows)
     if arguments.text_column is not None:
         columns = [require_column(rows, arguments.text_column, "--text_column")]
     else:
+        there = user_columns(rows)
         columns = [name for name in _TEXTS if name in there]
         pairs = [] if arguments.text_pair_column is not None else sorted(_SECOND_TEXTS.intersection(there))
         if len(columns) != 1 or pairs:
-            choices = [(name,) for name in (*columns, *pairs)]
-            raise ValueError(_ambiguous(there, choices, "--text_column (and --text_pair_column for pairs)"))
-        require_column(rows, columns[0], "--text_column")
-        logger.info("classifying the text column %r of %s", columns[0], there)
+            found = [(name,) for name in (*columns, *pairs)]
+            raise ValueError(_ambiguous(there, found, "--text_column (and --text_pair_column for pairs)"))
+        logger.info("classifying the text column %r of %s", require_column(rows, columns[0], "--text_column"), there)
     if arguments.text_pair_column is not None:
         columns.append(require_column(rows, arguments.text_pair_column, "--text_pair_column"))
     return tuple(columns)
@@ -210,50 +168,89 @@ def label_column(arguments: DataArguments, rows: Any) -> str:
     return "label"
 
 
-def drop_empty_rows(rows: Any, columns: Iterable[str], *, split: str, skip: bool) -> Any:
-    """Refuse or leave out rows in which a column is null or only white space.
+def usable_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, split: str) -> Any:
+    """The rows of a split that a run reads: the first so many, without those in which a column says nothing.
+
+    A column says nothing where it is null or only white space. Held-out splits were shuffled when they were drawn, so
+    that the first rows are as good as any.
 
     Args:
         rows: A numbered `datasets.Dataset`.
-        columns: The columns that must say something.
-        split: Name of the split, for messages.
-        skip: Leave such rows out, and say how many, in place of an error.
+        columns: Those chosen from the training split; all must say something.
+        arguments: How many rows of each split to use at most, and whether to leave out empty ones, and say how many,
+            in place of an error.
+        split: "train" or "eval".
 
     Returns:
         The rows that say something.
 
     Raises:
-        ValueError: If there are empty rows and `skip` is off, or nothing is left.
+        ValueError: If a column is absent, listing those there are; or there are empty rows and they are not to be left
+            out, or nothing is left.
     """
+    limit = arguments.max_train_samples if split == "train" else arguments.max_eval_samples
+    rows = rows if limit is None or limit >= len(rows) else rows.select(range(limit))
     columns = list(dict.fromkeys(columns))
-    is_blank = np.array(
-        [
-            [_is_blank(value) for batch in rows.select_columns([name]).iter(batch_size=1000) for value in batch[name]]
-            for name in columns
-        ]
-    )
-    is_empty = is_blank.any(axis=0)
-    if not is_empty.any():
-        return rows
+    for name in columns:
+        if name not in rows.column_names:
+            raise ValueError(
+                f"the {split} split has no column {name!r}, which the train split has; its columns are "
+                f"{', '.join(user_columns(rows))}"
+            )
+    is_blank = np.array([_blank_places(rows, name) for name in columns])
     named = ", ".join(repr(name) for name, marks in zip(columns, is_blank, strict=True) if marks.any())
-    numbers = column_values(rows.select(np.flatnonzero(is_empty)), ROW_COLUMN)
-    found = (
-        f"{len(numbers)} of {len(rows)} rows of the {split} split have nothing in column {named} "
-        f"({name_rows(numbers)}, counted from 0)"
+    return leave_out(
+        rows,
+        is_blank.any(axis=0),
+        f"have nothing in column {named}",
+        split=split,
+        skip=arguments.skip_empty_rows,
+        way_out="fill them, or leave them out with --skip_empty_rows (a txt file with blank lines may rather want "
+        "--sample_by paragraph)",
     )
+
+
+def leave_out(
+    rows: Any,
+    is_unfit: Any,
+    fault: str,
+    *,
+    split: str,
+    skip: bool,
+    way_out: str,
+    none_left: str = "no row is left",
+) -> Any:
+    """Refuse or leave out rows that a run can't use.
+
+    Args:
+        rows: A numbered `datasets.Dataset`.
+        is_unfit: Which of them, one truth value a row; where there is none, nothing is said.
+        fault: What is wrong with them, as in "3 of 6 rows of the train split are empty".
+        split: Name of the split, for messages.
+        skip: Leave such rows out, and say how many, in place of an error.
+        way_out: What to do about it.
+        none_left: What is said where all rows are so.
+
+    Returns:
+        The others.
+
+    Raises:
+        ValueError: If `skip` is off, or nothing is left.
+    """
+    if not is_unfit.any():
+        return rows
+    found = describe_rows(rows, np.flatnonzero(is_unfit), fault, split)
     if not skip:
-        raise ValueError(
-            f"{found}; fill them, or leave them out with --skip_empty_rows (a txt file with blank lines may "
-            "rather want --sample_by paragraph)"
-        )
-    if is_empty.all():
-        raise ValueError(f"{found}; no row is left")
+        raise ValueError(f"{found}; {way_out}")
+    if is_unfit.all():
+        raise ValueError(f"{found}; {none_left}")
     logger.warning("%s; they are left out", found)
-    return rows.select(np.flatnonzero(~is_empty))
+    return rows.select(np.flatnonzero(~is_unfit))
 
 
-def _is_blank(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and not value.strip())
+def _blank_places(rows: Any, column: str) -> list[bool]:
+    batches = rows.select_columns([column]).iter(batch_size=1000)
+    return [value is None or not str(value).strip() for batch in batches for value in batch[column]]
 
 
 def _ambiguous(there: list[str], choices: Sequence[tuple[str, ...]], options: str) -> str:

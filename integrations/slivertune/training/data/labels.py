@@ -2,59 +2,17 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import datasets
 
-from slivertune.training.data.columns import ROW_COLUMN, column_values, name_rows
+from slivertune.training.data.columns import column_values, name_rows
 
 _DECIMAL = re.compile(r"[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+")
 _NUM_NAMED_LABELS = 20
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LabelSet:
-    """The labels of a training split, in the order of their class numbers."""
-
-    column: str
-    """The column that holds them."""
-    names: tuple[str, ...]
-    """Label i stands for class i."""
-
-    @property
-    def id2label(self) -> dict[int, str]:
-        """Class -> label."""
-        return dict(enumerate(self.names))
-
-    def encode(self, rows: Any, *, split: str) -> list[int]:
-        """The classes of all rows of a split.
-
-        Args:
-            rows: A numbered `datasets.Dataset` without null labels.
-            split: Name of the split, for messages.
-
-        Returns:
-            One class per row.
-
-        Raises:
-            ValueError: If a label is not in the training split.
-        """
-        classes = {name: index for index, name in enumerate(self.names)}
-        names = _names_of(rows, self.column)
-        unknown = [row for row, name in enumerate(names) if name not in classes]
-        if unknown:
-            strangers = sorted({names[row] for row in unknown})
-            numbers = column_values(rows.select(unknown), ROW_COLUMN)
-            raise ValueError(
-                f"column {self.column!r} of the {split} split holds labels that the train split does not have: "
-                f"{_listed(strangers)} ({len(unknown)} rows: {name_rows(numbers)}, counted from 0); the train "
-                f"split has {_listed(self.names)}; correct them, or train on rows with every label"
-            )
-        return [classes[name] for name in names]
-
-
-def read_labels(rows: Any, column: str) -> LabelSet:
+def read_labels(rows: Any, column: str) -> tuple[str, ...]:
     """Collect the labels of the training split.
 
     A `datasets.ClassLabel` column keeps its own order and names; integers (also written as text) are sorted as numbers,
@@ -65,14 +23,14 @@ def read_labels(rows: Any, column: str) -> LabelSet:
         column: Its label column; null labels are passed over.
 
     Returns:
-        The labels.
+        The labels; label i stands for class i.
 
     Raises:
         ValueError: If the labels are decimals (regression), no labels at all, or all the same.
     """
     feature = rows.features[column]
     if isinstance(feature, datasets.ClassLabel):
-        return LabelSet(column=column, names=tuple(feature.names))
+        return tuple(feature.names)
     if not isinstance(feature, datasets.Value) or "float" in feature.dtype or "decimal" in feature.dtype:
         _refuse(column, f"{feature}")
     names = [str(value).strip() for value in set(column_values(rows, column)) if value is not None]
@@ -86,17 +44,39 @@ def read_labels(rows: Any, column: str) -> LabelSet:
             f"column {column!r} of the train split has the labels {names}; a classifier needs at least two, choose "
             "another column with --label_column"
         )
-    return LabelSet(column=column, names=tuple(names))
+    return tuple(names)
 
 
-def _names_of(rows: Any, column: str) -> list[str]:
-    """Each row's label as text."""
-    feature = rows.features[column]
-    values = column_values(rows, column)
+def encode_labels(rows: Any, column: str, labels: Sequence[str], *, split: str) -> list[int]:
+    """The classes of all rows of a split.
+
+    Args:
+        rows: A numbered `datasets.Dataset` without null labels.
+        column: The column that holds them.
+        labels: Those of the training split, in the order of their class numbers.
+        split: Name of the split, for messages.
+
+    Returns:
+        One class per row.
+
+    Raises:
+        ValueError: If a label is not in the training split.
+    """
+    feature, names = rows.features[column], column_values(rows, column)
     if isinstance(feature, datasets.ClassLabel):
         # A hidden label is -1.
-        return [feature.int2str(value) if 0 <= value < feature.num_classes else str(value) for value in values]
-    return [str(value).strip() for value in values]
+        names = [feature.int2str(value) if 0 <= value < feature.num_classes else str(value) for value in names]
+    else:
+        names = [str(value).strip() for value in names]
+    classes = {name: index for index, name in enumerate(labels)}
+    unknown = [row for row, name in enumerate(names) if name not in classes]
+    if unknown:
+        raise ValueError(
+            f"column {column!r} of the {split} split holds labels that the train split does not have: "
+            f"{_listed(sorted({names[row] for row in unknown}))} ({len(unknown)} rows: {name_rows(rows, unknown)}); "
+            f"the train split has {_listed(labels)}; correct them, or train on rows with every label"
+        )
+    return [classes[name] for name in names]
 
 
 def _refuse(column: str, what: str) -> None:

@@ -1,7 +1,14 @@
-"""From a dataset's name, on the disk or on the Hugging Face hub, to a training and an evaluation split."""
+"""From a dataset's name, on the disk or on the Hugging Face hub, to a training and an evaluation split.
 
+Local csv, tsv, json, jsonl, txt and parquet files, or a folder of them, are read through the datasets library.
+"""
+
+import csv
+import glob
 import logging
 import re
+from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +17,18 @@ import huggingface_hub
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
 from slivertune.training.data.columns import number_rows
-from slivertune.training.data.local_files import FORMATS, load_local
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 
 logger = logging.getLogger(__name__)
 
+FORMATS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text", ".parquet": "parquet"}
+"""File extension -> the datasets library's reader."""
+
+_SPLIT_OF_WORD = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "devset"), "validation"),
+    **dict.fromkeys(("test", "testing", "testset", "eval", "evaluation"), "test"),
+}
 _PROBE_SECONDS = 10.0
 """How long one request may take that asks the hub whether it is there."""
 _HUB_ID = re.compile(r"[\w][\w.\-]*(/[\w][\w.\-]*)?")
@@ -59,12 +73,178 @@ def load_splits(arguments: DataArguments, *, seed: int) -> Any:
         file = Path(eval_file).expanduser()
         if not file.is_file():
             raise ValueError(f"eval_file {eval_file!r} is no file; give an existing {', '.join(FORMATS)} file")
-        has_cells = file.suffix.lower() in (".csv", ".tsv")
-        (rows,) = load_local(file, ["train"], column_names=names if has_cells else None, **options)
-        loaded.append(_with_rows(rows, eval_file, "train"))
+        names = names if file.suffix.lower() in (".csv", ".tsv") else None
+        loaded += [
+            _with_rows(rows, eval_file, "train") for rows in load_local(file, ["train"], column_names=names, **options)
+        ]
     if len(loaded) == 1:
         return _hold_out(loaded[0], arguments.eval_fraction, seed)
     return datasets.DatasetDict(train=loaded[0], eval=loaded[1])
+
+
+def load_local(
+    path: Path,
+    splits: list[str],
+    *,
+    column_names: list[str] | None = None,
+    sample_by: str = "line",
+    cache_dir: str | None = None,
+) -> list[Any]:
+    """Load splits of a file or folder.
+
+    Cells of csv and tsv files stay text as written: "01" and "null" are strings, an empty cell is null. A tsv file has
+    no quoting, a csv file the usual one. A file has one split, `train`; a folder's files are assigned to train,
+    validation and test by their names (dev.tsv is validation), or all to train when no name says. What
+    `datasets.Dataset.save_to_disk` wrote is read as well.
+
+    Args:
+        path: An existing file or folder.
+        splits: Names, or slices such as `train[:100]`, one per returned dataset.
+        column_names: For csv and tsv files without a header line.
+        sample_by: One row of a txt file is a "line", a "paragraph" or the whole "document".
+        cache_dir: Where prepared data is kept; the datasets library's own cache by default.
+
+    Returns:
+        One `datasets.Dataset` per split.
+
+    Raises:
+        ValueError: If the extension is unknown, a file is malformed or empty, or there is no such split.
+    """
+    if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
+        return _load_saved(path, splits)
+    files_of_split = _files_of_folder(path) if path.is_dir() else {"train": [path]}
+    files = [file for group in files_of_split.values() for file in group]
+    reader = _reader_of(files)
+    options: dict[str, Any] = {}
+    if reader == "csv":
+        options = _csv_options(files, column_names)
+    elif column_names is not None:
+        raise ValueError(
+            f"column_names={column_names} is for csv and tsv files without a header line, and {files[0]} is read as "
+            f"{reader}; leave it out"
+        )
+    elif reader == "text":
+        options = {"sample_by": sample_by, "encoding": "utf-8-sig"}
+    _check_splits(path, splits, sorted(files_of_split))
+    # The reader takes glob patterns; a name such as data[1].csv is meant as written.
+    patterns = {name: [glob.escape(str(file.resolve())) for file in group] for name, group in files_of_split.items()}
+    try:
+        return list(datasets.load_dataset(reader, data_files=patterns, split=splits, cache_dir=cache_dir, **options))
+    except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
+        raise ValueError(f"{path} can't be read as {reader}: {_reason(error)}") from error
+
+
+def _load_saved(path: Path, splits: list[str]) -> list[Any]:
+    saved = datasets.load_from_disk(str(path))
+    by_name = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+    for split in splits:
+        if split not in by_name:
+            raise ValueError(
+                f"{path} has no split {split!r}; it has {', '.join(by_name)} (a saved dataset takes no slices)"
+            )
+    return [by_name[split] for split in splits]
+
+
+def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
+    files = sorted(
+        file for file in folder.iterdir() if file.suffix.lower() in FORMATS and not file.name.startswith(".")
+    )
+    if not files:
+        raise ValueError(f"folder {folder} holds no data file; put in {', '.join(FORMATS)} files, or name a file")
+    files_of_split: dict[str, list[Path]] = {}
+    for file in files:
+        words = re.findall("[a-z]+", file.stem.lower())
+        files_of_split.setdefault(next(filter(None, map(_SPLIT_OF_WORD.get, words)), ""), []).append(file)
+    unnamed = files_of_split.pop("", [])
+    if unnamed and files_of_split:
+        names = ", ".join(file.name for file in unnamed)
+        logger.warning("%s: left out %s, whose names say neither train, validation nor test", folder, names)
+    return files_of_split or {"train": unnamed}
+
+
+def _reader_of(files: list[Path]) -> str:
+    for file in files:
+        if file.suffix.lower() not in FORMATS:
+            raise ValueError(
+                f"{file} has the extension {file.suffix!r}, which is not one of {', '.join(FORMATS)}; convert it or "
+                "rename it"
+            )
+        if file.stat().st_size == 0:
+            raise ValueError(f"{file} is empty; a dataset needs at least one row")
+    suffixes = Counter(file.suffix.lower() for file in files)
+    if len(suffixes) > 1:
+        found = ", ".join(f"{count} {suffix}" for suffix, count in suffixes.items())
+        raise ValueError(f"folder {files[0].parent} mixes formats ({found}); keep one, or name a file")
+    return FORMATS[files[0].suffix.lower()]
+
+
+def _csv_options(files: list[Path], column_names: list[str] | None) -> dict[str, Any]:
+    # A tab-separated file quotes nothing: a lone quotation mark must not swallow the lines after it.
+    delimiter, quoting = ("\t", csv.QUOTE_NONE) if files[0].suffix.lower() == ".tsv" else (",", csv.QUOTE_MINIMAL)
+    names, *others = (_header(file, delimiter, quoting, column_names) for file in files)
+    for file, header in zip(files[1:], others, strict=True):
+        if header != names:
+            raise ValueError(f"{file} has the columns {header}, {files[0]} has {names}; files of a folder must agree")
+    # Every cell is text: guessed types turn "null" into nothing and "01" into 1, and change from one piece to the next.
+    return {
+        "column_names": column_names,
+        "features": datasets.Features({name: datasets.Value("string") for name in names}),
+        "sep": delimiter,
+        "quoting": int(quoting),
+        "keep_default_na": False,
+        "na_values": [""],
+        "encoding": "utf-8-sig",
+    }
+
+
+def _header(file: Path, delimiter: str, quoting: Any, column_names: list[str] | None) -> list[str]:
+    """The file's column names; checks them against the width of the first row, which the reader would not."""
+    try:
+        with file.open(newline="", encoding="utf-8-sig") as lines:
+            records = (record for record in csv.reader(lines, delimiter=delimiter, quoting=quoting) if record)
+            first, second = [*islice(records, 2), [], []][:2]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text ({error}); convert it, e.g. with iconv -t utf-8") from error
+    except csv.Error as error:
+        raise ValueError(f"{file} can't be read as csv: {error}") from error
+    header, row = (first, second) if column_names is None else (column_names, first)
+    if not first:
+        raise ValueError(f"{file} holds only blank lines; a dataset needs at least one row")
+    if first == column_names:
+        raise ValueError(f"the first line of {file} already names the columns {column_names}; leave out --column_names")
+    if not row:
+        raise ValueError(
+            f"{file} has a header line and no rows; if its only line is data, name the columns with --column_names"
+        )
+    if len(header) != len(row):
+        raise ValueError(
+            f"{file} has {len(header)} column names ({', '.join(header)}) and {len(row)} cells in its first row; "
+            "they must be as many"
+        )
+    repeated = [name for name, count in Counter(header).items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f"the columns of {file} are {header}, and {repeated[0]!r} is there twice; rename one, or name "
+            "the columns of a file without a header line with --column_names"
+        )
+    return header
+
+
+def _check_splits(path: Path, splits: list[str], there: list[str]) -> None:
+    for split in splits:
+        for part in split.split("+"):
+            if part.split("[")[0].strip() not in there:
+                raise ValueError(
+                    f"{path} has no split {part!r}; it has {', '.join(there)} (a file has one split, train; for other "
+                    "rows to evaluate on, use --eval_file)"
+                )
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line; the outer ones only say that reading failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _check_hub_id(dataset: str) -> None:
@@ -102,39 +282,32 @@ def _load_hub(dataset: str, config: str | None, splits: list[str], cache_dir: st
     """
     _check_reachable(dataset, cache_dir)
     try:
-        loaded: list[Any] = datasets.load_dataset(dataset, config, split=splits, cache_dir=cache_dir)
+        return list(datasets.load_dataset(dataset, config, split=splits, cache_dir=cache_dir))
     except (ValueError, FileNotFoundError) as error:
-        reason = " ".join(str(error).split())
         raise ValueError(
             f"dataset {dataset!r} (configuration {config!r}, splits {', '.join(splits)}) can't be loaded from "
-            f"the hub: {reason}; see --dataset_config, --train_split and --eval_split"
+            f"the hub: {' '.join(str(error).split())}; see --dataset_config, --train_split and --eval_split"
         ) from error
-    return loaded
 
 
 def _check_reachable(dataset: str, cache_dir: str | None) -> None:
     try:
         huggingface_hub.HfApi().dataset_info(dataset, timeout=_PROBE_SECONDS)
-    except GatedRepoError:
-        # The datasets library says itself how to ask for access.
-        return
-    except RepositoryNotFoundError as error:
-        raise ValueError(
-            f"dataset {dataset!r} is neither a local file or folder nor a dataset that the hub shows you; check the "
-            "spelling, or log in with `hf auth login` if it is private"
-        ) from error
-    except HfHubHTTPError:
-        # The hub is there; what it refuses, the datasets library will say.
-        return
+    except HfHubHTTPError as error:
+        # The hub is there; what it refuses, and how to ask for access, the datasets library will say.
+        if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
+            raise ValueError(
+                f"dataset {dataset!r} is neither a local file or folder nor a dataset that the hub shows you; check "
+                "the spelling, or log in with `hf auth login` if it is private"
+            ) from error
     # Every transport has its own errors, and all say the same.
     except Exception as error:
-        if _is_cached(dataset, cache_dir):
-            logger.warning("the hub can't be reached (%s); taking %s from the cache", error, dataset)
-            return
-        raise ConnectionError(
-            f"dataset {dataset!r} is no local file or folder, and the hub can't be reached to look for it "
-            f"({type(error).__name__}: {error}); name a local file, or connect once so that it is cached"
-        ) from error
+        if not _is_cached(dataset, cache_dir):
+            raise ConnectionError(
+                f"dataset {dataset!r} is no local file or folder, and the hub can't be reached to look for it "
+                f"({type(error).__name__}: {error}); name a local file, or connect once so that it is cached"
+            ) from error
+        logger.warning("the hub can't be reached (%s); taking %s from the cache", error, dataset)
 
 
 def _is_cached(dataset: str, cache_dir: str | None) -> bool:

@@ -1,6 +1,8 @@
 """The embedded default's model: a byte-level Llama trained on this machine, from Python's own docstrings.
 
-Nothing is downloaded. The first run trains it (`BaseRecipe`, one to two minutes on two cores) and keeps it in the
+Its tokenizer has 256 bytes and two marks: it reads any text in any language, and nothing has to be downloaded.
+
+The first run trains it (`BaseRecipe`, one to two minutes on two cores) and keeps it in the
 user's cache; later runs of the same recipe under the same Python load it from there.
 """
 
@@ -12,20 +14,32 @@ import os
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from slivertune.core import atomic
 from slivertune.core.manifest import find_damage, write_manifest
-from slivertune.training.embedded.byte_tokenizer import END_ID, PAD_ID, VOCABULARY_SIZE, make_byte_tokenizer
 from slivertune.training.embedded.corpus import collect_docstrings
+from slivertune.training.output.display import make_progress
+
+_PAD_TOKEN = "<|pad|>"
+_END_TOKEN = "<|end|>"
+PAD_ID = 256
+END_ID = 257
+VOCABULARY_SIZE = 258
+"""256 bytes, the padding and the end of a text."""
 
 _LAYOUT_VERSION = 2
 """Raised when this file would make another model from the same recipe, so that older caches are not reused."""
+NUM_LINES = 5
+"""How often the loss is said while the base model is trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +90,9 @@ class BaseRecipe:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+BASE_RECIPE = BaseRecipe()
+"""The model of the embedded default."""
+
 StepReport: TypeAlias = Callable[[int, float], None]
 """Called after each update of the base model with the number of updates done and the update's loss in nats."""
 
@@ -91,6 +108,43 @@ def base_model_folder(recipe: BaseRecipe, cache: Path | None = None) -> Path:
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "slivertune" / "base_models"
     return cache / recipe.key()
+
+
+def prepare_base_model(recipe: BaseRecipe, console: Console, *, bar: bool) -> Path:
+    """Find or train the base model, and show which.
+
+    Args:
+        recipe: What the model is.
+        console: Where to write.
+        bar: Whether to draw a progress bar.
+
+    Returns:
+        The folder of the model and its tokenizer.
+
+    Raises:
+        RuntimeError: If this Python has nothing to train it on.
+    """
+    folder = base_model_folder(recipe)
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    if folder.is_dir():
+        damage = find_damage(folder)
+        if damage is None:
+            say(f"base model: {folder}, made before")
+            return folder
+        say(f"base model: {folder} is damaged ({damage}) and is made again")
+    say(
+        f"base model: training it on the docstrings of Python's standard library, {recipe.num_steps} updates; it is "
+        f"kept in {folder} for later runs"
+    )
+    with make_progress(console, enabled=bar) as progress:
+        task = progress.add_task("base model", total=recipe.num_steps)
+
+        def report(step: int, loss: float) -> None:
+            progress.update(task, completed=step)
+            if step % max(1, recipe.num_steps // NUM_LINES) == 0:
+                progress.console.print(f"step {step:>4}/{recipe.num_steps}  loss {loss:.3f}", highlight=False)
+
+        return ensure_base_model(recipe, report=report)
 
 
 def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: StepReport | None = None) -> Path:
@@ -178,6 +232,28 @@ def train_base_model(recipe: BaseRecipe, texts: list[str], report: StepReport) -
     return model
 
 
+def make_byte_tokenizer(max_length: int | None) -> PreTrainedTokenizerFast:
+    """Build the tokenizer.
+
+    Args:
+        max_length: Longest sequence that the model takes, in bytes; None for no limit.
+
+    Returns:
+        A tokenizer with one token a byte of UTF-8. Saved beside a model, `AutoTokenizer` loads it.
+    """
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, _PAD_TOKEN: PAD_ID, _END_TOKEN: END_ID}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token=_PAD_TOKEN,
+        eos_token=_END_TOKEN,
+        clean_up_tokenization_spaces=False,
+        **({} if max_length is None else {"model_max_length": max_length}),
+    )
+
+
 def _llama_config(recipe: BaseRecipe) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
@@ -197,13 +273,8 @@ def _llama_config(recipe: BaseRecipe) -> LlamaConfig:
 
 def _as_tokens(texts: list[str], limit: int | None) -> torch.Tensor:
     """All documents after each other as int64 token ids, shape (bytes + documents,)."""
-    tokenizer = make_byte_tokenizer(None)
-    ids: list[int] = []
-    for encoded in tokenizer(texts)["input_ids"]:
-        ids.extend((*encoded, END_ID))
-        if limit is not None and len(ids) >= limit:
-            break
-    return torch.tensor(ids[:limit])
+    encoded = make_byte_tokenizer(None)(texts)["input_ids"]
+    return torch.tensor([token for ids in encoded for token in (*ids, END_ID)][:limit])
 
 
 def _warm_up_and_cosine(step: int, num_steps: int) -> float:

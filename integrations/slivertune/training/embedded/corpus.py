@@ -2,9 +2,13 @@
 
 import ast
 import hashlib
+import re
 import sysconfig
 import warnings
 from pathlib import Path
+from typing import Any
+
+import datasets
 
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
@@ -39,11 +43,12 @@ def collect_docstrings(root: Path | None = None) -> list[str]:
     return sorted(docstrings, key=_shuffled)
 
 
-def language_reference() -> tuple[list[str], list[str]]:
+def reference_splits() -> Any:
     """The Python language reference, as shipped for `help()`.
 
     Returns:
-        Training topics and evaluation topics, one in eight, chosen by their names.
+        A `datasets.DatasetDict` with `train` and `eval`, one topic in eight, chosen by their names; one topic a row in
+        the column `text`.
 
     Raises:
         RuntimeError: If this Python comes without it.
@@ -54,11 +59,11 @@ def language_reference() -> tuple[list[str], list[str]]:
         raise RuntimeError(
             "this Python comes without pydoc_data.topics, the language reference; name data with --dataset"
         ) from error
-    names = sorted(topics, key=_shuffled)
-    held_out = set(names[: len(names) // _EVALUATED_TOPICS])
-    return (
-        [topics[name].strip() for name in names if name not in held_out],
-        [topics[name].strip() for name in names if name in held_out],
+    texts = [topics[name].strip() for name in sorted(topics, key=_shuffled)]
+    num_held_out = len(texts) // _EVALUATED_TOPICS
+    return datasets.DatasetDict(
+        train=datasets.Dataset.from_dict({"text": texts[num_held_out:]}),
+        eval=datasets.Dataset.from_dict({"text": texts[:num_held_out]}),
     )
 
 
@@ -76,12 +81,9 @@ def _docstrings_of(path: Path) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
     )
-    return [text for text in found if text is not None and len(text) >= _SHORTEST_DOCSTRING and _is_unicode(text)]
-
-
-def _is_unicode(text: str) -> bool:
+    texts = [text for text in found if text is not None and len(text) >= _SHORTEST_DOCSTRING]
     # Half a surrogate pair, which some docstrings quote, has no bytes.
-    return not any(0xD800 <= ord(character) <= 0xDFFF for character in text)
+    return [text for text in texts if not re.search(r"[\ud800-\udfff]", text)]
 
 
 def _shuffled(text: str) -> str:

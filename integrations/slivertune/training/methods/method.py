@@ -13,10 +13,10 @@ from slivertune.core import atomic
 from slivertune.interop import attach
 from slivertune.interop.methods import TrainerMethod
 from slivertune.training.models import LoadedModel
-from slivertune.training.options.checks import enum_value
+from slivertune.training.options.arguments import enum_value
 from slivertune.training.precision import Bf16Use
 from slivertune.training.ranks.coordinator import LaunchCoordinator
-from slivertune.training.ranks.layouts import save_whole_model
+from slivertune.training.ranks.processes import save_whole_model
 from slivertune.training.tasks.task import Task
 
 FEWEST_UPDATES_A_LINE = 8

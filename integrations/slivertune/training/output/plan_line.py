@@ -13,7 +13,7 @@ from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.training.assemble import Run
 from slivertune.training.methods.registry import TRAIN_METHODS
-from slivertune.training.options.checks import enum_value
+from slivertune.training.options.arguments import enum_value
 from slivertune.training.output.plan_process import plan_in_process
 
 _OPTIMIZERS: dict[str, OptimizerName] = {

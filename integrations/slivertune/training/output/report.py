@@ -19,7 +19,7 @@ from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.assemble import Run
 from slivertune.training.methods.method import Saved
 from slivertune.training.methods.tokens import tokens_line
-from slivertune.training.options.checks import enum_value
+from slivertune.training.options.arguments import enum_value
 from slivertune.training.output.folders import RESULTS_NAME
 
 _PEAK_ROWS = {

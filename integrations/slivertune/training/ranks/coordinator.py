@@ -9,8 +9,9 @@ import pickle
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -83,8 +84,7 @@ class LaunchCoordinator:
         Raises:
             SilentError: On the others, if it failed there.
         """
-        chosen: _Value = self._led(name, choose, leads=self.is_first, is_shared=True)
-        return chosen
+        return self._led(name, choose, leads=self.is_first, is_shared=True)
 
     def first_here(self, name: str, do: Callable[[], _Value]) -> _Value:
         """Let one process of each machine do something that leaves files behind, and then all others.
@@ -107,7 +107,7 @@ class LaunchCoordinator:
             stage: The number.
         """
         self._stage = stage
-        if self._store is not None and self.is_first:
+        if self.is_first:
             self._put(f"stage/{stage}", True)
 
     def owns_error(self, text: str) -> bool:
@@ -120,24 +120,20 @@ class LaunchCoordinator:
         """
         if self._store is None or self.is_first:
             return True
-        patience = _START_PATIENCE_S if self._stage < 2 else _PATIENCE_S
-        deadline = time.monotonic() + patience
-        try:
+        deadline = time.monotonic() + (_START_PATIENCE_S if self._stage < 2 else _PATIENCE_S)
+        # The store may end with its process.
+        with suppress(RuntimeError):
             while time.monotonic() < deadline:
                 if self._store.check(["error"]):
                     return bool(pickle.loads(self._store.get("error")) != text)
                 if self._store.check([f"stage/{self._stage + 1}"]):
-                    return True
+                    break
                 time.sleep(_POLL_S)
-        except RuntimeError:
-            # The store has ended with its process.
-            return True
         return True
 
     def await_error_report(self) -> None:
         """Wait until the first process has reported what went wrong: launchers end all others when one has ended."""
-        if not self.is_first:
-            self.owns_error("")
+        self.owns_error("")
 
     def publish_error(self, text: str) -> None:
         """Tell the others what was reported, and give them a moment to read it before this process ends."""
@@ -145,13 +141,13 @@ class LaunchCoordinator:
             self._put("error", text)
             time.sleep(1.0)
 
-    def _led(self, name: str, do: Callable[[], _Value], *, leads: bool, is_shared: bool) -> Any:
+    def _led(self, name: str, do: Callable[[], _Value], *, leads: bool, is_shared: bool) -> _Value:
         """Let one process do something, and all others wait for it; what it made they get only where it is shared."""
         if not leads:
-            has_succeeded, value = self._wait_for(name)
+            has_succeeded, shared = self._wait_for(name)
             if not has_succeeded:
                 raise SilentError(f"another process failed in: {name}")
-            return value
+            return cast(_Value, shared)
         told: tuple[bool, Any] = (False, None)
         try:
             value = do()

@@ -1,15 +1,22 @@
-"""How the processes of a run find each other's devices, and whether they really train together."""
+"""How the processes of a run find each other's devices and train together: what each layout needs, and refuses.
+
+All beside what `slivertune.attach` does.
+"""
 
 import os
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
+from slivertune.core.layout import Layout
 from slivertune.parallel.accelerate_internals import forget_state
+from slivertune.parallel.layout import layout_of
 from slivertune.parallel.zero.shm_comm import check_build
+from slivertune.parallel.zero.unsupported import fill_buckets
 from slivertune.planning.four_bit_rules import clash_with_zero3
 
 
@@ -20,8 +27,8 @@ def asks_for(engine: Literal["deepspeed", "fsdp"], values: dict[str, Any]) -> bo
         engine: Which of the two.
         values: What the user typed, by name.
     """
-    is_set = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false").lower() in ("1", "true", "yes")
-    return bool(values.get(engine)) or is_set
+    asked = os.environ.get(f"ACCELERATE_USE_{engine.upper()}", "false")
+    return bool(values.get(engine)) or asked.lower() in ("1", "true", "yes")
 
 
 def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
@@ -47,14 +54,23 @@ def device_values(values: dict[str, Any], world_size: int) -> dict[str, Any]:
                 )
         return {}
     # The Trainer's own default looks for unused parameters, in every update, where there are next to never any.
-    settled = {"ddp_find_unused_parameters": values.get("ddp_find_unused_parameters", False)}
+    settled: dict[str, Any] = {"ddp_find_unused_parameters": values.get("ddp_find_unused_parameters", False)}
     if has_gpu:
         return settled
     if asks_for("fsdp", values):
         raise ValueError("FSDP is asked for, and accelerate shards weights over GPUs alone; take DDP or DeepSpeed here")
     if asks_for("deepspeed", values):
         check_build(_say_once)
-        return {**settled, "use_cpu": False, "ddp_backend": "gloo", **_configured(values)}
+        settled |= {"use_cpu": False, "ddp_backend": "gloo"}
+        if values.get("deepspeed"):
+            # With --deepspeed, `TrainingArguments` takes the backend for GPUs, whatever `ddp_backend` says.
+            from accelerate.state import PartialState
+
+            forget_state()
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            PartialState(backend="gloo")
+            settled["accelerator_config"] = {"use_configured_state": True}
+        return settled
     return {**settled, "use_cpu": True}
 
 
@@ -75,47 +91,71 @@ def check_engine_precision(values: dict[str, Any], autocast: str) -> None:
         )
 
 
-def check_layout_takes_4bit(training: TrainingArguments) -> None:
-    """Refuse to share out 4-bit weights.
+def check_processes(training: TrainingArguments, world_size: int, *, four_bit: bool = False) -> None:
+    """Refuse to let each process train by itself, and to share out 4-bit weights.
 
     Args:
-        training: Knows DeepSpeed's stage.
-
-    Raises:
-        ValueError: If it is ZeRO-3.
-    """
-    plugin: Any = training.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError(clash_with_zero3())
-
-
-def check_processes(training: TrainingArguments, world_size: int) -> None:
-    """Refuse to let each process train by itself.
-
-    Args:
-        training: Knows how many processes torch.distributed has joined.
+        training: Knows how many processes torch.distributed has joined, and DeepSpeed's stage.
         world_size: Processes that were started.
+        four_bit: Whether there are such weights.
 
     Raises:
-        ValueError: If these differ.
+        ValueError: If these differ, or 4-bit weights meet ZeRO-3.
     """
     if training.world_size != world_size:
         raise ValueError(
             f"{world_size} processes were started, and torch.distributed has joined {training.world_size}: each would "
             "train by itself; start them by torchrun, accelerate launch or deepspeed"
         )
+    plugin: Any = training.deepspeed_plugin if four_bit else None
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError(clash_with_zero3())
 
 
-def _configured(values: dict[str, Any]) -> dict[str, Any]:
-    """With --deepspeed, `TrainingArguments` takes the backend for GPUs, whatever `ddp_backend` says."""
-    if not values.get("deepspeed"):
-        return {}
-    from accelerate.state import PartialState
+def settle_layout(trainer: Trainer) -> Layout:
+    """Name a Trainer's layout; see that ZeRO takes buckets by the model's width, and ZeRO-3 gathers what is saved.
 
-    forget_state()
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    return {"accelerator_config": {"use_configured_state": True}}
+    Args:
+        trainer: Has not trained yet.
+
+    Returns:
+        The layout.
+
+    Raises:
+        ValueError: If nothing can be trained under it.
+    """
+    layout = layout_of(trainer.accelerator)
+    if layout.startswith("zero"):
+        plugin: Any = trainer.accelerator.state.deepspeed_plugin
+        model: Any = trainer.model
+        # Whatever the method: a preset can't name them, and a plan takes them so.
+        fill_buckets(plugin.deepspeed_config, model)
+        # What accelerate does when it prepares the engine, with a warning that one of the two is wrong.
+        trainer.accelerator.gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        if layout == "zero3":
+            plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
+    return layout
+
+
+def save_whole_model(trainer: Trainer, folder: Path) -> None:
+    """Save the model as a plain checkpoint, whatever it is sharded into. All processes call it, and the first writes.
+
+    Args:
+        trainer: Has trained.
+        folder: Where to; the same on all processes.
+    """
+    if layout_of(trainer.accelerator) != "fsdp2":
+        trainer.save_model(str(folder))
+        return
+    # The Trainer would write what each rank holds, unless it was told otherwise before it began.
+    model: Any = trainer.model
+    gathered = trainer.accelerator.get_state_dict(model)
+    if trainer.args.should_save:
+        # On CPUs gathered tensors may still be on their way, which a copy waits for.
+        whole = {name: value.clone() for name, value in gathered.items()}
+        trainer.accelerator.unwrap_model(model).save_pretrained(folder, state_dict=whole)
+        if trainer.processing_class is not None:
+            trainer.processing_class.save_pretrained(folder)
 
 
 def _say_once(line: str) -> None:

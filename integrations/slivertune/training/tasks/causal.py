@@ -1,29 +1,18 @@
 """Language modelling: documents, or prompts with the loss on their responses; padded or packed."""
 
 import logging
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from slivertune.training.data.columns import (
-    ROW_COLUMN,
-    CausalColumns,
-    causal_columns,
-    column_values,
-    drop_empty_rows,
-    first_rows,
-    name_rows,
-    require_columns,
-)
-from slivertune.training.options.data import DataArguments
+from slivertune.training.data.columns import ROW_COLUMN, causal_columns, column_values, leave_out, usable_rows
+from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import (
     IGNORED,
     Columns,
-    RowEncoder,
     as_columns,
     check_lengths,
     common_prefix_length,
@@ -31,7 +20,6 @@ from slivertune.training.tasks.tokenization import (
     leading_special_tokens,
     padding_id,
     resolve_max_length,
-    source_digest,
     token_ids,
 )
 
@@ -41,69 +29,64 @@ _ROWS_PACKED_TOGETHER = 10_000
 """Packing concatenates this many rows at a time, and drops what is left over of each such stretch."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DocumentEncoder(RowEncoder):
+def encode_documents(
+    batch: Columns, *, tokenizer: PreTrainedTokenizerBase, column: str, max_length: int, whole: bool
+) -> Columns:
     """Texts to token ids with an EOS token; long ones are cut into rows of `max_length`.
 
     Successive rows of one text share one token, so that every token but the text's first is predicted exactly once (the
-    first token of a row never is).
+    first token of a row never is). There may be more rows than texts, or fewer where a text has no tokens.
 
     Args:
+        batch: The texts.
+        tokenizer: The tokenizer.
         column: The column of texts.
-        leading: Special tokens before a text.
+        max_length: Longest row in tokens.
         whole: Leave texts whole, for packing.
     """
-
-    column: str
-    leading: tuple[int, ...]
-    whole: bool
-
-    def __call__(self, batch: Columns) -> Columns:
-        """Encode a batch; it may get more rows, or fewer where a text has no tokens."""
-        rows = []
-        for ids in token_ids(self.tokenizer, batch[self.column]):
-            rows.extend(self._blocks([*self.leading, *ids, _eos(self.tokenizer)]))
-        return {"input_ids": rows}
-
-    def _blocks(self, ids: list[int]) -> list[list[int]]:
-        if self.whole:
-            return [ids]
-        return [ids[start : start + self.max_length] for start in range(0, len(ids) - 1, self.max_length - 1)]
+    leading = leading_special_tokens(tokenizer)
+    rows = [[*leading, *ids, tokenizer.eos_token_id] for ids in token_ids(tokenizer, batch[column])]
+    if not whole:
+        rows = [ids[start : start + max_length] for ids in rows for start in range(0, len(ids) - 1, max_length - 1)]
+    return {"input_ids": rows}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResponseEncoder(RowEncoder):
+def encode_responses(
+    batch: Columns,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    columns: tuple[str, ...],
+    separator: str,
+    max_length: int,
+    truncate: bool,
+) -> Columns:
     """Prompt, separator, response and EOS token in one row, with labels on the response and the EOS token alone.
 
     The row is tokenised in one piece; the response begins where its tokens part from those of the prompt alone.
 
     Args:
+        batch: The texts.
+        tokenizer: The tokenizer.
         columns: The columns of prompts and responses.
         separator: Text between the two.
-        leading: Special tokens before a text.
+        max_length: Longest row in tokens.
         truncate: Cut the end of longer rows.
+
+    Returns:
+        The batch, row by row; `length` counts tokens before a cut, `num_targets` labels after it.
     """
-
-    columns: CausalColumns
-    separator: str
-    leading: tuple[int, ...]
-
-    def __call__(self, batch: Columns) -> Columns:
-        """Encode a batch, row by row; `length` counts tokens before a cut, `num_targets` labels after it."""
-        prompts = [prompt + self.separator for prompt in batch[str(self.columns.prompt)]]
-        responses = batch[str(self.columns.response)]
-        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        pairs = zip(token_ids(self.tokenizer, texts), token_ids(self.tokenizer, prompts), strict=True)
-        encoded = as_columns([self._row(ids, prompt_ids) for ids, prompt_ids in pairs])
-        return {**encoded, ROW_COLUMN: batch[ROW_COLUMN]}
-
-    def _row(self, ids: list[int], prompt_ids: list[int]) -> dict[str, Any]:
-        num_silent = len(self.leading) + common_prefix_length((ids, prompt_ids))
-        row = [*self.leading, *ids, _eos(self.tokenizer)]
-        labels = [*[IGNORED] * num_silent, *row[num_silent:]]
-        end = self.max_length if self.truncate else None
+    leading = leading_special_tokens(tokenizer)
+    prompts = [prompt + separator for prompt in batch[columns[0]]]
+    texts = [prompt + response for prompt, response in zip(prompts, batch[columns[1]], strict=True)]
+    end = max_length if truncate else None
+    rows = []
+    for ids, prompt_ids in zip(token_ids(tokenizer, texts), token_ids(tokenizer, prompts), strict=True):
+        row = [*leading, *ids, tokenizer.eos_token_id]
+        num_silent = len(leading) + common_prefix_length((ids, prompt_ids))
+        labels = [*[IGNORED] * num_silent, *row[num_silent:]][:end]
         num_targets = len(row[num_silent:end])
-        return {"input_ids": row[:end], "labels": labels[:end], "length": len(row), "num_targets": num_targets}
+        rows.append({"input_ids": row[:end], "labels": labels, "length": len(row), "num_targets": num_targets})
+    return {**as_columns(rows), ROW_COLUMN: batch[ROW_COLUMN]}
 
 
 def prepare_causal(
@@ -133,8 +116,8 @@ def prepare_causal(
     columns = causal_columns(args, splits["train"])
     encode = partial(_encode_split, args=args, tokenizer=tokenizer, columns=columns, max_length=max_length)
     return Task(
-        train_dataset=encode(first_rows(splits["train"], args.max_train_samples), split="train"),
-        eval_dataset=encode(first_rows(splits["eval"], args.max_eval_samples), split="eval"),
+        train_dataset=encode(splits["train"], split="train"),
+        eval_dataset=encode(splits["eval"], split="eval"),
         data_collator=PaddingCollator(pad_token_id=padding_id(tokenizer), causal=True, masked=not args.packing),
         model_kind="causal_lm",
         max_length=max_length,
@@ -161,12 +144,11 @@ def pack(rows: Any, max_length: int, *, split: str) -> Any:
         ValueError: If there are fewer tokens than one block has.
     """
     num_tokens = sum(len(ids) for batch in rows.iter(batch_size=1000) for ids in batch["input_ids"])
-    packed = rows.map(
-        partial(_cut_blocks, max_length=max_length, source=source_digest()),
-        batched=True,
+    packed = encode_rows(
+        rows,
+        partial(_cut_blocks, max_length=max_length),
+        description=f"Packing the {split} split",
         batch_size=_ROWS_PACKED_TOGETHER,
-        remove_columns=rows.column_names,
-        desc=f"Packing the {split} split",
     )
     if len(packed) == 0:
         raise ValueError(
@@ -186,57 +168,38 @@ def _encode_split(
     split: str,
     args: DataArguments,
     tokenizer: PreTrainedTokenizerBase,
-    columns: CausalColumns,
+    columns: tuple[str, ...],
     max_length: int,
 ) -> Any:
-    require_columns(rows, columns.names, split)
-    rows = drop_empty_rows(rows, columns.names, split=split, skip=args.skip_empty_rows)
-    leading = tuple(leading_special_tokens(tokenizer))
+    rows = usable_rows(rows, columns, args, split=split)
     encode = partial(
-        encode_rows, num_workers=args.preprocessing_num_workers, description=f"Tokenising the {split} split"
+        encode_rows, rows, num_workers=args.preprocessing_num_workers, description=f"Tokenising the {split} split"
     )
-    if columns.text is not None:
-        documents = DocumentEncoder(
-            tokenizer=tokenizer, column=columns.text, leading=leading, max_length=max_length, whole=args.packing
-        )
-        encoded = encode(rows, documents)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length}
+    if len(columns) == 1:
+        encoded = encode(partial(encode_documents, column=columns[0], whole=args.packing, **options))
         if not args.packing and len(encoded) > len(rows):
             logger.info(
                 "%d texts of the %s split make %d rows of at most %d tokens", len(rows), split, len(encoded), max_length
             )
     else:
-        encoder = ResponseEncoder(
-            tokenizer=tokenizer,
-            columns=columns,
-            separator=args.response_separator,
-            leading=leading,
-            max_length=max_length,
-            truncate=args.truncate,
+        options |= {"columns": columns, "separator": args.response_separator, "truncate": args.truncate}
+        encoded = encode(partial(encode_responses, **options))
+        check_lengths(encoded, max_length=max_length, truncate=args.truncate, split=split)
+        encoded = leave_out(
+            encoded,
+            np.asarray(column_values(encoded, "num_targets")) == 0,
+            f"have prompts that leave no room for a response in max_length={max_length} tokens",
+            split=split,
+            skip=args.skip_empty_rows,
+            way_out="raise --max_length, or leave them out with --skip_empty_rows",
+            none_left="no row is left, raise --max_length",
         )
-        encoded = _check_responses(encode(rows, encoder), args, max_length, split)
+        encoded = encoded.select_columns(["input_ids", "labels"])
     return pack(encoded, max_length, split=split) if args.packing else encoded
 
 
-def _check_responses(encoded: Any, args: DataArguments, max_length: int, split: str) -> Any:
-    check_lengths(encoded, max_length=max_length, truncate=args.truncate, split=split)
-    num_targets = np.asarray(column_values(encoded, "num_targets"))
-    (silent,) = np.nonzero(num_targets == 0)
-    if len(silent):
-        numbers = column_values(encoded.select(silent), ROW_COLUMN)
-        found = (
-            f"{len(silent)} of {len(encoded)} rows of the {split} split have prompts that leave no room for a response "
-            f"in max_length={max_length} tokens ({name_rows(numbers)}, counted from 0)"
-        )
-        if not args.skip_empty_rows:
-            raise ValueError(f"{found}; raise --max_length, or leave them out with --skip_empty_rows")
-        if len(silent) == len(encoded):
-            raise ValueError(f"{found}; no row is left, raise --max_length")
-        logger.warning("%s; they are left out", found)
-        encoded = encoded.select(np.flatnonzero(num_targets))
-    return encoded.select_columns(["input_ids", "labels"])
-
-
-def _cut_blocks(batch: Columns, *, max_length: int, source: str) -> Columns:
+def _cut_blocks(batch: Columns, *, max_length: int) -> Columns:
     """Concatenate the rows of a batch and cut; blocks without a label are dropped, since they have no loss."""
     streams = {name: [token for row in rows for token in row] for name, rows in batch.items()}
     num_blocks = len(streams["input_ids"]) // max_length
@@ -244,7 +207,3 @@ def _cut_blocks(batch: Columns, *, max_length: int, source: str) -> Columns:
     if "labels" in streams:
         cuts = [cut for cut in cuts if any(label != IGNORED for label in streams["labels"][cut][1:])]
     return {name: [stream[cut] for cut in cuts] for name, stream in streams.items()}
-
-
-def _eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    return int(tokenizer.eos_token_id)

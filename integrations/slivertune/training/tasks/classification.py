@@ -1,7 +1,7 @@
-"""Sequence classification: one text or a pair, a label, and the accuracy."""
+"""Classification, by a classifier's head, or by label words after a prompt and the language model's own head."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import logging
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,51 +13,32 @@ from slivertune.training.data.columns import (
     LABEL_COLUMN,
     ROW_COLUMN,
     column_values,
-    drop_empty_rows,
-    first_rows,
+    describe_rows,
     label_column,
-    name_rows,
-    require_columns,
+    require_column,
     sentence_columns,
+    usable_rows,
 )
-from slivertune.training.data.labels import LabelSet, read_labels
-from slivertune.training.options.data import DataArguments
+from slivertune.training.data.labels import encode_labels, read_labels
+from slivertune.training.options.arguments import DataArguments
+from slivertune.training.tasks.label_words import (
+    CausalPromptHooks,
+    MaskedPromptHooks,
+    check_words,
+    encode_causal_prompts,
+    encode_masked_prompts,
+)
+from slivertune.training.tasks.prompting import Template, mask_token_ids, parse_label_words, prompt_model_kind
 from slivertune.training.tasks.task import PaddingCollator, Task
-from slivertune.training.tasks.tokenization import (
-    Columns,
-    RowEncoder,
-    check_lengths,
-    encode_rows,
-    padding_id,
-    resolve_max_length,
-)
+from slivertune.training.tasks.tokenization import Columns, check_lengths, encode_rows, padding_id, resolve_max_length
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentenceEncoder(RowEncoder):
-    """Texts or pairs to what the tokenizer makes of them for a classifier.
-
-    Args:
-        columns: The column of texts, and maybe that of second texts.
-        truncate: Cut longer rows, of a pair the longer text first.
-    """
-
-    columns: tuple[str, ...]
-
-    def __call__(self, batch: Columns) -> Columns:
-        """Encode a batch, row by row; `length` counts tokens before a cut."""
-        texts = [batch[column] for column in self.columns]
-        encoded = self.tokenizer(*texts, verbose=False)
-        lengths = [len(ids) for ids in encoded["input_ids"]]
-        if self.truncate and max(lengths) > self.max_length:
-            encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_length)
-        return {**encoded, "labels": batch[LABEL_COLUMN], "length": lengths, ROW_COLUMN: batch[ROW_COLUMN]}
+logger = logging.getLogger(__name__)
 
 
 def prepare_classification(
     args: DataArguments, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, splits: dict[str, Any]
 ) -> Task:
-    """Tokenise for a classifier.
+    """Tokenise one text or a pair for a classifier.
 
     Args:
         args: Columns and length.
@@ -71,86 +52,168 @@ def prepare_classification(
     Raises:
         ValueError: If labels are no classes or not known from training, or rows don't fit.
     """
-    max_length = resolve_max_length(args.max_length, model_config, tokenizer)
     columns = sentence_columns(args, splits["train"])
-    labels = read_labels(splits["train"], label_column(args, splits["train"]))
-    encoder = SentenceEncoder(tokenizer=tokenizer, columns=columns, max_length=max_length, truncate=args.truncate)
-    encoded = encode_labelled(splits, columns, labels, {"train": encoder, "eval": encoder}, args=args)
-    return Task(
-        train_dataset=encoded["train"],
-        eval_dataset=encoded["eval"],
-        data_collator=PaddingCollator(pad_token_id=padding_id(tokenizer)),
+    column = label_column(args, splits["train"])
+    return _labelled_task(
+        args, tokenizer, model_config, splits,
+        columns=columns,
+        label_column=column,
+        labels=read_labels(splits["train"], column),
+        encoders=dict.fromkeys(("train", "eval"), partial(encode_sentences, columns=columns)),
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=predicted_classes,
         compute_loss_func=cross_entropy,
         model_kind="sequence_classification",
-        max_length=max_length,
-        pad_token_id=padding_id(tokenizer),
-        id2label=labels.id2label,
-    )
+    )  # fmt: skip
 
 
-def encode_labelled(
-    splits: dict[str, Any],
-    columns: tuple[str, ...],
-    labels: LabelSet,
-    encoders: Mapping[str, RowEncoder],
-    *,
-    args: DataArguments,
-    with_indices: bool = False,
-) -> dict[str, Any]:
-    """Encode the rows of both splits that say something, and refuse what does not fit.
+def prepare_prompt_classification(
+    args: DataArguments, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, splits: dict[str, Any]
+) -> Task:
+    """Fill the template and gather the hooks that score label words (paper, appendix B.4).
+
+    A masked language model is trained by cross entropy over the label words' logits at {mask}; a causal one by its
+    language-modelling loss on the right label word, and evaluated by the likeliest candidate (see `label_words`).
 
     Args:
+        args: Template, label words, columns, length.
+        tokenizer: The tokenizer.
+        model_config: Tells a masked from a causal language model.
         splits: Numbered `train` and `eval`.
-        columns: The text columns.
-        labels: The labels of the training split.
-        encoders: By split.
-        args: Lengths, limits, and whether empty rows are an error.
-        with_indices: Whether an encoder takes the rows' positions too.
 
     Returns:
-        The encoded rows, by split.
+        Rows and hooks, judged by `eval_accuracy`.
 
     Raises:
-        ValueError: If a column is absent, a row is empty or too long, or a label is unknown.
+        ValueError: If the template names no columns of the data or does not suit the model, or words, labels or rows
+            don't fit.
     """
+    template = Template.parse(str(args.template))
+    for name in template.columns:
+        require_column(splits["train"], name, "--template", text=False)
+    column = label_column(args, splits["train"])
+    labels = read_labels(splits["train"], column)
+    words = parse_label_words(str(args.label_words), labels)
+    logger.info("label words: %s", ", ".join(f"{label} is {word}" for label, word in zip(labels, words, strict=True)))
+    kind = prompt_model_kind(model_config)
+    encoders, hooks = (_masked if kind == "masked_lm" else _causal)(tokenizer, template, words)
+    return _labelled_task(
+        args, tokenizer, model_config, splits,
+        columns=template.columns,
+        label_column=column,
+        labels=labels,
+        encoders=encoders,
+        with_indices=kind == "causal_lm",
+        compute_metrics=hooks.accuracy,
+        preprocess_logits_for_metrics=hooks.scores,
+        compute_loss_func=hooks.loss,
+        model_kind=kind,
+    )  # fmt: skip
+
+
+def _masked(
+    tokenizer: PreTrainedTokenizerBase, template: Template, words: tuple[str, ...]
+) -> tuple[dict[str, partial[Columns]], MaskedPromptHooks]:
+    if not template.has_mask:
+        raise ValueError(
+            f"template {template.text!r} has no {{mask}}, which a masked language model needs where the label word "
+            "stands, as in '{sentence} It was {mask} .'"
+        )
+    if tokenizer.mask_token_id is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no mask token; choose a masked language model with its own tokenizer"
+        )
+    word_ids = mask_token_ids(tokenizer, words, template)
+    encode = partial(encode_masked_prompts, template=template, word_ids=word_ids)
+    return dict.fromkeys(("train", "eval"), encode), MaskedPromptHooks(word_ids)
+
+
+def _causal(
+    tokenizer: PreTrainedTokenizerBase, template: Template, words: tuple[str, ...]
+) -> tuple[dict[str, partial[Columns]], CausalPromptHooks]:
+    filled = template.fill(dict.fromkeys(template.columns, "x"), mask="{mask}").rstrip()
+    if template.has_mask and not filled.endswith("{mask}"):
+        raise ValueError(
+            f"template {template.text!r} goes on after {{mask}}, and a causal language model sees only what stands "
+            "before it; end the template with {mask}"
+        )
+    check_words(tokenizer, words)
+    encode = partial(encode_causal_prompts, template=template.before_mask, words=words)
+    encoders = {"train": partial(encode, candidates=False), "eval": partial(encode, candidates=True)}
+    return encoders, CausalPromptHooks(len(words))
+
+
+def encode_sentences(
+    batch: Columns, *, tokenizer: PreTrainedTokenizerBase, columns: tuple[str, ...], max_length: int, truncate: bool
+) -> Columns:
+    """Texts or pairs to what the tokenizer makes of them for a classifier.
+
+    Args:
+        batch: The rows.
+        tokenizer: The tokenizer.
+        columns: The column of texts, and maybe that of second texts.
+        max_length: Longest row in tokens.
+        truncate: Cut longer rows, of a pair the longer text first.
+
+    Returns:
+        The batch, row by row; `length` counts tokens before a cut.
+    """
+    texts = [batch[column] for column in columns]
+    encoded = tokenizer(*texts, verbose=False)
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    if truncate and max(lengths) > max_length:
+        encoded = tokenizer(*texts, truncation=True, max_length=max_length)
+    return {**encoded, "labels": batch[LABEL_COLUMN], "length": lengths, ROW_COLUMN: batch[ROW_COLUMN]}
+
+
+def _labelled_task(
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    splits: dict[str, Any],
+    *,
+    columns: tuple[str, ...],
+    label_column: str,
+    labels: tuple[str, ...],
+    encoders: dict[str, partial[Columns]],
+    with_indices: bool = False,
+    **hooks: Any,
+) -> Task:
+    """Encode the rows of both splits that say something, and refuse what does not fit."""
+    max_length = resolve_max_length(args.max_length, model_config, tokenizer)
     encoded = {}
-    for split, limit in (("train", args.max_train_samples), ("eval", args.max_eval_samples)):
-        rows = _labelled(first_rows(splits[split], limit), columns, labels, args=args, split=split)
+    for split, encode in encoders.items():
+        rows = usable_rows(splits[split], (*columns, label_column), args, split=split)
+        classes = np.asarray(encode_labels(rows, label_column, labels, split=split), dtype=np.int64)
+        rows = rows.select_columns(list(dict.fromkeys((*columns, ROW_COLUMN)))).add_column(LABEL_COLUMN, classes)
         rows = encode_rows(
             rows,
-            encoders[split],
+            partial(encode, tokenizer=tokenizer, max_length=max_length, truncate=args.truncate),
             num_workers=args.preprocessing_num_workers,
             description=f"Tokenising the {split} split",
             with_indices=with_indices,
         )
-        check_lengths(rows, max_length=encoders[split].max_length, truncate=args.truncate, split=split)
+        check_lengths(rows, max_length=max_length, truncate=args.truncate, split=split)
         encoded[split] = _without_notes(rows, split)
-    return encoded
-
-
-def _labelled(rows: Any, columns: tuple[str, ...], labels: LabelSet, *, args: DataArguments, split: str) -> Any:
-    """The text columns of the rows that say something, their number, and their class in `LABEL_COLUMN`."""
-    require_columns(rows, (*columns, labels.column), split)
-    rows = drop_empty_rows(rows, (*columns, labels.column), split=split, skip=args.skip_empty_rows)
-    classes = np.asarray(labels.encode(rows, split=split), dtype=np.int64)
-    rows = rows.select_columns(list(dict.fromkeys((*columns, ROW_COLUMN))))
-    return rows.add_column(LABEL_COLUMN, classes)
+    return Task(
+        train_dataset=encoded["train"],
+        eval_dataset=encoded["eval"],
+        data_collator=PaddingCollator(pad_token_id=padding_id(tokenizer)),
+        max_length=max_length,
+        pad_token_id=padding_id(tokenizer),
+        id2label=dict(enumerate(labels)),
+        **hooks,
+    )
 
 
 def _without_notes(rows: Any, split: str) -> Any:
     """Drop the columns made for checks, after the last of them."""
     if "num_masks" in rows.column_names:
-        odd = np.flatnonzero(np.asarray(column_values(rows, "num_masks")) != 1).tolist()
-        if odd:
-            numbers = column_values(rows.select(odd), ROW_COLUMN)
-            raise ValueError(
-                f"{len(odd)} of {len(rows)} rows of the {split} split hold another mask token beside the template's "
-                f"({name_rows(numbers)}, counted from 0); take it out of the text"
-            )
-    notes = {"length", "num_masks", ROW_COLUMN}
-    return rows.remove_columns(sorted(notes.intersection(rows.column_names)))
+        odd = np.flatnonzero(np.asarray(column_values(rows, "num_masks")) != 1)
+        if len(odd):
+            found = describe_rows(rows, odd, "hold another mask token beside the template's", split)
+            raise ValueError(f"{found}; take it out of the text")
+    return rows.remove_columns([name for name in ("length", "num_masks", ROW_COLUMN) if name in rows.column_names])
 
 
 def cross_entropy(

@@ -6,10 +6,9 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import number_rows
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.causal import prepare_causal
-from slivertune.training.tasks.classification import prepare_classification
-from slivertune.training.tasks.prompt_classification import prepare_prompt_classification
+from slivertune.training.tasks.classification import prepare_classification, prepare_prompt_classification
 from slivertune.training.tasks.task import Task
 
 _PREPARE = {
@@ -41,5 +40,6 @@ def prepare_task(
     """
     # Asked to cut, a fast tokenizer keeps cutting, and would write that into the checkpoints it is saved with.
     tokenizer = copy.deepcopy(tokenizer)
-    numbered = {name: number_rows(splits[name]) for name in ("train", "eval")}
-    return _PREPARE[args.task](args, tokenizer, model_config, numbered)
+    return _PREPARE[args.task](
+        args, tokenizer, model_config, {name: number_rows(splits[name]) for name in ("train", "eval")}
+    )

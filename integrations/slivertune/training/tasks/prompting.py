@@ -7,15 +7,15 @@ label off the word that the language model finds likeliest there.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from slivertune.training.data.labels import LabelSet
 from slivertune.training.tasks.task import ModelKind
-from slivertune.training.tasks.tokenization import token_ids
+from slivertune.training.tasks.tokenization import Columns, token_ids
 
 MASK = "mask"
 """The placeholder of the label word."""
@@ -75,6 +75,11 @@ class Template:
         place = [name for _, name in self.pieces].index(MASK)
         return Template(text=self.text, pieces=(*self.pieces[:place], (self.pieces[place][0], None)))
 
+    def values(self, batch: Columns) -> list[dict[str, str]]:
+        """The texts that the columns of a batch put in, row by row."""
+        texts = zip(*(batch[column] for column in self.columns), strict=True)
+        return [dict(zip(self.columns, map(str, row), strict=True)) for row in texts]
+
     def fill(self, values: Mapping[str, str], mask: str = "") -> str:
         """Put in the values and the mask token; nothing inside a value is read as a placeholder."""
         filled = {**values, MASK: mask}
@@ -98,7 +103,7 @@ def prompt_model_kind(config: PreTrainedConfig) -> ModelKind:
             f"task=prompt_classification takes masked and causal language models, and {config.model_type} is an "
             "encoder-decoder; choose another model"
         )
-    architectures = tuple(getattr(config, "architectures", None) or ())
+    architectures = getattr(config, "architectures", None) or ()
     if any(name.endswith("ForMaskedLM") for name in architectures):
         return "masked_lm"
     if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures) or getattr(
@@ -108,7 +113,7 @@ def prompt_model_kind(config: PreTrainedConfig) -> ModelKind:
     return "masked_lm" if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES else "causal_lm"
 
 
-def parse_label_words(text: str, labels: LabelSet) -> tuple[str, ...]:
+def parse_label_words(text: str, labels: Sequence[str]) -> tuple[str, ...]:
     """Give every label its word.
 
     Args:
@@ -122,17 +127,17 @@ def parse_label_words(text: str, labels: LabelSet) -> tuple[str, ...]:
         ValueError: If words and labels don't match one to one.
     """
     words = [word.strip() for word in text.split(",")]
-    there = ", ".join(labels.names)
+    there = ", ".join(labels)
     if all("=" in word for word in words):
         named = {label.strip(): word.strip() for label, _, word in (word.partition("=") for word in words)}
-        if set(named) != set(labels.names) or len(named) != len(words):
+        if set(named) != set(labels) or len(named) != len(words):
             raise ValueError(
                 f"label_words={text!r} names the labels {', '.join(named)}; the data has {there}, each once"
             )
-        words = [named[label] for label in labels.names]
-    if len(words) != len(labels.names):
+        words = [named[label] for label in labels]
+    if len(words) != len(labels):
         raise ValueError(
-            f"label_words={text!r} are {len(words)} words for {len(labels.names)} labels ({there}); give each label one"
+            f"label_words={text!r} are {len(words)} words for {len(labels)} labels ({there}); give each label one"
         )
     if not all(words) or len(set(words)) != len(words):
         raise ValueError(f"label_words={text!r} must be different words, none empty, or labels can't be told apart")
@@ -157,12 +162,11 @@ def mask_token_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...], t
         ValueError: If in neither form every word is one known token of its own, naming the tokens.
     """
     before = template.before_mask.fill(dict.fromkeys(template.columns, "x"))
-    forms = (" ", "") if before[-1:].isspace() else ("", " ")
     tried = []
-    for lead in forms:
+    for lead in (" ", "") if before[-1:].isspace() else ("", " "):
         ids = token_ids(tokenizer, [lead + word for word in words])
-        whole = all(len(word_ids) == 1 and word_ids[0] != tokenizer.unk_token_id for word_ids in ids)
-        if whole and len({word_ids[0] for word_ids in ids}) == len(words):
+        known = {word_ids[0] for word_ids in ids if len(word_ids) == 1 and word_ids[0] != tokenizer.unk_token_id}
+        if len(known) == len(words):
             return tuple(word_ids[0] for word_ids in ids)
         tried.append(ids)
     pieces = "; ".join(
@@ -188,13 +192,11 @@ def cut_to_fit(values: dict[str, str], fits: Callable[[dict[str, str]], bool]) -
     Raises:
         ValueError: If the row is too long even with empty values.
     """
-    low, high = 0, max(len(text) for text in values.values())
-    if not fits(dict.fromkeys(values, "")):
+    longest = max(len(text) for text in values.values())
+
+    def cut(size: int) -> dict[str, str]:
+        return {name: text[:size] for name, text in values.items()}
+
+    if not fits(cut(0)):
         raise ValueError("the template alone is longer than --max_length; raise it")
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits({name: text[:middle] for name, text in values.items()}):
-            low = middle
-        else:
-            high = middle - 1
-    return {name: text[:low] for name, text in values.items()}
+    return cut(longest - bisect_left(range(longest, 0, -1), True, key=lambda size: fits(cut(size))))

@@ -1,91 +1,31 @@
 """What the model says about one evaluation row, before and after."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer
 
 from slivertune.training.tasks.task import Task
-from slivertune.training.tasks.tokenization import IGNORED
+from slivertune.training.tasks.tokenization import IGNORED, padding_id
 
 _PROMPT_TOKENS = 48
 """Tokens of a text's beginning that the model is given to continue."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ContinuationProbe:
-    """A language model continues a text.
+class Probe:
+    """One question to the model."""
 
-    Answers that the data knows are decoded greedily; free text is drawn at temperature 0.7 from a fixed seed, since
-    small models repeat themselves otherwise.
-    """
-
-    trainer: Trainer
-    tokenizer: PreTrainedTokenizerBase
-    token_ids: list[int]
+    prompt: str
+    """The text to continue, or the row to judge."""
     expected: str | None
-    num_tokens: int
-
-    @property
-    def prompt(self) -> str:
-        """The text to continue."""
-        return str(self.tokenizer.decode(self.token_ids, skip_special_tokens=True))
-
-    def ask(self) -> str:
-        """The continuation alone."""
-        model: Any = self.trainer.model
-        ids = torch.tensor([self.token_ids], device=model.device)
-        padding = self.tokenizer.pad_token_id
-        drawing: dict[str, Any] = {"do_sample": False}
-        if self.expected is None:
-            drawing = {"do_sample": True, "temperature": 0.7, "top_k": 20}
-        was_training = model.training
-        model.eval()
-        # As in evaluation, where accelerate puts it around the outermost forward, which PEFT's generate does not call.
-        autocast = self.trainer.accelerator.autocast()
-        with autocast, torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-            torch.manual_seed(0)
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=self.num_tokens,
-                pad_token_id=padding if padding is not None else self.tokenizer.eos_token_id,
-                use_cache=True,
-                **drawing,
-            )
-        model.train(was_training)
-        return str(self.tokenizer.decode(out[0, len(self.token_ids) :], skip_special_tokens=True))
-
-
-class ClassificationProbe:
-    """A classifier, or a language model with label words, judges one row.
-
-    Args:
-        trainer: Judges it.
-        task: Knows the rows and the classes.
-        tokenizer: GroupSchedule the row back into text.
-    """
-
-    def __init__(self, trainer: Trainer, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-        # A causal language model is asked once for each label word, in rows that follow each other.
-        num_rows = len(task.id2label or [1]) if task.model_kind == "causal_lm" else 1
-        self._rows = task.eval_dataset.select(range(num_rows))
-        self._trainer = trainer
-        self._names = task.id2label if task.model_kind == "sequence_classification" else None
-        self.prompt = str(tokenizer.decode(self._rows[0]["input_ids"], skip_special_tokens=True))
-        self.expected = None if self._names is None else self._names[int(self._rows[0]["labels"])]
-
-    def ask(self) -> str:
-        """The label that the model chooses; for label words, whether it is right."""
-        output = self._trainer.predict(self._rows, metric_key_prefix="sample")
-        if self._names is not None:
-            return self._names[int(torch.as_tensor(output.predictions).reshape(-1)[0])]
-        return "right" if (output.metrics or {})["sample_accuracy"] == 1.0 else "wrong"
-
-
-Probe: TypeAlias = ContinuationProbe | ClassificationProbe
-"""One question to the model: `ask` lets it answer, as it is now, and leaves the random state as it was."""
+    """The answer in the data, where there is one."""
+    ask: Callable[[], str]
+    """Lets the model answer, as it is now, and leaves the random state as it was: the continuation alone, or the label
+    that it chooses; for label words, whether it is right."""
 
 
 def make_probe(
@@ -116,7 +56,7 @@ def make_probe(
     if task.id2label is not None:
         if asked is not None:
             raise ValueError(f"sample_prompt={asked!r} is for language modelling; leave it out for classification")
-        return ClassificationProbe(trainer, task, tokenizer) if num_tokens else None
+        return _judgement(trainer, task, tokenizer) if num_tokens else None
     if num_tokens == 0:
         return None
     ids, expected = _first_prompt(task, tokenizer) if asked is None else (tokenizer(asked)["input_ids"], None)
@@ -128,8 +68,58 @@ def make_probe(
         raise ValueError(
             f"sample_prompt has {len(ids)} tokens; it must have at least 1, and fewer than max_length={task.max_length}"
         )
-    return ContinuationProbe(
-        trainer=trainer, tokenizer=tokenizer, token_ids=ids, expected=expected, num_tokens=num_tokens
+    return Probe(
+        prompt=str(tokenizer.decode(ids, skip_special_tokens=True)),
+        expected=expected,
+        ask=partial(_continue_text, trainer, tokenizer, ids, num_tokens, is_greedy=expected is not None),
+    )
+
+
+def _continue_text(
+    trainer: Trainer, tokenizer: PreTrainedTokenizerBase, ids: list[int], num_tokens: int, *, is_greedy: bool
+) -> str:
+    """Let a language model continue a text.
+
+    Answers that the data knows are decoded greedily; free text is drawn at temperature 0.7 from a fixed seed, since
+    small models repeat themselves otherwise.
+    """
+    model: Any = trainer.model
+    given = torch.tensor([ids], device=model.device)
+    drawing = {"do_sample": False} if is_greedy else {"do_sample": True, "temperature": 0.7, "top_k": 20}
+    was_training = model.training
+    model.eval()
+    # As in evaluation, where accelerate puts it around the outermost forward, which PEFT's generate does not call.
+    autocast = trainer.accelerator.autocast()
+    with autocast, torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+        torch.manual_seed(0)
+        out = model.generate(
+            input_ids=given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=num_tokens,
+            pad_token_id=padding_id(tokenizer),
+            use_cache=True,
+            **drawing,
+        )
+    model.train(was_training)
+    return str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
+
+
+def _judgement(trainer: Trainer, task: Task, tokenizer: PreTrainedTokenizerBase) -> Probe:
+    """A classifier, or a language model with label words, judges one row."""
+    # A causal language model is asked once for each label word, in rows that follow each other.
+    rows = task.eval_dataset.select(range(len(task.id2label or [1]) if task.model_kind == "causal_lm" else 1))
+    names = task.id2label if task.model_kind == "sequence_classification" else None
+
+    def ask() -> str:
+        output = trainer.predict(rows, metric_key_prefix="sample")
+        if names is not None:
+            return names[int(torch.as_tensor(output.predictions).reshape(-1)[0])]
+        return "right" if (output.metrics or {})["sample_accuracy"] == 1.0 else "wrong"
+
+    return Probe(
+        prompt=str(tokenizer.decode(rows[0]["input_ids"], skip_special_tokens=True)),
+        expected=None if names is None else names[int(rows[0]["labels"])],
+        ask=ask,
     )
 
 

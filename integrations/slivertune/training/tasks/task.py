@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
 
 from slivertune.training.tasks.tokenization import IGNORED, as_columns
 
 ModelKind = Literal["causal_lm", "masked_lm", "sequence_classification"]
-
-Metrics = Callable[[EvalPrediction], dict[str, float]]
-LogitsFilter = Callable[[Any, torch.Tensor], torch.Tensor]
-LossFunction = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +40,7 @@ class PaddingCollator:
         """
         features = as_columns(rows)
         if self.causal:
-            labels = features.get("labels", features["input_ids"])
-            features["labels"] = [[IGNORED, *row[1:]] for row in labels]
+            features["labels"] = [[IGNORED, *row[1:]] for row in features.get("labels", features["input_ids"])]
         if self.masked and "attention_mask" not in features:
             features["attention_mask"] = [[1] * len(ids) for ids in features["input_ids"]]
         return {name: self._batch(name, values) for name, values in features.items()}
@@ -53,8 +49,7 @@ class PaddingCollator:
         if isinstance(values[0], int):
             return torch.tensor(values)
         fill = {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0)
-        longest = max(len(value) for value in values)
-        return torch.tensor([[*value, *[fill] * (longest - len(value))] for value in values])
+        return pad_sequence([torch.tensor(value) for value in values], batch_first=True, padding_value=fill)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +62,11 @@ class Task:
     """`datasets.Dataset` of tokenised rows."""
     data_collator: PaddingCollator
     """Rows to a batch."""
-    compute_metrics: Metrics | None = None
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
     """Accuracy, where the task has one."""
-    preprocess_logits_for_metrics: LogitsFilter | None = None
+    preprocess_logits_for_metrics: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     """Shrinks the logits to what the metric needs before they are gathered."""
-    compute_loss_func: LossFunction | None = None
+    compute_loss_func: Callable[..., torch.Tensor] | None = None
     """The loss, where it is not the model's own."""
     model_kind: ModelKind
     """Which head the model must have: AutoModelForCausalLM, ...MaskedLM or ...SequenceClassification."""

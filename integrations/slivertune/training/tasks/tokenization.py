@@ -2,8 +2,8 @@
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,32 +32,13 @@ _POSITIONS_AFTER_PADDING = frozenset(
 
 
 def source_digest() -> str:
-    """A digest of the source of `slivertune train`, to stand among an encoder's fields.
+    """A digest of the source of `slivertune train`, to stand among an encoder's arguments.
 
     The datasets library knows an imported function or class by its name alone, so that after a change of the code it
     would go on reading what the code of before had cached.
     """
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowEncoder:
-    """Rows to token ids, a batch of columns at a time; the datasets library keeps what comes out by these fields.
-
-    Args:
-        tokenizer: The tokenizer.
-        max_length: Longest row in tokens.
-        truncate: Cut longer rows.
-        source: Digest of the code, for the cache.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    max_length: int
-    truncate: bool = False
-    source: str = field(default_factory=source_digest)
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def as_columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
@@ -77,14 +58,13 @@ def usable_positions(config: PreTrainedConfig) -> tuple[int, str] | None:
     text_config = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         positions = getattr(text_config, name, None)
-        if not isinstance(positions, int) or positions <= 0:
-            continue
-        # GPT-2 and its kin answer to the common name by an alias.
-        source = f"config.{text_config.attribute_map.get(name, name)}={positions}"
-        if text_config.model_type in _POSITIONS_AFTER_PADDING:
+        if isinstance(positions, int) and positions > 0:
+            # GPT-2 and its kin answer to the common name by an alias.
+            source = f"config.{text_config.attribute_map.get(name, name)}={positions}"
+            if text_config.model_type not in _POSITIONS_AFTER_PADDING:
+                return positions, source
             offset = (text_config.pad_token_id or 0) + 1
             return positions - offset, f"{source}, of which {text_config.model_type} starts at {offset}"
-        return positions, source
     return None
 
 
@@ -122,26 +102,19 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
     if not texts:
         return []
     # verbose=False: rows longer than the model takes are dealt with by check_lengths.
-    ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return list(tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that this tokenizer puts before a text, such as a BOS token; often none."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
-    ids: list[int] = encoded["input_ids"]
     is_special: list[int] = encoded["special_tokens_mask"]
-    return ids[: is_special.index(0)] if 0 in is_special else []
+    return list(encoded["input_ids"][: is_special.index(0)]) if 0 in is_special else []
 
 
 def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
     """Length of the longest beginning that all sequences share."""
-    length = 0
-    for tokens in zip(*sequences, strict=False):
-        if len(set(tokens)) > 1:
-            break
-        length += 1
-    return length
+    return len(list(takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False))))
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -169,44 +142,59 @@ def check_lengths(rows: Any, *, max_length: int, truncate: bool, split: str) -> 
         ValueError: If rows are too long and were not cut.
     """
     lengths = np.asarray(column_values(rows, "length"))
-    if not (lengths > max_length).any():
+    is_long = lengths > max_length
+    if not is_long.any():
         return
     # The candidates of one example are several rows with its number, and with one length.
     length_of_row = dict(sorted(zip(column_values(rows, ROW_COLUMN), lengths.tolist(), strict=True)))
-    long = {number: length for number, length in length_of_row.items() if length > max_length}
+    long = [length for length in length_of_row.values() if length > max_length]
     found = (
         f"{len(long)} of {len(length_of_row)} rows of the {split} split are longer than max_length={max_length} tokens"
     )
     if truncate:
-        logger.warning("%s, the longest has %d; they are cut", found, lengths.max())
+        logger.warning("%s, the longest has %d; they are cut", found, max(long))
         return
-    some = ", ".join(str(length) for length in list(long.values())[:NUM_NAMED_ROWS])
+    some = ", ".join(str(length) for length in long[:NUM_NAMED_ROWS])
     raise ValueError(
-        f"{found} ({name_rows(list(long))}, counted from 0, with {some} tokens; the longest has {lengths.max()}); "
-        "raise --max_length, or cut them with --truncate"
+        f"{found} ({name_rows(rows, np.flatnonzero(is_long))}, with {some} tokens; the longest "
+        f"has {max(long)}); raise --max_length, or cut them with --truncate"
     )
 
 
 def encode_rows(
-    rows: Any, encoder: Any, *, num_workers: int | None, description: str, with_indices: bool = False
+    rows: Any,
+    encode: Callable[..., Columns],
+    *,
+    description: str,
+    num_workers: int | None = None,
+    batch_size: int = 1000,
+    with_indices: bool = False,
 ) -> Any:
     """Apply an encoder to all rows of a `datasets.Dataset`, in batches; its result replaces all columns.
 
     Args:
         rows: The dataset.
-        encoder: A `RowEncoder`, called with a batch of columns to make another.
-        num_workers: Processes, or None for this one.
+        encode: Called with a batch of columns to make another; a function of a module, or a `functools.partial` of
+            one, by whose arguments the datasets library keeps what comes out.
         description: Stands beside the progress bar.
+        num_workers: Processes, or None for this one.
+        batch_size: Rows in a batch.
         with_indices: Pass the rows' positions as a second argument.
 
     Returns:
         The encoded dataset; a repeated call with the same data and encoder is read from the cache.
     """
     return rows.map(
-        encoder,
+        _encode,
         batched=True,
+        batch_size=batch_size,
         with_indices=with_indices,
         remove_columns=rows.column_names,
         num_proc=min(num_workers, len(rows)) if num_workers is not None and num_workers > 1 else None,
+        fn_kwargs={"encode": encode, "source": source_digest()},
         desc=description,
     )
+
+
+def _encode(batch: Columns, *places: list[int], encode: Callable[..., Columns], source: str) -> Columns:
+    return encode(batch, *places)

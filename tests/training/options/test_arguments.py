@@ -2,9 +2,9 @@ import re
 from typing import Any
 
 import pytest
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser
 
-from slivertune.training.options.data import DataArguments
+from slivertune.training.options.arguments import DataArguments
 
 
 def test_the_command_line_parser_reads_every_kind_of_field() -> None:
@@ -22,16 +22,6 @@ def test_the_command_line_parser_reads_every_kind_of_field() -> None:
         eval_fraction=0.25,
         max_length=32,
     )
-
-
-def test_no_field_has_the_name_of_a_training_argument_and_help_can_be_printed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    parser = HfArgumentParser((DataArguments, TrainingArguments))
-    with pytest.raises(SystemExit):
-        parser.parse_args_into_dataclasses(["--help"])
-    printed = capsys.readouterr().out
-    assert all(f"--{name}" in printed for name in DataArguments.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(
