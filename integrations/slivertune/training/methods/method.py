@@ -12,9 +12,8 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from slivertune.core import atomic
 from slivertune.interop import attach
 from slivertune.interop.methods import TrainerMethod
-from slivertune.training.models import LoadedModel
+from slivertune.training.models import Bf16Use, LoadedModel
 from slivertune.training.options.checks import enum_value
-from slivertune.training.precision import Bf16Use
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.layouts import save_whole_model
 from slivertune.training.tasks.task import Task
@@ -151,14 +150,10 @@ class TrainingMethod:
         """What a plan must know of it: fields of `planning.request.PlanRequest`.
 
         Args:
-            precision: As the plan calls it.
+            precision: As the plan calls it; `bf16` is without fp32 masters, so a method that keeps them says
+                `precision="mixed_hi"`.
         """
         return {}
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether bf16 weights are trained on fp32 masters."""
-        return False
 
     def claim_state(self) -> None:
         """Tell a memory ledger that was just entered what is state, where the optimizer does not show it."""
