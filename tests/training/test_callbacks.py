@@ -16,31 +16,30 @@ from tests.helpers.models import tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.training.output.test_folders import make_checkpoint
 
-ROWS = [{"input_ids": [(7 * row + 3 * i) % 97 for i in range(8)]} for row in range(16)]
+ROWS = [{name: [(7 * row + 3 * i) % 97 for i in range(8)] for name in ("input_ids", "labels")} for row in range(16)]
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    ids = torch.tensor([row["input_ids"] for row in rows])
-    return {"input_ids": ids, "labels": ids}
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
 def make_trainer(
-    output: Path, *callbacks: TrainerCallback, model: nn.Module | None = None, loss: Any = None, **options: Any
+    output: Path,
+    *callbacks: TrainerCallback,
+    model: nn.Module | None = None,
+    data: list[dict[str, Any]] = ROWS,
+    loss: Any = None,
+    **options: Any,
 ) -> Trainer:
-    options = {"max_steps": 6, "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2} | options
+    defaults = {"max_steps": 6, "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2}
+    arguments: dict[str, Any] = {**defaults, "per_device_train_batch_size": 2, "use_cpu": True, **options}
     trainer = Trainer(
         model=model or tiny_llama(),
         args=TrainingArguments(
-            output_dir=str(output),
-            per_device_train_batch_size=2,
-            use_cpu=True,
-            disable_tqdm=True,
-            report_to="none",
-            dataloader_pin_memory=False,
-            **options,
+            output_dir=str(output), disable_tqdm=True, report_to="none", dataloader_pin_memory=False, **arguments
         ),
-        train_dataset=ROWS,
-        eval_dataset=ROWS[:4],
+        train_dataset=data,
+        eval_dataset=data[:4],
         data_collator=collate,
         compute_loss_func=loss,
         callbacks=list(callbacks),
@@ -49,6 +48,16 @@ def make_trainer(
         if isinstance(each, NonFiniteGuard):
             each.watch(trainer)
     return trainer
+
+
+class StopAfter(TrainerCallback):
+    """Ends a training after an update."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.step
 
 
 class Watch(TrainerCallback):
