@@ -104,17 +104,20 @@ class Attachment:
         if self._method is not None and self.optimizer is not None:
             self._method.end(self.optimizer)
 
-    def build(self, model: nn.Module) -> None:
+    def build(self, model: nn.Module) -> Any:
         """Put the settings on a model, unless they are on it already.
 
         Args:
             model: The Trainer's; `model_init` makes a new one for every training.
 
+        Returns:
+            The optimizer.
+
         Raises:
             ValueError: If the settings don't fit the model.
         """
         if model is self._model:
-            return
+            return self.optimizer
         self.detach()
         self._model = None
         if self._method is not None:
@@ -128,6 +131,7 @@ class Attachment:
             self.tokens = self._tune.attach(model)
             self._tokens_at_rest = None
         self._model = model
+        return self.optimizer
 
     def _make_base(self) -> Any:
         """The optimizer that the Trainer would make by itself: its class, its rule of what decays, its exceptions."""
@@ -160,8 +164,7 @@ class SliverFactory:
         Returns:
             The optimizer.
         """
-        attachment.build(model)
-        return attachment.optimizer
+        return attachment.build(model)
 
 
 def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attachment:

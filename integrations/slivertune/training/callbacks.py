@@ -96,7 +96,12 @@ class NonFiniteGuard(TrainerCallback):
             computed = compute_loss(*args, **kwargs)
             loss = computed[0] if isinstance(computed, tuple) else computed
             if loss.requires_grad:
-                self._see(loss.detach())
+                if self._stops and not bool(loss.isfinite().all()):
+                    raise RuntimeError(
+                        f"the loss is {loss.detach().float().sum().item()}, and --step_in_backward can't skip an "
+                        "update; lower --learning_rate, look for broken rows, or leave out --step_in_backward"
+                    )
+                self._losses.append(loss.detach())
             return computed
 
         trainer.compute_loss = watched  # type: ignore[method-assign]
@@ -135,14 +140,6 @@ class NonFiniteGuard(TrainerCallback):
         """Leave out the norm of gradients that were gone when the Trainer took it."""
         if self._stops:
             kwargs["logs"].pop("grad_norm", None)
-
-    def _see(self, loss: torch.Tensor) -> None:
-        if self._stops and not bool(loss.isfinite().all()):
-            raise RuntimeError(
-                f"the loss is {loss.float().sum().item()}, and --step_in_backward can't skip an update; lower "
-                "--learning_rate, look for broken rows, or leave out --step_in_backward"
-            )
-        self._losses.append(loss)
 
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
         """What is not finite, or None."""

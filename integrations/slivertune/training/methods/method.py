@@ -22,18 +22,14 @@ FEWEST_UPDATES_A_LINE = 8
 """A cycle shorter than this shares its line with the next ones."""
 
 
-MODEL_FOLDER = "model"
-"""Where the trained model lies in a run's folder, without optimizer state."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """What a run leaves behind, beside its checkpoints."""
 
     model_folder: Path | None
-    """Folder of the trained model, or None where deltas are all there is."""
+    """`model` in the run's folder: the trained model without optimizer state; None where deltas are all there is."""
     delta_folder: Path | None = None
-    """Folder of SFT's deltas."""
+    """`delta` in the run's folder: SFT's deltas."""
     merge_command: tuple[str, ...] | None = None
     """Makes a model of the deltas, where there is none."""
 
@@ -201,7 +197,7 @@ class TrainingMethod:
             base_name: Folder or hub id of the model that was fine-tuned.
             coordinator: The processes of the run.
         """
-        folder = output_folder / MODEL_FOLDER
+        folder = output_folder / "model"
         with ExitStack() as stack:
             temporary = coordinator.decide(
                 "temporary folder of the model", lambda: stack.enter_context(atomic.atomic_folder(folder))

@@ -22,8 +22,6 @@ from slivertune.training.tasks.task import Task
 
 EMBEDDED_DENSITY = 0.05
 """Share of the embedded model's blocks: so narrow that a LoRA of rank 64 has as many weights as two thirds of them."""
-DELTA_FOLDER = "delta"
-"""Where the deltas lie in a run's folder."""
 RATE_HINT = (
     "the paper trains a model of 7B with 1e-4 by AdamW and 1e-3 by SM3 (--selection momentum); --learning_rate was not "
     "given, so {rate:g} is used"
@@ -304,7 +302,7 @@ class SFTMethod(SliverMethod):
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
         """Write the deltas, and beside them the model with the deltas merged, if its weights hold them."""
-        folder = output_folder / DELTA_FOLDER
+        folder = output_folder / "delta"
         self.optimizer.save_pretrained(folder, base_model_name=base_name)
         if self._is_merged:
             saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)

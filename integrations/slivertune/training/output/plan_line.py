@@ -132,16 +132,22 @@ def request_of(run: Run) -> PlanRequest:
 
 def _check(run: Run) -> None:
     arguments, method = run.arguments, run.method
-    if arguments.data.task == "prompt_classification":
-        raise ValueError("a plan knows causal_lm and classification, not prompt_classification")
-    if arguments.training.torch_compile:
-        raise ValueError("a plan can't see into what torch.compile makes")
     others = [f"--{name}" for name in method.not_planned if name in arguments.given]
-    if others:
-        raise ValueError(f"a plan has no word for {', '.join(others)}")
-    if run.layout != "single" and not method.is_planned_on_ranks:
-        planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
-        raise ValueError(f"on several GPUs this line knows {planned}; for {method.name} see slivertune plan --layout")
+    planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
+    for is_unknown, reason in (
+        (
+            arguments.data.task == "prompt_classification",
+            "a plan knows causal_lm and classification, not prompt_classification",
+        ),
+        (arguments.training.torch_compile, "a plan can't see into what torch.compile makes"),
+        (others, f"a plan has no word for {', '.join(others)}"),
+        (
+            run.layout != "single" and not method.is_planned_on_ranks,
+            f"on several GPUs this line knows {planned}; for {method.name} see slivertune plan --layout",
+        ),
+    ):
+        if is_unknown:
+            raise ValueError(reason)
 
 
 def _optimizer(training: TrainingArguments) -> OptimizerName:
