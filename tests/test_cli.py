@@ -8,16 +8,20 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from slivertune import __version__
 from slivertune.cli import main
+from slivertune.deltas import merge as merging
 from slivertune.training.output.folders import newest_whole
+from slivertune.training.run import describe_interruption
 from tests.deltas.files import UP, bits_of, damage, deltas_of, naive_sum, same_bits, write_deltas
 from tests.helpers.models import tiny_llama
-from tests.training.tiny_runs import make_tiny_base, train_arguments, write_texts
+from tests.training.tiny_runs import complaint, make_tiny_base, results_of, train_arguments, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -25,20 +29,20 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
 
 
-def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--version"], [f"slivertune {__version__}\n"]),
+        (["--help"], ["train", "merge", "unmerge", "path", "--version", "--debug"]),
+        (["train", "--help"], ["--layers_per_group"]),
+    ],
+)
+def test_version_and_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["--version"])
-    assert stop.value.code == 0
-    assert capsys.readouterr().out == f"slivertune {__version__}\n"
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
+        main(arguments)
     out = capsys.readouterr().out
-    assert all(part in out for part in ("train", "merge", "unmerge", "path", "--version", "--debug"))
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "--help"])
-    assert stop.value.code == 0
-    assert "--layers_per_group" in capsys.readouterr().out
+    assert stop.value.code == 0 and all(part in out for part in parts)
+    assert arguments != ["--version"] or out == parts[0]
 
 
 def test_the_light_commands_import_nothing_heavy() -> None:
@@ -72,8 +76,7 @@ def test_merge_imports_no_transformers_and_its_help_not_even_torch(tmp_path: Pat
 def test_path_prints_where_a_preset_lies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["path", "single_gpu_24g"]) == 0
     out = capsys.readouterr().out
-    assert Path(out.strip()).is_file()
-    assert out.endswith("single_gpu_24g.yaml\n")
+    assert Path(out.strip()).is_file() and out.endswith("single_gpu_24g.yaml\n")
 
 
 def test_the_help_of_path_lists_every_file_that_it_finds(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,8 +90,8 @@ def test_the_help_of_path_lists_every_file_that_it_finds(capsys: pytest.CaptureF
 
 
 def test_an_unknown_preset_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["path", "nowhere"]) == 2
-    assert re.fullmatch(r"slivertune path: error: no preset is called 'nowhere'; .*\n", capsys.readouterr().err)
+    error = complaint(capsys, ["path", "nowhere"])
+    assert re.fullmatch(r"slivertune path: error: no preset is called 'nowhere'; .*\n", error)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +132,8 @@ def test_bad_arguments_are_one_line_and_code_2(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"slivertune train: error: {message}")
-    assert error.count("\n") == 1
+    error = complaint(capsys, ["train", *arguments])
+    assert error.startswith(f"slivertune train: error: {message}") and error.count("\n") == 1
 
 
 def test_bad_data_and_settings_that_do_not_fit_the_model_are_code_2(
@@ -146,27 +147,19 @@ def test_bad_data_and_settings_that_do_not_fit_the_model_are_code_2(
         (["--max_length", "100000"], "100000"),
         (["--dataset", str(tmp_path / "absent.csv")], "absent.csv"),
     ):
-        assert main(train_arguments(tiny_base, data, tmp_path / "out", *more)) == 2, more
-        captured = capsys.readouterr()
-        assert message in captured.err
-        assert captured.err.count("\n") == 1
+        error = complaint(capsys, train_arguments(tiny_base, data, tmp_path / "out", *more))
+        assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.slow
 def test_a_failure_is_code_1_and_has_a_traceback_on_request_alone(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import Trainer
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("out of\nmemory")
-
-    monkeypatch.setattr(Trainer, "train", fail)
+    monkeypatch.setattr("transformers.Trainer.train", Mock(side_effect=RuntimeError("out of\nmemory")))
     data = write_texts(tmp_path)
-    assert main(train_arguments(tiny_base, data, tmp_path / "out")) == 1
-    assert capsys.readouterr().err == "slivertune train: error: out of memory\n"
-    assert main(["--debug", *train_arguments(tiny_base, data, tmp_path / "out2")]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    error = complaint(capsys, train_arguments(tiny_base, data, tmp_path / "out"), code=1)
+    assert error == "slivertune train: error: out of memory\n"
+    assert "Traceback" in complaint(capsys, ["--debug", *train_arguments(tiny_base, data, tmp_path / "out2")], code=1)
 
 
 # A shell's background jobs ignore Ctrl-C and their children inherit that; a run in the foreground never does.
@@ -190,18 +183,15 @@ def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(tiny_
     time.sleep(0.5)  # into the midst of some later save, as likely as not
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in error
+    assert process.returncode == 130 and "Traceback" not in error
     checkpoint, _ = newest_whole(output)
-    assert checkpoint is not None
-    assert f"the last whole checkpoint is {checkpoint}" in error
+    assert checkpoint is not None and f"the last whole checkpoint is {checkpoint}" in error
     command = error.strip().splitlines()[-1].partition("continue with: ")[2]
     assert command.endswith(f"--output_dir '{output}' --resume_from_checkpoint true")
     assert command.count("--output_dir") == 1
     step = int(checkpoint.name.partition("-")[2])
     assert main([*shlex.split(command)[1:], "--max_steps", str(step + 2)]) == 0
-    results = json.loads((output / "results.json").read_text(encoding="utf-8"))
-    assert results["num_steps"] == step + 2
+    assert results_of(output)["num_steps"] == step + 2
 
 
 @pytest.mark.parametrize("launcher", [None, "LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"])
@@ -216,8 +206,6 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from slivertune.training.run import describe_interruption
-
     for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     if launcher is not None:
@@ -239,14 +227,9 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
 def test_ctrl_c_before_the_first_checkpoint_says_so(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers import Trainer
-
-    def interrupt(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Trainer, "train", interrupt)
-    assert main(train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out")) == 130
-    assert "interrupted before the first checkpoint; start again with: slivertune train" in capsys.readouterr().err
+    monkeypatch.setattr("transformers.Trainer.train", Mock(side_effect=KeyboardInterrupt))
+    error = complaint(capsys, train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out"), code=130)
+    assert "interrupted before the first checkpoint; start again with: slivertune train" in error
 
 
 @pytest.fixture
@@ -263,8 +246,6 @@ def to_merge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_merge_and_unmerge_write_checkpoints_and_say_what_they_did(
     to_merge: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import AutoModelForCausalLM
-
     model = tiny_llama(torch.bfloat16)
     deltas = [deltas_of(model, seed=seed)[UP] for seed in (0, 10)]
     shared = len(set(deltas[0].indices.tolist()) & set(deltas[1].indices.tolist()))
@@ -323,27 +304,21 @@ def test_what_merge_refuses_is_one_line_and_code_2(to_merge: Path, capfd: pytest
         (["unmerge", "base"], "base_values.safetensors is not there, so base can't be unmerged"),
         (["unmerge", "absent"], "absent is no folder"),
     ):
-        assert main([*arguments, "--output_dir", "out"]) == 2, arguments
-        error = capfd.readouterr().err
+        error = complaint(capfd, [*arguments, "--output_dir", "out"])
         assert error.startswith(f"slivertune {arguments[0]}: error: ") and message in error, error
         assert error.count("\n") == 1
-    assert main(["merge", "deltas0", "--output_dir", "base"]) == 2
-    assert "base exists already; name a folder that does not" in capfd.readouterr().err
+    error = complaint(capfd, ["merge", "deltas0", "--output_dir", "base"])
+    assert "base exists already; name a folder that does not" in error
     assert sorted(to_merge.rglob("*")) == before
 
 
 def test_a_merge_that_breaks_is_code_1_and_leaves_nothing(
     to_merge: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: object) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("slivertune.deltas.merge._write_undo", fail)
-    before = sorted(to_merge.rglob("*"))
-    assert main(["merge", "deltas0", "--output_dir", "out"]) == 1
-    assert capfd.readouterr().err == "slivertune merge: error: No space left on device\n"
-    assert main(["--debug", "merge", "deltas0", "--output_dir", "out"]) == 1
-    assert "Traceback" in capfd.readouterr().err
+    monkeypatch.setattr("slivertune.deltas.merge._write_undo", Mock(side_effect=OSError("No space left on device")))
+    before, command = sorted(to_merge.rglob("*")), ["merge", "deltas0", "--output_dir", "out"]
+    assert complaint(capfd, command, code=1) == "slivertune merge: error: No space left on device\n"
+    assert "Traceback" in complaint(capfd, ["--debug", *command], code=1)
     assert sorted(to_merge.rglob("*")) == before
 
 
@@ -351,8 +326,6 @@ def test_a_merge_that_breaks_is_code_1_and_leaves_nothing(
 def test_ctrl_c_while_merging_leaves_nothing_half_written(
     command: str, to_merge: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slivertune.deltas import merge as merging
-
     assert main(["merge", "deltas0", "--output_dir", "merged"]) == 0
     before = sorted(to_merge.rglob("*"))
     copy = merging._copy

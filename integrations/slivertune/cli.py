@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slivertune import __version__
@@ -37,43 +37,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["train"]:
         return _train(arguments[1:], debug=debug)
     # So has `plan`, and what it plans with is torch.
-    if arguments[:1] == ["plan"]:
-        return _run("plan", lambda: _plan(arguments[1:]), (ValueError,), debug=debug)
-    options = _make_parser().parse_args(arguments)
-    act = {"path": _path, "merge": _merge, "unmerge": _unmerge}[options.command]
-    bad_arguments = (ValueError, FileExistsError, FileNotFoundError)
-    return _run(options.command, lambda: act(options), bad_arguments, debug=debug, output=options.output_dir)
-
-
-def _run(
-    command: str,
-    act: Callable[[], None],
-    bad_arguments: tuple[type[Exception], ...],
-    *,
-    debug: bool,
-    output: str | None = None,
-) -> int:
-    """Do what a command does.
-
-    Args:
-        command: Its name, for messages.
-        act: Does it.
-        bad_arguments: Errors that say that something was asked for which does not hold together.
-        debug: Whether to show the whole traceback of an error.
-        output: The folder that it writes, if it does.
-
-    Returns:
-        The exit code.
-    """
+    is_plan = arguments[:1] == ["plan"]
+    options = argparse.Namespace(command="plan") if is_plan else _make_parser().parse_args(arguments)
     try:
-        act()
+        _act(options, arguments[1:])
     except KeyboardInterrupt:
+        output = getattr(options, "output_dir", None)
         there = "is whole" if output is not None and Path(output).exists() else "was not written"
-        print(f"\nslivertune {command}: interrupted{'' if output is None else f'; {output} {there}'}", file=sys.stderr)
+        end = "" if output is None else f"; {output} {there}"
+        print(f"\nslivertune {options.command}: interrupted{end}", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
-        return _complain(command, error, _BAD_ARGUMENTS if isinstance(error, bad_arguments) else _FAILED, debug=debug)
+        bad_arguments = (ValueError,) if is_plan else (ValueError, FileExistsError, FileNotFoundError)
+        code = _BAD_ARGUMENTS if isinstance(error, bad_arguments) else _FAILED
+        return _complain(options.command, error, code, debug=debug)
     return 0
+
+
+def _act(options: argparse.Namespace, arguments: list[str]) -> None:
+    """Do what a command other than `train` does; what it needs is imported now, and `plan` reads its own arguments."""
+    if options.command == "path":
+        print(preset_path(options.preset))
+    elif options.command == "plan":
+        from slivertune.planning.command import run_plan
+
+        run_plan(arguments)
+    elif options.command == "merge":
+        from slivertune.deltas.merge_command import run_merge
+
+        run_merge(
+            options.deltas,
+            options.output_dir,
+            base=options.model_name_or_path,
+            allow_quantized_base=options.allow_quantized_base,
+        )
+    else:
+        from slivertune.deltas.merge_command import run_unmerge
+
+        run_unmerge(options.merged, options.output_dir)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -95,9 +96,11 @@ def _make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     presets, examples = ", ".join(preset_names()), ", ".join(example_names())
-    preset_help = f"{presets}, whose ending may be left out; or by its whole name {examples}"
-    path.add_argument("preset", metavar="PRESET", help=preset_help)
-    path.set_defaults(output_dir=None)
+    path.add_argument(
+        "preset",
+        metavar="PRESET",
+        help=f"{presets}, whose ending may be left out; or by its whole name {examples}",
+    )
     _add_merge_commands(commands)
     return parser
 
@@ -130,33 +133,6 @@ def _add_merge_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
     unmerge.add_argument("merged", metavar="MERGED", help="folder that `slivertune merge` wrote")
     for command in (merge, unmerge):
         command.add_argument("--output_dir", required=True, metavar="FOLDER", help="folder to write; must not exist")
-
-
-def _path(options: argparse.Namespace) -> None:
-    print(preset_path(options.preset))
-
-
-def _merge(options: argparse.Namespace) -> None:
-    from slivertune.deltas.merge_command import run_merge
-
-    run_merge(
-        options.deltas,
-        options.output_dir,
-        base=options.model_name_or_path,
-        allow_quantized_base=options.allow_quantized_base,
-    )
-
-
-def _unmerge(options: argparse.Namespace) -> None:
-    from slivertune.deltas.merge_command import run_unmerge
-
-    run_unmerge(options.merged, options.output_dir)
-
-
-def _plan(argv: list[str]) -> None:
-    from slivertune.planning.command import run_plan
-
-    run_plan(argv)
 
 
 def _train(argv: list[str], *, debug: bool) -> int:

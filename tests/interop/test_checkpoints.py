@@ -4,6 +4,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +15,7 @@ from slivertune.core.manifest import MANIFEST_NAME, DamagedCheckpointError, find
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import with_exact
 from tests.interop.test_trainer import run, sft_config
-from tests.interop.test_trainer_layouts import HIFT, SFT, STOP, assert_near, states, train
-from tests.interop.test_trainer_ranks import BATCH, RANKS
+from tests.interop.trainer_runs import BATCH, HIFT, RANKS, SFT, STOP, assert_near, states, train
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
 METHODS: dict[str, Any] = {"hift": (HiFTConfig(),), "sft": (sft_config(),), "tokens": (TokenTune(ratio=0.5),)}
@@ -29,10 +29,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+@pytest.fixture
+def copied(saved: tuple[str, Path], tmp_path: Path) -> tuple[tuple[Any, ...], Path]:
+    """The method's settings, and the checkpoint after 6 updates in a copy of its run."""
+    method, source = saved
+    shutil.copytree(source, tmp_path / "run")
+    return METHODS[method], tmp_path / "run" / "checkpoint-6"
 
 
 def test_the_manifest_lists_all_that_the_trainer_and_we_have_written(saved: tuple[str, Path]) -> None:
@@ -47,70 +49,63 @@ def test_the_manifest_lists_all_that_the_trainer_and_we_have_written(saved: tupl
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"])
 @pytest.mark.parametrize("damage", ["gone", "cut", "flipped"])
 def test_damage_is_named_before_anything_is_read(
-    saved: tuple[str, Path], name: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copied: tuple[tuple[Any, ...], Path], name: str, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    method, source = saved
-    shutil.copytree(source, tmp_path / "run")
-    path = tmp_path / "run" / "checkpoint-6" / name
+    settings, checkpoint = copied
+    path = checkpoint / name
+    content = path.read_bytes()
     if damage == "gone":
         path.unlink()
     elif damage == "cut":
-        path.write_bytes(path.read_bytes()[:-100])
+        path.write_bytes(content[:-100])
     else:
-        flip(path)
-
-    def opened(*_: Any, **__: Any) -> None:
-        raise AssertionError("a file of the checkpoint was opened")
-
+        place = len(content) // 2
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+    opened = Mock(side_effect=AssertionError("a file of the checkpoint was opened"))
     monkeypatch.setattr(torch, "load", opened)
     monkeypatch.setattr("safetensors.torch.load_file", opened)
     words = {"gone": "is missing", "cut": "bytes where", "flipped": "holds other bytes"}[damage]
     with pytest.raises(DamagedCheckpointError) as caught:
-        run(tmp_path / "run", *METHODS[method], resume=True, **SAVING)
+        run(checkpoint.parent, *settings, resume=True, **SAVING)
     text = str(caught.value)
-    assert f"{path.parent} can't be loaded" in text and name in text and words in text
-    assert text.endswith(f"use an older checkpoint, such as {tmp_path / 'run' / 'checkpoint-3'}")
+    assert f"{checkpoint} can't be loaded" in text and name in text and words in text
+    assert text.endswith(f"use an older checkpoint, such as {checkpoint.parent / 'checkpoint-3'}")
 
 
 def test_a_checkpoint_that_was_cut_short_is_refused_where_a_method_needs_its_state(
-    saved: tuple[str, Path], tmp_path: Path
+    copied: tuple[tuple[Any, ...], Path],
 ) -> None:
-    method, source = saved
-    shutil.copytree(source, tmp_path / "run")
-    (tmp_path / "run" / "checkpoint-6" / MANIFEST_NAME).unlink()
-    if method == "tokens":  # any Trainer's checkpoint will do
-        assert run(tmp_path / "run", *METHODS[method], resume=True, **SAVING).state.global_step == 8
+    settings, checkpoint = copied
+    (checkpoint / MANIFEST_NAME).unlink()
+    if settings == METHODS["tokens"]:  # any Trainer's checkpoint will do
+        assert run(checkpoint.parent, *settings, resume=True, **SAVING).state.global_step == 8
         return
-    with pytest.raises(DamagedCheckpointError, match=r"checkpoint-6 can't be loaded.*its writing was cut short"):
-        run(tmp_path / "run", *METHODS[method], resume=True, **SAVING)
-    (empty := tmp_path / "run" / "checkpoint-7").mkdir()
-    with pytest.raises(DamagedCheckpointError, match=r"checkpoint-7 can't be loaded.*its writing was cut short"):
-        run(tmp_path / "run", *METHODS[method], resume=str(empty), **SAVING)
+    empty = checkpoint.with_name("checkpoint-7")
+    for asked, folder in ((True, checkpoint), (str(empty), empty)):
+        with pytest.raises(DamagedCheckpointError, match=rf"{folder.name} can't be loaded.*its writing was cut short"):
+            run(checkpoint.parent, *settings, resume=asked, **SAVING)
+        empty.mkdir(exist_ok=True)
 
 
-def test_a_run_that_had_made_all_its_updates_makes_no_other(saved: tuple[str, Path], tmp_path: Path) -> None:
-    method, source = saved
-    shutil.copytree(source, tmp_path / "run")
-    again = run(tmp_path / "run", *METHODS[method], resume=True, max_steps=6, **SAVING)
+def test_a_run_that_had_made_all_its_updates_makes_no_other(copied: tuple[tuple[Any, ...], Path]) -> None:
+    settings, checkpoint = copied
+    whole = load_file(checkpoint / "model.safetensors")
+    again: Any = run(checkpoint.parent, *settings, resume=True, max_steps=6, **SAVING)
     assert again.state.global_step == 6
-    whole = load_file(source / "checkpoint-6" / "model.safetensors")
-    found: Any = again.model
-    assert all(torch.equal(value, found.state_dict()[name]) for name, value in whole.items())
+    assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in whole.items())
 
 
 def test_weights_whose_state_only_deepspeed_reads_are_refused_elsewhere(
-    saved: tuple[str, Path], tmp_path: Path
+    copied: tuple[tuple[Any, ...], Path],
 ) -> None:
-    method, source = saved
-    if method == "tokens":
+    settings, checkpoint = copied
+    if settings == METHODS["tokens"]:
         return
-    shutil.copytree(source, tmp_path / "run")
-    checkpoint = tmp_path / "run" / "checkpoint-6"
     (checkpoint / "optimizer.pt").unlink()
     (checkpoint / "global_step6").mkdir()
     write_manifest(checkpoint)
     with pytest.raises(ValueError, match=r"checkpoint-6 was saved under DeepSpeed.*zero\.load_zero"):
-        run(tmp_path / "run", *METHODS[method], resume=True, **SAVING)
+        run(checkpoint.parent, *settings, resume=True, **SAVING)
 
 
 def test_one_manifest_is_written_after_what_a_second_attach_adds(tmp_path: Path) -> None:
@@ -125,12 +120,10 @@ CASES: dict[str, Any] = {"hift": HIFT, "sft": SFT}
 
 
 def save_on_two(rank: int, world: int, folder: str) -> dict[str, Any]:
-    found = {}
+    found, saving = {}, {"save_strategy": "steps", "save_steps": STOP}
     for name, setting in CASES.items():
         with states("fsdp2"):
-            saving = {"save_strategy": "steps", "save_steps": STOP}
-            trainer, weights = train(Path(folder) / name, BATCH, "fsdp2", setting, **saving)
-            found[name] = weights[-1]
+            trainer, (*_, found[name]) = train(Path(folder) / name, BATCH, "fsdp2", setting, **saving)
             trainer.accelerator.free_memory()
     return found
 

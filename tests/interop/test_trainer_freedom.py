@@ -1,19 +1,19 @@
 """What a Trainer leaves behind when a training ends: a model that anybody may train, and one that goes on."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import slivertune
 from slivertune import HiFTConfig, TokenTune
-from slivertune.hift import HiFT
-from tests.helpers.models import assert_same_bits, differing, tiny_llama, trainable, weights
+from tests.helpers.models import assert_same_bits, differing, tiny_llama, trainable, twin, weights
 from tests.hift.test_detach import hooks_of
-from tests.interop.test_trainer import attach_hift
-from tests.training.test_callbacks import make_trainer
+from tests.interop.test_trainer import attach_sliver
+from tests.training.test_callbacks import ROWS, collate, make_trainer
 
 
 class Stop(TrainerCallback):
@@ -42,35 +42,29 @@ def test_a_plain_trainer_afterwards_trains_every_tensor(end: str, tmp_path: Path
     trainer = make_trainer(tmp_path / "hift", *([Stop(error, 2)] if error else []), model=model)
     slivertune.attach(trainer, HiFTConfig(), TokenTune(ratio=0.5))
     assert trainable(model) != everything
-    if error is None:
+    with pytest.raises(type(error)) if error else nullcontext():
         trainer.train()
-    else:
-        with pytest.raises(type(error)):
-            trainer.train()
     assert trainable(model) == everything
     assert hooks_of(model) == 0
     trainer.evaluate()
     trainer.save_model(str(tmp_path / "saved"))
     trainer.predict(trainer.eval_dataset)
-    before = weights(model)
-    plain = make_trainer(tmp_path / "plain", model=model, max_steps=3)
-    twin = tiny_llama()
-    twin.load_state_dict(model.state_dict())
-    plain.train()
+    before, other = weights(model), twin(model)
+    for each in (model, other):
+        make_trainer(tmp_path / "plain", model=each, max_steps=3).train()
     assert set(differing(weights(model), before)) == everything and len(everything) == 30
-    make_trainer(tmp_path / "twin", model=twin, max_steps=3).train()
-    assert_same_bits(model, twin)
+    assert_same_bits(model, other)
 
 
 def test_another_attach_to_the_same_model_after_a_training_works(tmp_path: Path) -> None:
     model = tiny_llama()
     first = make_trainer(tmp_path / "1", model=model)
-    attach_hift(first)
+    attach_sliver(first)
     with pytest.raises(ValueError, match=r"trained by another HiFT.*detach\(\)"):
         slivertune.attach(make_trainer(tmp_path / "2", model=model), HiFTConfig())
     first.train()
     second = make_trainer(tmp_path / "3", model=model)
-    hift = attach_hift(second)
+    hift = attach_sliver(second)
     second.train()
     assert hift.updates == 6
     assert trainable(model) == set(weights(model))
@@ -84,7 +78,7 @@ def test_a_second_training_goes_on_with_rotation_state_and_tokens(way: str, tmp_
     trainer = make_trainer(tmp_path / "hift", model=model, max_steps=3, **options)
     attachment = slivertune.attach(trainer, HiFTConfig(), TokenTune(ratio=0.5, seed=4))
     hift = attachment.optimizer
-    assert isinstance(hift, HiFT) and attachment.tokens is not None
+    assert attachment.tokens is not None
     trainer.train()
     assert hift.updates == 3 and attachment.tokens.num_draws == 3
     with pytest.raises(RuntimeError, match="detach"):
@@ -98,26 +92,41 @@ def test_a_second_training_goes_on_with_rotation_state_and_tokens(way: str, tmp_
     assert hift.updates == 6 and attachment.tokens.num_draws == 6
     assert trainable(model) == set(weights(model)) and hooks_of(model) == 0
 
-    whole = make_trainer(tmp_path / "whole", max_steps=6 if way == "resumed" else 3, **options)
-    other = slivertune.attach(whole, HiFTConfig(), TokenTune(ratio=0.5, seed=4)).optimizer
-    assert isinstance(other, HiFT)
     if way == "resumed":
+        whole = make_trainer(tmp_path / "whole", max_steps=6, **options)
+        slivertune.attach(whole, HiFTConfig(), TokenTune(ratio=0.5, seed=4))
         whole.train()
         assert_same_bits(model, whole.model)
 
 
-def test_model_init_makes_a_new_model_and_a_new_hift_for_each_training(tmp_path: Path) -> None:
+def test_evaluating_before_and_training_again_work(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
+    hift = attach_sliver(trainer)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    trainer.train()
+    assert hift.updates == 12
+
+
+@pytest.mark.parametrize("settings", [(HiFTConfig(), TokenTune(ratio=0.5)), (TokenTune(ratio=0.5),)])
+def test_model_init_makes_a_new_model_that_gets_what_was_attached_for_each_training(
+    settings: tuple[Any, ...], tmp_path: Path
+) -> None:
     made: list[torch.nn.Module] = []
 
     def model_init() -> torch.nn.Module:
         made.append(tiny_llama())
         return made[-1]
 
-    trainer.model_init = model_init
-    attachment = slivertune.attach(trainer, HiFTConfig(), TokenTune(ratio=0.5))
-    for number in (1, 2):
+    args = make_trainer(tmp_path).args
+    trainer = Trainer(model_init=model_init, args=args, train_dataset=ROWS, data_collator=collate)
+    attachment = slivertune.attach(trainer, *settings)
+    for number in (2, 3):
+        optimizer, tokens = attachment.optimizer, attachment.tokens
         trainer.train()
-        assert isinstance(attachment.optimizer, HiFT) and attachment.optimizer.updates == 6
+        assert attachment.tokens not in (None, tokens) and attachment.tokens.num_draws == 6
+        if len(settings) == 2:
+            assert attachment.optimizer not in (None, optimizer) and attachment.optimizer.updates == 6
         assert len(made) == number
         assert all(trainable(model) == set(weights(model)) and hooks_of(model) == 0 for model in made)

@@ -8,39 +8,38 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import ModelOutput
 
 from slivertune.core.manifest import MANIFEST_NAME, find_damage
-from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift import HiFTConfig
 from slivertune.interop import attach
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.output.folders import checkpoint_folders, read_facts
-from tests.helpers.models import tiny_llama
+from tests.helpers.models import assert_same_bits, tiny_llama
 from tests.helpers.ranks import run_ranks
 from tests.training.output.test_folders import make_checkpoint
 
-ROWS = [{"input_ids": [(7 * row + 3 * i) % 97 for i in range(8)]} for row in range(16)]
+ROWS = [{name: [(7 * row + 3 * i) % 97 for i in range(8)] for name in ("input_ids", "labels")} for row in range(16)]
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    ids = torch.tensor([row["input_ids"] for row in rows])
-    return {"input_ids": ids, "labels": ids}
+    return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
 
 
 def make_trainer(
-    output: Path, *callbacks: TrainerCallback, model: nn.Module | None = None, loss: Any = None, **options: Any
+    output: Path,
+    *callbacks: TrainerCallback,
+    model: nn.Module | None = None,
+    data: list[dict[str, Any]] = ROWS,
+    loss: Any = None,
+    **options: Any,
 ) -> Trainer:
-    options = {"max_steps": 6, "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2} | options
+    defaults = {"max_steps": 6, "save_strategy": "no", "logging_steps": 1, "learning_rate": 1e-2}
+    arguments: dict[str, Any] = {**defaults, "per_device_train_batch_size": 2, "use_cpu": True, **options}
     trainer = Trainer(
         model=model or tiny_llama(),
         args=TrainingArguments(
-            output_dir=str(output),
-            per_device_train_batch_size=2,
-            use_cpu=True,
-            disable_tqdm=True,
-            report_to="none",
-            dataloader_pin_memory=False,
-            **options,
+            output_dir=str(output), disable_tqdm=True, report_to="none", dataloader_pin_memory=False, **arguments
         ),
-        train_dataset=ROWS,
-        eval_dataset=ROWS[:4],
+        train_dataset=data,
+        eval_dataset=data[:4],
         data_collator=collate,
         compute_loss_func=loss,
         callbacks=list(callbacks),
@@ -49,6 +48,16 @@ def make_trainer(
         if isinstance(each, NonFiniteGuard):
             each.watch(trainer)
     return trainer
+
+
+class StopAfter(TrainerCallback):
+    """Ends a training after an update."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.step
 
 
 class Watch(TrainerCallback):
@@ -65,19 +74,18 @@ class Watch(TrainerCallback):
         return not all(torch.equal(before, after) for before, after in pairs)
 
 
-def poison(model: nn.Module, calls: set[int], *, gradient: bool = False, value: float = float("nan")) -> None:
-    """Break the loss, or the gradient of an otherwise finite one, in the given training calls."""
+def poison(model: nn.Module, calls: set[int], *, what: str = "loss and gradient", value: float = float("nan")) -> None:
+    """Break the loss, its gradient, or both, in the given training calls."""
     count = 0
 
-    def after(module: nn.Module, inputs: Any, output: ModelOutput) -> ModelOutput | None:
+    def after(module: nn.Module, inputs: Any, output: ModelOutput) -> ModelOutput:
         nonlocal count
         count += module.training
-        if not module.training or count not in calls:
-            return None
-        if gradient:
-            output.loss.register_hook(lambda grad: grad * value)
-        else:
-            output["loss"] = output.loss * value
+        if module.training and count in calls:
+            if what == "gradient":
+                output.loss.register_hook(lambda grad: grad * value)
+            else:
+                output["loss"] = output.loss + value if what == "loss" else output.loss * value
         return output
 
     model.register_forward_hook(after)
@@ -91,7 +99,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_said_once(
     method: str, gradient: bool, value: float, tmp_path: Path
 ) -> None:
     model, watch, said = tiny_llama(), Watch(), list[str]()
-    poison(model, {3}, gradient=gradient, value=value)
+    poison(model, {3}, what="gradient" if gradient else "loss and gradient", value=value)
     guard = NonFiniteGuard(10, said.append)
     trainer = make_trainer(tmp_path, guard, watch, model=model)
     hift = attach(trainer, HiFTConfig()).optimizer if method == "hift" else None
@@ -101,9 +109,7 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_said_once(
     assert guard.num_skipped == len(said) == 1
     assert said[0].startswith(f"step 3: the {'gradient norm' if gradient else 'loss'} is ")
     if hift is not None:
-        assert isinstance(hift, HiFT)
-        assert hift.updates == 5
-        assert hift.active_group == 0, "five groups had one turn each, so it is the first one's again"
+        assert (hift.updates, hift.active_group) == (5, 0), "five groups had one turn each: it is the first one's again"
 
 
 def test_a_broken_micro_batch_skips_the_whole_update(tmp_path: Path) -> None:
@@ -111,31 +117,23 @@ def test_a_broken_micro_batch_skips_the_whole_update(tmp_path: Path) -> None:
     poison(model, {3})  # the first of the two of step 2
     guard = NonFiniteGuard(10, said.append)
     make_trainer(tmp_path, guard, watch, model=model, gradient_accumulation_steps=2, max_steps=3).train()
-    assert not watch.moved(2)
-    assert watch.moved(3)
-    assert len(said) == 1
+    assert (watch.moved(2), watch.moved(3), len(said)) == (False, True, 1)
 
 
 def test_an_infinite_loss_with_finite_gradients_is_seen(tmp_path: Path) -> None:
     model, said = tiny_llama(), list[str]()
-
-    def add(module: nn.Module, inputs: Any, output: ModelOutput) -> ModelOutput:
-        output["loss"] = output.loss + float("inf")
-        return output
-
-    model.register_forward_hook(add)
+    poison(model, {1}, what="loss", value=float("inf"))
     make_trainer(tmp_path, NonFiniteGuard(10, said.append), model=model, max_steps=1).train()
     assert said == ["step 1: the loss is inf; this update is skipped (1 so far)"]
 
 
 def test_the_loss_of_a_loss_function_is_seen(tmp_path: Path) -> None:
     said: list[str] = []
-    guard = NonFiniteGuard(10, said.append)
 
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         return outputs.logits.mean() + float("inf")
 
-    make_trainer(tmp_path, guard, loss=loss, max_steps=2).train()
+    make_trainer(tmp_path, NonFiniteGuard(10, said.append), loss=loss, max_steps=2).train()
     assert [line.split(";")[0] for line in said] == ["step 1: the loss is inf", "step 2: the loss is inf"]
 
 
@@ -150,7 +148,7 @@ def test_a_finite_run_is_left_alone_and_nothing_hooked_on(tmp_path: Path) -> Non
     plain, guarded = tiny_llama(), tiny_llama()
     make_trainer(tmp_path, model=plain).train()
     make_trainer(tmp_path, NonFiniteGuard(1, lambda line: pytest.fail(line)), model=guarded).train()
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
+    assert_same_bits(plain, guarded)
     assert not guarded._forward_hooks
 
 
@@ -207,8 +205,7 @@ def test_there_is_always_a_whole_checkpoint_once_there_was_one(tmp_path: Path) -
     look = Look(tmp_path)
     marker = CheckpointMarker({"method": "dense"}, save_total_limit=1)
     make_trainer(tmp_path, look, marker, max_steps=4, save_strategy="steps", save_steps=1).train()
-    assert look.after == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
-    assert look.before == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
+    assert look.before == look.after == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
     assert look.whole() == ["checkpoint-4"]
     assert read_facts(tmp_path / "checkpoint-4") == {"method": "dense"}
 
@@ -219,12 +216,9 @@ def test_the_trainers_own_rotation_must_be_off(tmp_path: Path) -> None:
 
 
 def test_the_best_checkpoint_survives_the_limit(tmp_path: Path) -> None:
-    marker = CheckpointMarker({}, save_total_limit=1)
-    trainer = make_trainer(
-        tmp_path, marker, max_steps=3, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
-        load_best_model_at_end=True, greater_is_better=True, metric_for_best_model="loss", learning_rate=1e-2,
-    )  # fmt: skip
-    trainer.train()
+    steps = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    best = {"load_best_model_at_end": True, "greater_is_better": True, "metric_for_best_model": "loss"}
+    make_trainer(tmp_path, CheckpointMarker({}, save_total_limit=1), **steps, **best).train()
     # The loss falls, and greater counts as better, so the first is the best.
     assert [path.name for path in checkpoint_folders(tmp_path)] == ["checkpoint-1", "checkpoint-3"]
 
@@ -238,28 +232,12 @@ def test_a_damaged_checkpoint_that_will_be_written_over_loses_its_marker_first(t
     assert (whole / MANIFEST_NAME).exists()
 
 
-def say_infinity(model: nn.Module, call: int) -> None:
-    """Let one training call report an infinite loss, whose gradient is that of the finite one."""
-    count = 0
-
-    def after(module: nn.Module, inputs: Any, output: Any) -> Any:
-        nonlocal count
-        count += module.training
-        if module.training and count == call:
-            output["loss"] = output.loss + float("inf")
-            return output
-        return None
-
-    model.register_forward_hook(after)
-
-
 def on_a_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     model, watch, said = tiny_llama(), Watch(), list[str]()
     if rank == 1:
-        say_infinity(model, 3)
+        poison(model, {3}, what="loss", value=float("inf"))
     trainer = make_trainer(Path(folder), NonFiniteGuard(10, said.append), watch, model=model)
     hift = attach(trainer, HiFTConfig()).optimizer
-    assert hift is not None
     trainer.train()
     return {
         "said": said,
@@ -276,6 +254,5 @@ def test_all_ranks_skip_what_one_of_them_found(tmp_path: Path) -> None:
     ]
     assert second["said"] == ["step 3: the loss is inf; this update is skipped (1 so far)"]
     for rank in (first, second):
-        assert rank["updates"] == 5
-        assert rank["moved"] == [True, False, True, True, True]
+        assert (rank["updates"], rank["moved"]) == (5, [True, False, True, True, True])
     assert all(torch.equal(one, other) for one, other in zip(first["weights"], second["weights"], strict=True))

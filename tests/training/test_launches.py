@@ -14,6 +14,7 @@ import torch
 
 from slivertune.core.manifest import find_damage
 from tests.helpers.launching import build_deepspeed_collectives, environment
+from tests.helpers.models import differing
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, exact_sums
 from tests.training.tiny_runs import (
     EVALUATED_TOKENS,
@@ -23,7 +24,6 @@ from tests.training.tiny_runs import (
     saved_weights,
     train,
     train_arguments,
-    write_texts,
 )
 
 TORCHRUN = ("torchrun", "--nproc_per_node=2", "--standalone", "-m", "slivertune")
@@ -91,13 +91,13 @@ STEPS = ("--max_steps", "12", "--save_steps", "5", "--adam_epsilon", "1e-4")
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def alone(tiny_base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The folders of one process on the whole batch, and of the same with exact sums."""
     folder = tmp_path_factory.mktemp("alone")
-    data, whole_batch = write_texts(folder), ("--per_device_train_batch_size", "4")
+    more = (*STEPS, "--per_device_train_batch_size", "4")
     with exact_sums():
-        train(tiny_base, data, folder / "exact", *STEPS, *whole_batch)
-    train(tiny_base, data, folder / "one", *STEPS, *whole_batch)
+        train(tiny_base, texts, folder / "exact", *more)
+    train(tiny_base, texts, folder / "one", *more)
     return folder / "one", folder / "exact"
 
 
@@ -114,9 +114,9 @@ def losses_of(run: Path) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resume(
-    tiny_base: Path, alone: tuple[Path, Path], tmp_path: Path
+    tiny_base: Path, texts: Path, alone: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "two", *STEPS, method="hift")
+    arguments = train_arguments(tiny_base, texts, tmp_path / "two", *STEPS, method="hift")
     results, out = launch(TORCHRUN, arguments, tmp_path)
     assert (results["world_size"], results["layout"], results["method"]) == (2, "ddp", "hift")
     assert "batch   4 rows an update: 2 at a time, on each of 2 ranks (ddp)" in out
@@ -138,11 +138,10 @@ def test_two_processes_of_torchrun_train_as_one_does_on_the_whole_batch_and_resu
 
 
 @pytest.mark.slow
-def test_one_command_goes_on_after_all_processes_were_killed(tiny_base: Path, tmp_path: Path) -> None:
-    data = write_texts(tmp_path)
+def test_one_command_goes_on_after_all_processes_were_killed(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
     more = ("--max_steps", "60", "--save_steps", "5", "--memory_ledger", "off")
-    launch(TORCHRUN, train_arguments(tiny_base, data, tmp_path / "whole", *more), tmp_path)
-    arguments = train_arguments(tiny_base, data, tmp_path / "cut", *more, "--resume_from_checkpoint", "auto")
+    launch(TORCHRUN, train_arguments(tiny_base, texts, tmp_path / "whole", *more), tmp_path)
+    arguments = train_arguments(tiny_base, texts, tmp_path / "cut", *more, "--resume_from_checkpoint", "auto")
     process = start((*TORCHRUN, *arguments), tmp_path)
     await_checkpoint(tmp_path / "cut", process)
     children = [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
@@ -159,10 +158,10 @@ def test_one_command_goes_on_after_all_processes_were_killed(tiny_base: Path, tm
 
 
 @pytest.mark.slow
-def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path, tmp_path: Path) -> None:
+def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
     reselection = ("--reselection_interval", "4", "--estimation_steps", "2")
     more = ("--density", "0.1", *reselection, "--token_ratio", "0.5", "--max_steps", "9")
-    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out", *more, method="sft")
+    arguments = train_arguments(tiny_base, texts, tmp_path / "out", *more, method="sft")
     results, _ = launch(ACCELERATE, arguments, tmp_path)
     assert (results["world_size"], results["layout"], results["method"]) == (2, "ddp", "sft")
     assert results["settings"]["token_ratio"] == 0.5
@@ -174,12 +173,11 @@ def test_two_processes_of_accelerate_launch_train_sft_on_tokens(tiny_base: Path,
 
 @pytest.mark.slow
 def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(
-    tiny_base: Path, alone: tuple[Path, Path], tmp_path: Path
+    tiny_base: Path, texts: Path, alone: tuple[Path, Path], tmp_path: Path
 ) -> None:
     build_deepspeed_collectives()
     config = zero2_config(tmp_path, reduce_bucket_size=20000)
-    data = write_texts(tmp_path)
-    arguments = train_arguments(tiny_base, data, tmp_path / "two", *STEPS, "--deepspeed", config, method="hift")
+    arguments = train_arguments(tiny_base, texts, tmp_path / "two", *STEPS, "--deepspeed", config, method="hift")
     launcher = ("deepspeed", "--num_accelerators=2", "--master_port=29581", "--module", "slivertune")
     results, _ = launch(launcher, arguments, tmp_path)
     assert (results["world_size"], results["layout"]) == (2, "zero2")
@@ -188,34 +186,25 @@ def test_two_processes_of_the_deepspeed_launcher_train_on_zero2(
 
 
 @pytest.mark.slow
-def test_sft_on_zero2_goes_on_from_its_last_whole_checkpoint(tiny_base: Path, tmp_path: Path) -> None:
+def test_sft_on_zero2_goes_on_from_its_last_whole_checkpoint(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
     reselection = ("--density", "0.1", "--reselection_interval", "4", "--estimation_steps", "2")
     more = (*reselection, "--max_steps", "6", "--save_steps", "3", "--resume_from_checkpoint", "auto")
-    data = write_texts(tmp_path)
-    arguments = train_arguments(
-        tiny_base,
-        data,
-        tmp_path / "out",
-        *more,
-        "--deepspeed",
-        zero2_config(tmp_path),
-        "--memory_ledger",
-        "off",
-        method="sft",
-    )
+    engine = ("--deepspeed", zero2_config(tmp_path), "--memory_ledger", "off")
+    arguments = train_arguments(tiny_base, texts, tmp_path / "out", *more, *engine, method="sft")
     launch(TORCHRUN, arguments, tmp_path)
     wanted = final_weights(tmp_path / "out")
     (tmp_path / "out" / "results.json").unlink()
     (tmp_path / "out" / "checkpoint-6" / "slivertune_checkpoint.json").unlink()
     _, out = launch(TORCHRUN, arguments, tmp_path)
     assert "checkpoint-3" in out and "checkpoint-6 is not whole" in "".join(out.split("\n"))
-    found = final_weights(tmp_path / "out")
-    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
+    assert differing(final_weights(tmp_path / "out"), wanted) == []
 
 
 @pytest.mark.slow
-def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(tiny_base: Path, tmp_path: Path) -> None:
-    arguments = train_arguments(tiny_base, write_texts(tmp_path), tmp_path / "out")
+def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(
+    tiny_base: Path, texts: Path, tmp_path: Path
+) -> None:
+    arguments = train_arguments(tiny_base, texts, tmp_path / "out")
     code, _, said = finish(start((*TORCHRUN, *arguments, "--layers_per_group", "0"), tmp_path))
     assert code != 0
     assert len(said) == 1 and said[0].startswith("slivertune train: error: layers_per_group=0 must be")
@@ -232,10 +221,10 @@ def test_what_both_processes_meet_is_said_once_and_what_one_meets_names_it(tiny_
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line(tiny_base: Path, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_a_whole_checkpoint_and_one_line(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     more = ("--max_steps", "5000", "--save_steps", "5", "--save_total_limit", "2", "--memory_ledger", "off")
-    arguments = train_arguments(tiny_base, write_texts(tmp_path), output, *more, method="dense")
+    arguments = train_arguments(tiny_base, texts, output, *more, method="dense")
     process = start((*TORCHRUN, *arguments), tmp_path)
     await_checkpoint(output, process)
     os.killpg(process.pid, signal.SIGINT)

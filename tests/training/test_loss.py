@@ -15,7 +15,7 @@ from slivertune.training.embedded.base_model import VOCABULARY_SIZE
 from slivertune.training.loss import attach_loss
 from slivertune.training.options.parse import parse_train_arguments
 from tests.helpers.architectures import DECODER
-from tests.helpers.models import tiny_llama, twin, weights
+from tests.helpers.models import assert_same_bits, tiny_llama, twin, weights
 from tests.helpers.tolerance import (
     assert_step_close,
     assert_sums_close,
@@ -86,10 +86,10 @@ def test_a_loss_that_cant_be_chunked_is_said_in_one_line(options: dict[str, Any]
         model = hf.Gemma2ForCausalLM(hf.Gemma2Config(**DECODER)).train()
     before, said = twin(model), list[str]()
     assert attach_loss(make_trainer(tmp_path, model=model, **options), CAUSAL, said.append, wanted=True) is None
-    assert len(said) == 1
-    assert said[0].startswith(f"note: the loss is computed from whole logits, not in chunks, since {reason}")
+    (line,) = said
+    assert line.startswith(f"note: the loss is computed from whole logits, not in chunks, since {reason}")
     assert "forward" not in vars(model.get_output_embeddings()) and model.training  # type: ignore[operator]
-    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), model.parameters(), strict=True))
+    assert_same_bits(before, model)
 
 
 def test_other_tasks_have_no_such_loss_and_nothing_is_said(tmp_path: Path) -> None:
@@ -112,17 +112,17 @@ def test_other_tasks_have_no_such_loss_and_nothing_is_said(tmp_path: Path) -> No
         "sft in 4 bits and bf16 with tokens",
     ],
 )
-def test_every_method_trains_alike_with_the_loss_in_chunks(name: str, tiny_base: Path, tmp_path: Path) -> None:
+def test_every_method_trains_alike_with_the_loss_in_chunks(
+    name: str, tiny_base: Path, texts: Path, tmp_path: Path
+) -> None:
     # Where a gradient is next to nothing, Adam's first step turns its rounding into a whole step.
     more = (*COMBINATIONS.get(name, ("--method", "hift")), "--adam_epsilon", "1e-4", "--logging_steps", "1")
-    data = write_texts(tmp_path)
-    chunked = train(tiny_base, data, tmp_path / "chunked", *more)
+    chunked = train(tiny_base, texts, tmp_path / "chunked", *more)
     more = (*more, "--chunked_cross_entropy", "false")
-    whole = train(tiny_base, data, tmp_path / "whole", *more)
-    assert chunked["settings"]["chunked_cross_entropy"] is True
-    assert whole["settings"]["chunked_cross_entropy"] is False
+    whole = train(tiny_base, texts, tmp_path / "whole", *more)
+    assert [each["settings"]["chunked_cross_entropy"] for each in (chunked, whole)] == [True, False]
     with exact_sums():
-        exact = train(tiny_base, data, tmp_path / "exact", *more, "--memory_ledger", "off", "--sample_tokens", "0")
+        exact = train(tiny_base, texts, tmp_path / "exact", *more, "--memory_ledger", "off", "--sample_tokens", "0")
     found, expected = losses_of(chunked), losses_of(whole)
     # So few figures may be right by chance, and each is a mean over tokens.
     limit = max(step_limit(expected, losses_of(exact), cap=CAP_OF_LOSSES), sum_limit(EVALUATED_TOKENS, torch.float32))
@@ -149,9 +149,8 @@ def test_norms_in_fp32_under_a_head_in_bf16_score_in_chunks_with_the_gradients_o
         run.loss.remove()
         expected, exact = with_exact(lambda: loss_and_gradients(run))
     # Of the same logits: the sum of a softmax over the vocabulary, and that over two rows of up to 128 tokens.
-    loss, num_terms = expected.pop("loss"), VOCABULARY_SIZE + 2 * 128
-    assert_sums_close(found.pop("loss"), loss, num_terms)
-    del exact["loss"]
+    losses = [each.pop("loss") for each in (found, expected, exact)]
+    assert_sums_close(*losses[:2], VOCABULARY_SIZE + 2 * 128)
     assert all(bool(each.any()) for each in expected.values())
     # The same products in bf16, rounded at the same places; what differs is the order of the sums over the rows.
     assert_step_close(found, expected, exact, cap=1e-2 if "bf16" in " ".join(words) else 1e-5)

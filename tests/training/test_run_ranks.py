@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.core.manifest import find_damage
 from slivertune.training.options.parse import parse_train_arguments
+from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, assert_sums_close, distance, exact_sums, step_limit, with_exact
 from tests.training.tiny_runs import (
@@ -20,12 +21,11 @@ from tests.training.tiny_runs import (
     saved_weights,
     train,
     train_arguments,
-    write_texts,
 )
 from tests.training.train_runs import OF_METHOD, PROBE, STEPS, STOPPED, Case, Seen, on_a_rank
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 RANKS = 2
 BATCH = 2
@@ -54,23 +54,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_texts(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def ranks(tiny_base: Path, data: Path, folder: Path) -> list[dict[str, Seen]]:
+def ranks(tiny_base: Path, texts: Path, folder: Path) -> list[dict[str, Seen]]:
     env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    return run_ranks(on_a_rank, RANKS, CASES, str(tiny_base), str(data), str(folder), env=env, timeout_s=300)
+    return run_ranks(on_a_rank, RANKS, CASES, str(tiny_base), str(texts), str(folder), env=env, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_base: Path, data: Path, folder: Path) -> dict[str, dict[str, Any]]:
+def alone(tiny_base: Path, texts: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """The results of one process on the whole batch, by method, which lie in the folder `alone-METHOD`.
 
     Those of the same with exact sums lie in `exact-METHOD`.
@@ -79,7 +74,7 @@ def alone(tiny_base: Path, data: Path, folder: Path) -> dict[str, dict[str, Any]
 
     def of_all_methods(kind: str) -> dict[str, dict[str, Any]]:
         return {
-            method: train(tiny_base, data, folder / f"{kind}-{method}", *STEPS, *more, *whole_batch, method=method)
+            method: train(tiny_base, texts, folder / f"{kind}-{method}", *STEPS, *more, *whole_batch, method=method)
             for method, more in OF_METHOD.items()
         }
 
@@ -109,8 +104,8 @@ def test_two_ranks_train_as_one_process_does_on_the_whole_batch(
     for rank in ranks:
         seen = rank[name]
         assert seen.code == 0, seen.printed
-        assert seen.world_size == RANKS
-        assert seen.engine == ("DistributedDataParallel" if case.layout == "ddp" else "DeepSpeedEngine")
+        engine = "DistributedDataParallel" if case.layout == "ddp" else "DeepSpeedEngine"
+        assert (seen.world_size, seen.engine) == (RANKS, engine)
         assert seen.facts.get("stage") == (None if case.layout == "ddp" else int(case.layout[-1]))
         assert len(seen.losses) == UPDATES // 2 and all(map(math.isfinite, seen.losses))
 
@@ -122,8 +117,7 @@ def test_the_ranks_see_other_data_and_end_with_the_same_weights(name: str, ranks
     assert len(first.batches) == len(second.batches) == UPDATES
     rows = [{tuple(row.tolist()) for batch in seen.batches for row in batch} for seen in (first, second)]
     assert rows[0].isdisjoint(rows[1])
-    assert first.weights and first.weights.keys() == second.weights.keys()
-    assert [key for key, value in first.weights.items() if not torch.equal(value, second.weights[key])] == []
+    assert first.weights and differing(first.weights, second.weights) == []
 
 
 @pytest.mark.slow
@@ -135,10 +129,8 @@ def test_what_is_saved_loads_without_this_library_as_what_was_trained(
     if CASES[name].method == "dense":
         model: Any = AutoModelForCausalLM.from_pretrained(saved)
     else:
-        from peft import PeftModel
-
         assert not (saved / "model.safetensors").exists()
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_base), saved)
+        model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_base), saved)
     AutoTokenizer.from_pretrained(saved)
     with torch.no_grad():
         before = AutoModelForCausalLM.from_pretrained(tiny_base)(input_ids=PROBE).logits
@@ -224,11 +216,11 @@ def test_4_bit_weights_under_zero3_are_refused_before_anything_is_loaded(
 
 
 def test_bf16_under_deepspeed_without_gpus_names_the_way_out(
-    tiny_base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setattr("slivertune.training.ranks.processes.is_torch_bf16_gpu_available", lambda: False)
-    arguments = train_arguments(tiny_base, data, tmp_path / "out", method="lora")
+    arguments = train_arguments(tiny_base, texts, tmp_path / "out", method="lora")
     with pytest.raises(ValueError, match="accelerate launch --mixed_precision no"):
         parse_train_arguments(arguments[1:])

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
 from slivertune.deltas.delta_file import DELTA_FILE, load
+from tests.helpers.models import differing
 from tests.training.tiny_runs import (
     TINY_RECIPE,
     assert_same_bits,
@@ -62,9 +63,7 @@ def test_slivertune_merge_makes_the_same_model_of_the_deltas(tiny_base: Path, te
     assert file.base_model_name == str(tiny_base)
     assert (file.config["density"], file.config["selection"]) == (0.1, "accumulated_gradient")
     assert main(["merge", str(output / "delta"), "--output_dir", str(tmp_path / "merged")]) == 0
-    merged, model = saved_weights(tmp_path / "merged"), saved_weights(output / "model")
-    assert merged.keys() == model.keys()
-    assert all(torch.equal(merged[name], model[name]) for name in model)
+    assert differing(saved_weights(tmp_path / "merged"), saved_weights(output / "model")) == []
 
 
 @pytest.mark.slow
@@ -73,10 +72,8 @@ def test_over_4_bits_deltas_are_all_that_is_saved_and_the_command_for_a_model_wo
 ) -> None:
     output = tmp_path / "out"
     results = train(tiny_base, texts, output, *SFT, "--load_in_4bit", "--max_steps", "14")
-    assert results["model_folder"] is None
-    assert not (output / "model").exists()
-    printed = "".join(capsys.readouterr().out.split())
-    assert "".join(results["merge_command"]) in printed
+    assert results["model_folder"] is None and not (output / "model").exists()
+    assert "".join(results["merge_command"]) in "".join(capsys.readouterr().out.split())
     assert main(results["merge_command"][1:]) == 0
     merged = AutoModelForCausalLM.from_pretrained(output / "merged").state_dict()
     base, file = AutoModelForCausalLM.from_pretrained(tiny_base).state_dict(), load(output / "delta")
@@ -94,8 +91,7 @@ def test_codes_of_4_bits_never_change(tiny_base: Path, texts: Path, tmp_path: Pa
     train(tiny_base, texts, tmp_path / "out", *more)
     first, second = (saved_weights(tmp_path / "out" / f"checkpoint-{step}") for step in (4, 8))
     assert sum(tensor.dtype == torch.uint8 for tensor in first.values()) > NUM_TENSORS
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert differing(first, second) == []
 
 
 @pytest.mark.slow
@@ -114,9 +110,7 @@ def test_a_run_that_is_resumed_inside_an_open_estimation_phase_ends_with_the_sam
         again = tmp_path / f"from-{step}"
         train(tiny_base, texts, again, *more, "--resume_from_checkpoint", str(checkpoint))
         assert_same_bits(tmp_path / "whole", again)
-        first, second = (load_file(folder / "delta" / DELTA_FILE) for folder in (tmp_path / "whole", again))
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert differing(*(load_file(path / "delta" / DELTA_FILE) for path in (tmp_path / "whole", again))) == []
     assert "unexpected keys" not in caplog.text
 
 
@@ -127,8 +121,7 @@ def test_a_checkpoint_of_weights_alone_is_refused(
     output = tmp_path / "out"
     train(tiny_base, texts, output, *SFT, "--max_steps", "2", "--save_steps", "1", "--save_only_model")
     again = train_arguments(tiny_base, texts, output, *SFT, "--max_steps", "4", "--resume_from_checkpoint", "true")
-    message = "checkpoint-2 has no optimizer.pt, so its deltas can't be told from pretrained"
-    assert message in complaint(capsys, again)
+    assert "checkpoint-2 has no optimizer.pt, so its deltas can't be told from pretrained" in complaint(capsys, again)
 
 
 @pytest.mark.slow
@@ -140,14 +133,14 @@ def test_a_run_says_what_it_trains(
     assert (results["num_trained"], results["num_parameters"]) == (NUM_TRAINED, num_all)
     share = f"{NUM_TRAINED / num_all:.2%}"
     assert f"  model   {num_all:,} weights in bfloat16 on cpu, {NUM_TRAINED:,} of them trained ({share})" in out
-    assert (
-        f"  sft     {NUM_TRAINED:,} weights of {NUM_TENSORS} tensors (10.00% of theirs), deltas in the weights" in out
-    )
-    assert "  chosen  by gradients accumulated over 5 updates, at update 5 and then every 6 updates" in out
-    assert "  rate    0.01, sft_adamw, linear schedule" in out
-    settings = results["settings"]
-    assert (settings["optim"], settings["density"], settings["selection"]) == ("sft_adamw", 0.1, "accumulated_gradient")
-    assert settings["num_tensors"] == NUM_TENSORS
+    for line in (
+        f"  sft     {NUM_TRAINED:,} weights of {NUM_TENSORS} tensors (10.00% of theirs), deltas in the weights",
+        "  chosen  by gradients accumulated over 5 updates, at update 5 and then every 6 updates",
+        "  rate    0.01, sft_adamw, linear schedule",
+    ):
+        assert line in out
+    settings = {"optim": "sft_adamw", "density": 0.1, "selection": "accumulated_gradient", "num_tensors": NUM_TENSORS}
+    assert {name: results["settings"][name] for name in settings} == settings
 
 
 @pytest.mark.slow
@@ -166,13 +159,12 @@ def test_the_ledger_counts_deltas_as_state_from_the_first_update_on(
 ) -> None:
     steps = ("--reselection_interval", "20", *more, "--max_steps", "7")
     most = train(tiny_base, texts, tmp_path / "out", *SFT, *steps)["highest_bytes"]
-    assert most["state"] == state_bytes * NUM_TRAINED
-    assert most["gradients"] == 4 * NUM_TRAINED
-    weights = sum(tensor.nbytes for tensor in saved_weights(tiny_base).values())
-    weights //= 2 if "--bf16" in more else 1
+    assert (most["state"], most["gradients"]) == (state_bytes * NUM_TRAINED, 4 * NUM_TRAINED)
+    sizes = {name: tensor.nbytes for name, tensor in saved_weights(tiny_base).items()}
+    weights = sum(sizes.values()) // (2 if "--bf16" in more else 1)
     if "--load_in_4bit" in more:
         # An eighth of the blocks' bytes, and scales.
-        weights -= sum(tensor.nbytes for name, tensor in saved_weights(tiny_base).items() if "_proj" in name) * 7 // 8
+        weights -= sum(size for name, size in sizes.items() if "_proj" in name) * 7 // 8
     assert weights <= most["parameters"] < weights + 1000
 
 
@@ -189,6 +181,10 @@ def test_modules_are_chosen_by_name_and_embeddings_on_request(tiny_base: Path, t
     [
         (("--sft_target_modules", "query"), "--sft_target_modules query: targets has 'query', which matches no module"),
         (("--equivalent_lora_rank", "64"), "LoRA of rank 64 would train"),
+        (
+            ("--method", "lora", "--lora_target_modules", "query"),
+            "lora_target_modules=['query'] does not fit LlamaForCausalLM: ",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_model_are_named(
@@ -220,10 +216,8 @@ def test_a_classifier_that_has_its_head_is_trained(tiny_base: Path, tmp_path: Pa
     train(tiny_base, data, tmp_path / "head", *task, "--max_steps", "1", "--learning_rate", "0", method="dense")
     more = (*SFT, *task, "--max_steps", "40", "--learning_rate", "3e-2", "--token_ratio", "0.5")
     results = train(tmp_path / "head" / "model", data, tmp_path / "out", *more)
-    assert results["before"]["eval_accuracy"] < 1.0
-    assert results["after"]["eval_accuracy"] == 1.0
-    head, trained = (saved_weights(tmp_path / name / "model")["score.weight"] for name in ("head", "out"))
-    assert torch.equal(head, trained)
+    assert results["before"]["eval_accuracy"] < 1.0 == results["after"]["eval_accuracy"]
+    assert torch.equal(*(saved_weights(tmp_path / name / "model")["score.weight"] for name in ("head", "out")))
 
 
 def test_classes_can_be_told_by_a_word_without_a_new_head(tiny_base: Path, tmp_path: Path) -> None:

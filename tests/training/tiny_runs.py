@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import LlamaForCausalLM
@@ -14,6 +13,7 @@ from transformers import LlamaForCausalLM
 from slivertune.cli import main
 from slivertune.deltas.delta_file import DELTA_FILE
 from slivertune.training.embedded.base_model import BaseRecipe, save_base_model, train_base_model
+from tests.helpers.models import differing
 
 TINY_RECIPE = BaseRecipe(
     hidden_size=32,
@@ -143,9 +143,7 @@ def final_weights(output: Path) -> dict[str, Any]:
 
 def assert_same_bits(one: Path, other: Path) -> None:
     """Compare what two runs saved at their ends."""
-    first, second = final_weights(one), final_weights(other)
-    assert first.keys() == second.keys()
-    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert differing(final_weights(one), final_weights(other)) == []
 
 
 def poison_losses(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from slivertune.cli import main
 from slivertune.training import run as training_run
+from tests.helpers.ranks import free_port
+from tests.interop.trainer_runs import whole
 from tests.training.tiny_runs import train_arguments
 
 # Where a gradient is next to nothing, Adam's first step turns its rounding into a whole step.
@@ -88,20 +89,9 @@ def forget_the_last_run() -> None:
 
 def meet_at_a_new_address() -> None:
     """Let the ranks of a run find each other as they do when a launcher starts them."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = [server.getsockname()[1]]
+    port = [free_port()]
     dist.broadcast_object_list(port)
     os.environ["MASTER_PORT"] = str(port[0])
-
-
-@contextmanager
-def claimed_bf16() -> Iterator[None]:
-    """A machine that claims to have a GPU with bf16, for which the Trainer asks under DeepSpeed."""
-    with ExitStack() as stack:
-        for module in ("slivertune.training.ranks.processes", "transformers.training_args"):
-            stack.enter_context(mock.patch(f"{module}.is_torch_bf16_gpu_available", return_value=True))
-        yield
 
 
 @contextmanager
@@ -119,16 +109,6 @@ def printed_to(path: Path) -> Iterator[None]:
             for stream, old in zip((1, 2), kept, strict=True):
                 os.dup2(old, stream)
                 os.close(old)
-
-
-def whole(parameter: Any) -> torch.Tensor:
-    """A parameter's whole value, wherever its pieces are; every rank asks together."""
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return torch.clone(parameter.detach())
-    return torch.clone(parameter.detach())
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
@@ -194,8 +174,9 @@ def run(case: Case, name: str, base: Path, data: Path, folder: Path) -> Seen:
     words, watch = folder / f"{name} {dist.get_rank()}.txt", Watch()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(training_run, "execute", watch.execute))
-        if case.has_bf16:
-            stack.enter_context(claimed_bf16())
+        # A machine that claims to have a GPU with bf16, for which the Trainer asks under DeepSpeed.
+        for module in ("slivertune.training.ranks.processes", "transformers.training_args") if case.has_bf16 else ():
+            stack.enter_context(mock.patch(f"{module}.is_torch_bf16_gpu_available", return_value=True))
         stack.enter_context(printed_to(words))
         code = main(["--debug", *arguments])
     return Seen(code=code, printed=words.read_text(encoding="utf-8"), batches=watch.batches, **watch.found)

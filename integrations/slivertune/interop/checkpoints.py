@@ -15,17 +15,15 @@ from slivertune.core import atomic
 from slivertune.core.manifest import MANIFEST_NAME
 from slivertune.core.saved_state import load_dictionary
 from slivertune.core.transformers_internals import reading_by, wrap_epoch
-from slivertune.hift import HiFT
 from slivertune.parallel.checkpoint.manifests import check_together, write_together
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
 from slivertune.parallel.checkpoint.sidecar import read_state, save_state
+from slivertune.parallel.consistency.explain import compare_now
 from slivertune.parallel.layout import layout_of
-from slivertune.sft import SFT
 from slivertune.tokentune import TokenTuneHandle
 
 TOKENS_NAME = "slivertune_tokens.json"
 """The file of a checkpoint that says which selection of tokens comes next."""
-_SCHEDULE_NAME = "scheduler.pt"
 # Of one process; of DeepSpeed. What DDP and FSDP2 keep of HiFT has a folder of its own.
 _STATE_PATTERNS = ("optimizer.pt", "optimizer.bin", "global_step*")
 
@@ -46,31 +44,52 @@ def load_tokens(handle: TokenTuneHandle, path: Path) -> None:
         raise ValueError(f"{path}: {error}") from error
 
 
-class ResumeListener:
-    """Knows which checkpoint a Trainer's `train` was asked to continue from, and refuses one that is not whole.
+@contextmanager
+def resuming(trainer: Trainer, asked: str | bool | None, *, needs_manifest: bool) -> Iterator[Path | None]:
+    """Inside, a Trainer trains from the checkpoint that its `train` was asked to continue from, which is whole.
+
+    It takes what ranks under FSDP2 have saved also where no rank holds a shard.
 
     Args:
-        trainer: Its `train` is listened to, on this instance alone.
+        trainer: How it reads a checkpoint is overridden, on this instance.
+        asked: As `train` takes it.
         needs_manifest: Whether a checkpoint without a manifest is refused; TokenTune alone takes those of any Trainer.
+
+    Yields:
+        The checkpoint; None where training begins at the start.
+
+    Raises:
+        DamagedCheckpointError: If the checkpoint is not whole.
+        ValueError: If it was saved in a form that this layout does not read.
     """
+    found = get_last_checkpoint(trainer.args.output_dir) if asked is True else asked  # type: ignore[no-untyped-call]
+    checkpoint = Path(found) if found else None
+    if checkpoint is not None and (needs_manifest or (checkpoint / MANIFEST_NAME).is_file()):
+        check_together(checkpoint)
+    layout = layout_of(trainer.accelerator)
+    if checkpoint is not None and needs_manifest:
+        check_form(checkpoint, layout)
+    if (
+        checkpoint is None
+        or not needs_manifest
+        or layout not in ("single", "ddp")
+        or not holds_sharded_weights(checkpoint)
+    ):
+        yield checkpoint
+        return
 
-    def __init__(self, trainer: Trainer, *, needs_manifest: bool) -> None:
-        self.checkpoint: Path | None = None
-        """What the run under way continues from."""
-        train: Callable[..., Any] = trainer.train
+    own: Any = trainer
 
-        @wraps(train)
-        def listen(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            checkpoint = self.checkpoint = _find_checkpoint(trainer.args, resume_from_checkpoint)
-            if checkpoint is not None and (needs_manifest or (checkpoint / MANIFEST_NAME).is_file()):
-                check_together(checkpoint)
-            if checkpoint is not None and needs_manifest:
-                check_form(checkpoint, layout_of(trainer.accelerator))
-            with _plain_reading(trainer, checkpoint if needs_manifest else None):
-                return train(resume_from_checkpoint, *args, **kwargs)
+    def load_weights(folder: str, model: Any = None) -> None:
+        load_sharded_weights(own.model if model is None else model, folder)
 
-        trainer.train = listen  # type: ignore[method-assign]
-        stop_at_the_end(trainer)
+    def load_schedule(folder: str | None) -> None:
+        # What FSDP2 keeps of the optimizer is a placeholder, in a form of its own.
+        if folder is not None:
+            own.lr_scheduler.load_state_dict(load_dictionary(Path(folder) / "scheduler.pt"))
+
+    with reading_by(trainer, weights=load_weights, optimizer_and_schedule=load_schedule):
+        yield checkpoint
 
 
 def stop_at_the_end(trainer: Trainer) -> None:
@@ -93,41 +112,12 @@ def stop_at_the_end(trainer: Trainer) -> None:
     wrap_epoch(trainer, wrap)
 
 
-@contextmanager
-def _plain_reading(trainer: Trainer, checkpoint: Path | None) -> Iterator[None]:
-    """Inside, a Trainer takes what ranks under FSDP2 have saved also where no rank holds a shard."""
-    is_plain = layout_of(trainer.accelerator) in ("single", "ddp")
-    if checkpoint is None or not is_plain or not holds_sharded_weights(checkpoint):
-        yield
-        return
-
-    own: Any = trainer
-
-    def load_weights(folder: str, model: Any = None) -> None:
-        load_sharded_weights(trainer.model if model is None else model, folder)  # type: ignore[arg-type]
-
-    def load_schedule(folder: str | None) -> None:
-        # What FSDP2 keeps of the optimizer is a placeholder, in a form of its own.
-        if folder is not None:
-            own.lr_scheduler.load_state_dict(load_dictionary(Path(folder) / _SCHEDULE_NAME))
-
-    with reading_by(trainer, weights=load_weights, optimizer_and_schedule=load_schedule):
-        yield
-
-
 class KeepManifest(TrainerCallback):
     """Writes a checkpoint's manifest when all that belongs to it has been written. The last callback of ours."""
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint that was just saved. A collective."""
         write_together(checkpoint_folder(args, state), {"global_step": state.global_step})
-
-
-def _find_checkpoint(training: TrainingArguments, asked: str | bool | None) -> Path | None:
-    if asked is True:
-        last = get_last_checkpoint(training.output_dir)  # type: ignore[no-untyped-call]
-        return None if last is None else Path(last)
-    return Path(asked) if asked else None
 
 
 def checkpoint_folder(training: TrainingArguments, state: TrainerState) -> Path:
@@ -169,59 +159,18 @@ def holds_state(checkpoint: Path) -> bool:
     return any(next(checkpoint.glob(pattern), None) is not None for pattern in _STATE_PATTERNS)
 
 
-class KeepTokens(TrainerCallback):
-    """Writes a token selection's place in its draws into every checkpoint, and finds it again.
-
-    Args:
-        handle: The selection in use.
-        listener: Knows the checkpoint that a run continues from.
-    """
-
-    def __init__(self, handle: Callable[[], TokenTuneHandle], listener: ResumeListener) -> None:
-        self._handle = handle
-        self._listener = listener
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Continue the draws of the run that is resumed.
-
-        Raises:
-            ValueError: If that was of another seed.
-        """
-        handle, checkpoint = self._handle(), self._listener.checkpoint
-        if checkpoint is None:
-            return
-        path = checkpoint / TOKENS_NAME
-        if path.is_file():
-            load_tokens(handle, path)
-            return
-        warnings.warn(
-            f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}); its draws start again",
-            UserWarning,
-            stacklevel=2,
-        )
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Complete the checkpoint that was just saved."""
-        if state.is_world_process_zero:
-            atomic.write_json(checkpoint_folder(args, state) / TOKENS_NAME, self._handle().state_dict())
-
-
 class KeepState(TrainerCallback):
     """Writes the state of HiFT or SFT into every checkpoint that needs a sidecar, and refuses weights without it.
 
     On one process it is in the Trainer's own file. On several the Trainer would load all of it onto each GPU, or cut it
-    up.
+    up; there it compares what all ranks must have alike at every checkpoint and at the end of the training.
 
     Args:
-        optimizer: The optimizer in use.
-        listener: Knows the checkpoint that a run continues from.
+        attachment: What `attach` returns; it has the optimizer, and the checkpoint that a run continues from.
     """
 
-    def __init__(self, optimizer: Callable[[], HiFT | SFT], listener: ResumeListener) -> None:
-        self._optimizer = optimizer
-        self._listener = listener
+    def __init__(self, attachment: Any) -> None:
+        self._attachment = attachment
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -231,7 +180,7 @@ class KeepState(TrainerCallback):
         Raises:
             RuntimeError: If it is not in the checkpoint.
         """
-        optimizer, checkpoint = self._optimizer(), self._listener.checkpoint
+        optimizer, checkpoint = self._attachment.optimizer, self._attachment.checkpoint
         if checkpoint is None:
             return
         if (checkpoint / optimizer.method).is_dir():
@@ -244,7 +193,50 @@ class KeepState(TrainerCallback):
             )
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Complete the checkpoint that was just saved. A collective."""
-        optimizer = self._optimizer()
+        """Complete the checkpoint that was just saved, and compare the ranks. A collective."""
+        optimizer = self._attachment.optimizer
         if optimizer.uses_sidecar and not args.save_only_model:
             save_state(optimizer, checkpoint_folder(args, state) / optimizer.method)
+        compare_now(self._attachment.trainer.accelerator)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Compare the ranks. A collective."""
+        compare_now(self._attachment.trainer.accelerator)
+
+
+class KeepTokens(TrainerCallback):
+    """Writes a token selection's place in its draws into every checkpoint, and finds it again.
+
+    Args:
+        attachment: What `attach` returns; it has the selection, and the checkpoint that a run continues from.
+    """
+
+    def __init__(self, attachment: Any) -> None:
+        self._attachment = attachment
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Continue the draws of the run that is resumed.
+
+        Raises:
+            ValueError: If that was of another seed.
+        """
+        tokens, checkpoint = self._attachment.current_tokens(), self._attachment.checkpoint
+        if checkpoint is not None and (checkpoint / TOKENS_NAME).is_file():
+            load_tokens(tokens, checkpoint / TOKENS_NAME)
+        elif checkpoint is not None:
+            warnings.warn(
+                f"{checkpoint} was saved without a selection of tokens ({TOKENS_NAME}); its draws start again",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Complete the checkpoint that was just saved."""
+        if state.is_world_process_zero:
+            atomic.write_json(
+                checkpoint_folder(args, state) / TOKENS_NAME, self._attachment.current_tokens().state_dict()
+            )

@@ -9,8 +9,36 @@ from transformers import Trainer, TrainingArguments
 
 from slivertune.core.sliver import Sliver
 from slivertune.hift import HiFT, HiFTConfig
-from slivertune.interop.refusals import check_base_optimizer, check_best_model, check_step_in_backward
+from slivertune.hift.unsupported_optimizers import refuse_name
 from slivertune.sft import SFT, SFTConfig
+
+
+def check_base_optimizer(training: TrainingArguments) -> None:
+    """Refuse optimizers that HiFT can't rotate.
+
+    Args:
+        training: Its `optim` names the optimizer.
+
+    Raises:
+        ValueError: If it is one of them, with the reason.
+    """
+    refuse_name(str(getattr(training.optim, "value", training.optim)))
+
+
+def check_best_model(training: TrainingArguments) -> None:
+    """Refuse, for SFT, to bring back the best weights at the end, which are nothing without their deltas.
+
+    Args:
+        training: Says whether the best model is loaded at the end.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if training.load_best_model_at_end:
+        raise ValueError(
+            "load_best_model_at_end does not go with SFT: the Trainer would bring back the best weights without the "
+            "deltas that belong to them; leave it out"
+        )
 
 
 class TrainerMethod:
@@ -62,7 +90,13 @@ class TrainerHiFT(TrainerMethod):
     def check(self, config: HiFTConfig, training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and what would come between a gradient and its step."""
         check_base_optimizer(training)
-        check_step_in_backward(config, training)
+        if config.step_in_backward and (
+            training.max_grad_norm > 0 or training.gradient_accumulation_steps > 1 or training.fp16
+        ):
+            raise ValueError(
+                "step_in_backward=True leaves no gradients to clip, accumulate or unscale; set max_grad_norm=0, "
+                "gradient_accumulation_steps=1 and fp16=False in the Trainer's arguments, or leave step_in_backward off"
+            )
 
     def make(
         self, trainer: Trainer, model: nn.Module, config: HiFTConfig, *, momentum: float, make_base: Callable[[], Any]
@@ -136,6 +170,5 @@ def count_updates(trainer: Trainer) -> int:
     arguments = trainer.args
     if arguments.max_steps >= 0:
         return arguments.max_steps
-    num_batches = len(trainer.get_train_dataloader())
-    updates_per_epoch = max(1, math.ceil(num_batches / arguments.gradient_accumulation_steps))
+    updates_per_epoch = max(1, math.ceil(len(trainer.get_train_dataloader()) / arguments.gradient_accumulation_steps))
     return math.ceil(arguments.num_train_epochs * updates_per_epoch)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -13,12 +14,13 @@ from slivertune.interop.checkpoints import (
     KeepManifest,
     KeepState,
     KeepTokens,
-    ResumeListener,
     keep_manifest_last,
+    resuming,
+    stop_at_the_end,
 )
 from slivertune.interop.methods import method_of
-from slivertune.interop.ranks import watch_ranks
-from slivertune.interop.refusals import check_trainer
+from slivertune.parallel.consistency.explain import explain
+from slivertune.parallel.layout import layout_of
 from slivertune.parallel.prepare import prepare
 from slivertune.sft import SFTConfig
 from slivertune.tokentune import TokenTune, TokenTuneHandle
@@ -37,7 +39,7 @@ class Attachment:
     """What `attach` has put on a Trainer.
 
     Args:
-        trainer: Has not trained yet.
+        trainer: Has not trained yet; its `train` is wrapped, on this instance alone.
         config: Settings of HiFT or SFT, if one of them trains.
         tune: The token selection, if there is one.
         momentum: SM3's.
@@ -46,102 +48,107 @@ class Attachment:
     def __init__(
         self, trainer: Trainer, config: HiFTConfig | SFTConfig | None, tune: TokenTune | None, momentum: float
     ) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._config = config
         self._method = method_of(config)
         self._tune = tune
         self._momentum = momentum
-        self._listener = ResumeListener(trainer, needs_manifest=config is not None)
-        self._optimizer: Any = None
-        self._tokens: TokenTuneHandle | None = None
+        self.optimizer: Any = None
+        """HiFT or SFT: the optimizer that was built over the model; None where TokenTune alone was attached."""
+        self.tokens: TokenTuneHandle | None = None
+        """The token selection; None where there is none."""
         self._tokens_at_rest: dict[str, Any] | None = None
         """State of the token selection between two trainings, when it is off the model."""
         self._model: nn.Module | None = None
-        _around_training(trainer, self._begin, self._end)
+        self.checkpoint: Path | None = None
+        """What the run under way continues from."""
         # What the user named for the base optimizer, if anything.
         self._base_class_and_kwargs = trainer.optimizer_cls_and_kwargs
+        train: Callable[..., Any] = trainer.train
 
-    @property
-    def optimizer(self) -> Any:
-        """HiFT or SFT: the optimizer that was built over the model; None where TokenTune alone was attached."""
-        return self._optimizer
+        @wraps(train)
+        def train_attached(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+            self._begin()
+            try:
+                with resuming(trainer, resume_from_checkpoint, needs_manifest=config is not None) as self.checkpoint:
+                    return train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                self._end()
 
-    @property
-    def tokens(self) -> TokenTuneHandle | None:
-        """The token selection; None where there is none."""
-        return self._tokens
+        trainer.train = train_attached  # type: ignore[method-assign]
+        stop_at_the_end(trainer)
 
     def detach(self) -> None:
         """Take everything off the model; weights keep what was trained."""
-        if self._tokens is not None:
-            self._tokens.remove()
-        if self._optimizer is not None:
-            self._optimizer.detach()
+        if self.tokens is not None:
+            self.tokens.remove()
+        if self.optimizer is not None:
+            self.optimizer.detach()
 
     def _begin(self) -> None:
         """Put on the model again what came off when the last training ended."""
-        if self._trainer.model_init is not None or self._model is None:
+        if self.trainer.model_init is not None or self._model is None:
             return  # this training makes a model of its own
         if self._method is not None:
-            self._method.begin(self._optimizer)
+            self._method.begin(self.optimizer)
         if self._tune is not None and self._tokens_at_rest is not None:
-            self._tokens = self._tune.attach(self._model)
-            self._tokens.load_state_dict(self._tokens_at_rest)
+            self.tokens = self._tune.attach(self._model)
+            self.tokens.load_state_dict(self._tokens_at_rest)
             self._tokens_at_rest = None
 
     def _end(self) -> None:
         """Leave the model as any other after a training, also one that failed: nothing frozen, nothing hooked on."""
-        if self._tokens is not None and self._tokens_at_rest is None:
-            self._tokens_at_rest = self._tokens.state_dict()
-            self._tokens.remove()
-        if self._method is not None and self._optimizer is not None:
-            self._method.end(self._optimizer)
+        if self.tokens is not None and self._tokens_at_rest is None:
+            self._tokens_at_rest = self.tokens.state_dict()
+            self.tokens.remove()
+        if self._method is not None and self.optimizer is not None:
+            self._method.end(self.optimizer)
 
-    def build(self, model: nn.Module) -> None:
+    def build(self, model: nn.Module) -> Any:
         """Put the settings on a model, unless they are on it already.
 
         Args:
             model: The Trainer's; `model_init` makes a new one for every training.
 
+        Returns:
+            The optimizer.
+
         Raises:
             ValueError: If the settings don't fit the model.
         """
         if model is self._model:
-            return
+            return self.optimizer
         self.detach()
         self._model = None
         if self._method is not None:
-            self._optimizer = self._method.make(
-                self._trainer, model, self._config, momentum=self._momentum, make_base=self._make_base
+            self.optimizer = self._method.make(
+                self.trainer, model, self._config, momentum=self._momentum, make_base=self._make_base
             )
         # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
         if self._tune is not None:
-            if self._trainer.args.use_liger_kernel:
+            if self.trainer.args.use_liger_kernel:
                 raise ValueError(_LIGER)
-            self._tokens = self._tune.attach(model)
+            self.tokens = self._tune.attach(model)
             self._tokens_at_rest = None
         self._model = model
+        return self.optimizer
 
     def _make_base(self) -> Any:
         """The optimizer that the Trainer would make by itself: its class, its rule of what decays, its exceptions."""
-        trainer = self._trainer
+        trainer = self.trainer
         ours, trainer.optimizer_cls_and_kwargs = trainer.optimizer_cls_and_kwargs, self._base_class_and_kwargs
         try:
             return trainer.create_optimizer()
         finally:
             trainer.optimizer_cls_and_kwargs, trainer.optimizer = ours, None
 
-    def current_optimizer(self) -> Any:
-        """The optimizer of the model in use."""
-        return self._optimizer
-
     def current_tokens(self) -> TokenTuneHandle:
         """The selection on the model in use; `model_init` has no other moment to get it there."""
-        model: Any = self._trainer.model
-        if self._trainer.model_init is not None:
+        model: Any = self.trainer.model
+        if self.trainer.model_init is not None:
             self.build(model)
-        assert self._tokens is not None
-        return self._tokens
+        assert self.tokens is not None
+        return self.tokens
 
 
 class SliverFactory:
@@ -157,8 +164,7 @@ class SliverFactory:
         Returns:
             The optimizer.
         """
-        attachment.build(model)
-        return attachment.optimizer
+        return attachment.build(model)
 
 
 def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attachment:
@@ -198,14 +204,15 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
     if method is None:
         attachment.build(model)
     else:
-        check_trainer(trainer, method.name)
+        _check_trainer(trainer, method.name)
         method.check(config, trainer.args)
-        trainer.add_callback(KeepState(attachment.current_optimizer, attachment._listener))
+        trainer.add_callback(KeepState(attachment))
         _prepare_by_slivertune(trainer.accelerator)
-        watch_ranks(trainer)
+        explain(trainer, "_save_checkpoint", "saving a checkpoint")
+        explain(trainer, "save_model", "saving the model")
         _let_make(trainer, attachment)
     if tune is not None:
-        trainer.add_callback(KeepTokens(attachment.current_tokens, attachment._listener))
+        trainer.add_callback(KeepTokens(attachment))
     keep_manifest_last(trainer, KeepManifest())
     return attachment
 
@@ -224,19 +231,24 @@ def _sort(settings: tuple[Setting, ...]) -> tuple[HiFTConfig | SFTConfig | None,
     return methods[0] if methods else None, tunes[0] if tunes else None
 
 
-def _around_training(trainer: Trainer, begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Call something before and after each training of a Trainer, on this instance alone."""
-    train: Callable[..., Any] = trainer.train
-
-    @wraps(train)
-    def train_between(*args: Any, **kwargs: Any) -> Any:
-        begin()
-        try:
-            return train(*args, **kwargs)
-        finally:
-            end()
-
-    trainer.train = train_between  # type: ignore[method-assign]
+def _check_trainer(trainer: Trainer, name: str) -> None:
+    """Refuse Trainers that don't ask for their optimizer, or share the work in a way that HiFT and SFT do not know."""
+    if trainer.optimizer is not None:
+        raise RuntimeError(
+            f"the Trainer has an optimizer already; give it none, and attach {name} once, before it trains"
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"{trainer.args.n_gpu} GPUs are visible to one process, and the Trainer would spread each batch over them "
+            "by DataParallel; start one process a GPU (torchrun, accelerate launch), or show it one GPU by "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    plugin: Any = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    if layout_of(trainer.accelerator).startswith("zero") and "optimizer" in plugin.deepspeed_config:
+        raise ValueError(
+            f"the DeepSpeed config has an optimizer of its own, past which {name} can't train; take that section out: "
+            "the Trainer's arguments say which optimizer it is"
+        )
 
 
 def _let_make(trainer: Trainer, attachment: Attachment) -> None:

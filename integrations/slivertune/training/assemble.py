@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
@@ -11,27 +10,23 @@ from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.core.transformers_internals import use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.tokentune import TokenTuneHandle
-from slivertune.training.callbacks import CheckpointMarker, EvaluateFirst, NonFiniteGuard
+from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.data.splits import load_splits
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
 from slivertune.training.embedded.corpus import reference_splits
 from slivertune.training.loss import attach_loss
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.tokens import attach_tokens
-from slivertune.training.models import ModelSource, load_model, open_model
+from slivertune.training.models import ModelSource, load_model, num_weights, open_model
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.display import Display
 from slivertune.training.output.folders import read_facts
 from slivertune.training.output.ledger_lines import LedgerLines
-from slivertune.training.precision import num_weights
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import settle_layout
 from slivertune.training.tasks.prepare import prepare_task
 from slivertune.training.tasks.samples import Probe, make_probe
 from slivertune.training.tasks.task import Task
-
-_COUNTED_CYCLES = 2
-"""Cycles of `--memory_ledger first_cycles`: the first creates the state, the second is like all later ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +51,6 @@ class Run:
     """Those of them that the method trains."""
     display: Display
     guard: NonFiniteGuard
-    evaluate_first: EvaluateFirst
     ledger: LedgerLines | None
     probe: Probe | None
     """Asked before and after."""
@@ -109,9 +103,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         SilentError: If a process that this one waits for has failed.
     """
     coordinator = coordinator or LaunchCoordinator()
-    training = arguments.training
-    method = arguments.method
-    facts = _facts(arguments)
+    training, method, facts = arguments.training, arguments.method, _facts(arguments)
     set_seed(training.seed)
     bar = not training.disable_tqdm and coordinator.is_first
     embedded = None
@@ -127,13 +119,18 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         four_bit_device=training.device if arguments.model.load_in_4bit else None,
     )
     model = method.adapt(loaded, task)
-    num_parameters, num_trainable = _count_weights(model)
+    counts = [(num_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
     display = Display(console, bar=bar)
-    _settle(arguments, display)
+    if "log_level_replica" not in arguments.given:
+        # One process speaks.
+        training.log_level_replica = "error"
+    if training.n_gpu > 1:
+        # The Trainer would spread each batch over all of them by DataParallel, which HiFT can't rotate under.
+        display.say(f"{training.n_gpu} GPUs are visible; this run uses the first")
+        use_one_device(training)
     marker = CheckpointMarker(facts, training.save_total_limit)
     training.save_total_limit = None
     guard = NonFiniteGuard(arguments.run.non_finite_limit, display.say, stops=method.steps_in_backward)
-    evaluate_first = EvaluateFirst()
     trainer = Trainer(
         model=model,
         args=training,
@@ -144,7 +141,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         compute_metrics=task.compute_metrics,
         preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
         compute_loss_func=task.compute_loss_func,
-        callbacks=[guard, evaluate_first, display],
+        callbacks=[guard, display],
     )
     guard.watch(trainer)
     layout = settle_layout(trainer)
@@ -168,12 +165,11 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         trainer=trainer,
         loss=loss,
         tokens=tokens,
-        num_parameters=num_parameters,
-        num_trained=method.num_trained(num_trainable),
+        num_parameters=sum(count for count, _ in counts),
+        num_trained=method.num_trained(sum(count for count, is_trained in counts if is_trained)),
         display=display,
         guard=guard,
-        evaluate_first=evaluate_first,
-        ledger=_add_ledger(trainer, arguments, method, display, coordinator),
+        ledger=_add_ledger(trainer, arguments, display, coordinator),
         probe=make_probe(
             trainer,
             task,
@@ -184,12 +180,6 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         ),
         facts=facts,
     )
-
-
-def _count_weights(model: torch.nn.Module) -> tuple[int, int]:
-    """All weights, and those that require gradients."""
-    counts = [(num_weights(parameter), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(count for count, _ in counts), sum(count for count, is_trained in counts if is_trained)
 
 
 def _facts(arguments: TrainArguments) -> dict[str, Any]:
@@ -216,40 +206,26 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
 
 
 def _prepare_data(arguments: TrainArguments, source: ModelSource) -> Task:
-    is_embedded = arguments.data.dataset is None
-    splits = reference_splits() if is_embedded else load_splits(arguments.data, seed=arguments.training.seed)
-    return prepare_task(arguments.data, source.tokenizer, source.config, splits)
-
-
-def _settle(arguments: TrainArguments, display: Display) -> None:
-    training = arguments.training
-    if "log_level_replica" not in arguments.given:
-        # One process speaks.
-        training.log_level_replica = "error"
-    if training.n_gpu > 1:
-        # The Trainer would spread each batch over all of them by DataParallel, which HiFT can't rotate under.
-        display.say(f"{training.n_gpu} GPUs are visible; this run uses the first")
-        use_one_device(training)
+    data = arguments.data
+    splits = reference_splits() if data.dataset is None else load_splits(data, seed=arguments.training.seed)
+    return prepare_task(data, source.tokenizer, source.config, splits)
 
 
 def _add_ledger(
-    trainer: Trainer,
-    arguments: TrainArguments,
-    method: TrainingMethod,
-    display: Display,
-    coordinator: LaunchCoordinator,
+    trainer: Trainer, arguments: TrainArguments, display: Display, coordinator: LaunchCoordinator
 ) -> LedgerLines | None:
-    training = arguments.training
+    method = arguments.method
     if "logging_steps" not in arguments.given:
-        training.logging_steps = method.logging_steps()
+        arguments.training.logging_steps = method.logging_steps()
     if arguments.run.memory_ledger == "off" or not coordinator.is_first:
         return None
     if coordinator.world_size > 1:
         display.say(f"the memory ledger is rank 0's, one of {coordinator.world_size}")
-    if training.torch_compile:
+    if arguments.training.torch_compile:
         display.say("the memory ledger is off: it can't see into what torch.compile makes")
         return None
-    num_cycles = _COUNTED_CYCLES if arguments.run.memory_ledger == "first_cycles" else None
+    # The first creates the state, the second is like all later ones.
+    num_cycles = 2 if arguments.run.memory_ledger == "first_cycles" else None
     model: Any = trainer.model
     ledger = LedgerLines(model, method.cycle, display.say, num_cycles, method.claim_state)
     trainer.add_callback(ledger)

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from slivertune.core.manifest import find_damage, remove_manifest
-from slivertune.interop.checkpoints import KeepManifest
+from slivertune.interop.checkpoints import KeepManifest, checkpoint_folder
 from slivertune.parallel.checkpoint.manifests import write_together
 from slivertune.parallel.consistency.heartbeat import guard, world_size
-from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, marker_entries, remove_old
-
-Say = Callable[[str], None]
+from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, remove_old
 
 
 class CheckpointMarker(KeepManifest):
@@ -52,27 +49,10 @@ class CheckpointMarker(KeepManifest):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete and mark the checkpoint that was just saved, and delete those beyond the limit. A collective."""
-        output_folder = Path(str(args.output_dir))
-        checkpoint = output_folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        write_together(checkpoint, marker_entries(checkpoint, self._facts))
+        write_together(checkpoint_folder(args, state), {"global_step": state.global_step, "facts": self._facts})
         if state.is_world_process_zero and self._save_total_limit is not None:
             best = None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint)
-            remove_old(output_folder, self._save_total_limit, best)
-
-
-class EvaluateFirst(TrainerCallback):
-    """Does something before the first update, when the model is as its layout has it."""
-
-    def __init__(self) -> None:
-        self.evaluate: Callable[[], None] | None = None
-        """What to do; nothing where it was done before."""
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Do it."""
-        if self.evaluate is not None:
-            self.evaluate()
+            remove_old(Path(str(args.output_dir)), self._save_total_limit, best)
 
 
 class NonFiniteGuard(TrainerCallback):
@@ -92,7 +72,7 @@ class NonFiniteGuard(TrainerCallback):
             stops the run before its backward. Gradients, and so their norm, are never seen then.
     """
 
-    def __init__(self, limit: int, say: Say, *, stops: bool = False) -> None:
+    def __init__(self, limit: int, say: Callable[[str], None], *, stops: bool = False) -> None:
         self.can_skip = True
         """Whether updates are made after the Trainer has asked."""
         self._limit = limit
@@ -116,7 +96,12 @@ class NonFiniteGuard(TrainerCallback):
             computed = compute_loss(*args, **kwargs)
             loss = computed[0] if isinstance(computed, tuple) else computed
             if loss.requires_grad:
-                self._see(loss.detach())
+                if self._stops and not bool(loss.isfinite().all()):
+                    raise RuntimeError(
+                        f"the loss is {loss.detach().float().sum().item()}, and --step_in_backward can't skip an "
+                        "update; lower --learning_rate, look for broken rows, or leave out --step_in_backward"
+                    )
+                self._losses.append(loss.detach())
             return computed
 
         trainer.compute_loss = watched  # type: ignore[method-assign]
@@ -140,8 +125,7 @@ class NonFiniteGuard(TrainerCallback):
                 f"step {state.global_step + 1}: {found}, and DeepSpeed has made that update already; resume from the "
                 "last checkpoint with a lower --learning_rate or --max_grad_norm, or look for broken rows"
             )
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad()
         self.num_skipped += 1
         self._num_in_a_row += 1
         step = state.global_step + 1
@@ -156,14 +140,6 @@ class NonFiniteGuard(TrainerCallback):
         """Leave out the norm of gradients that were gone when the Trainer took it."""
         if self._stops:
             kwargs["logs"].pop("grad_norm", None)
-
-    def _see(self, loss: torch.Tensor) -> None:
-        if self._stops and not bool(loss.isfinite().all()):
-            raise RuntimeError(
-                f"the loss is {loss.float().sum().item()}, and --step_in_backward can't skip an update; lower "
-                "--learning_rate, look for broken rows, or leave out --step_in_backward"
-            )
-        self._losses.append(loss)
 
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
         """What is not finite, or None."""

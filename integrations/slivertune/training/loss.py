@@ -9,8 +9,6 @@ from slivertune.chunked_loss import ChunkedCrossEntropyHandle, attach_chunked_cr
 from slivertune.parallel.layout import layout_of
 from slivertune.training.tasks.task import Task
 
-_WHOLE_LOGITS = "note: the loss is computed from whole logits, not in chunks, since {reason}"
-
 
 def attach_loss(
     trainer: Trainer, task: Task, say: Callable[[str], None], *, wanted: bool
@@ -29,24 +27,21 @@ def attach_loss(
     if not wanted or task.model_kind != "causal_lm" or task.compute_loss_func is not None:
         return None
     model: Any = trainer.model
+    arguments = trainer.args
+    reasons = (
+        (arguments.label_smoothing_factor, "--label_smoothing_factor computes it outside of the model"),
+        (arguments.torch_compile, "--torch_compile can't see into it"),
+        (
+            layout_of(trainer.accelerator) in ("fsdp2", "zero3"),
+            "the head's weight is shared out over the ranks, which gather it for the head's own forward alone",
+        ),
+        (arguments.use_liger_kernel, "--use_liger_kernel brings a loss of its own"),
+    )
     # As training runs it: without autocast, the fp32 norms of a 4-bit model don't go with a head in bf16.
     with trainer.accelerator.autocast():
-        reason = _why_not_in_this_run(trainer) or why_not_chunked(model)
+        reason = next((text for is_so, text in reasons if is_so), None) or why_not_chunked(model)
     if reason is not None:
-        say(_WHOLE_LOGITS.format(reason=reason))
+        say(f"note: the loss is computed from whole logits, not in chunks, since {reason}")
         return None
     # Without a metric, the Trainer's evaluation reads the loss alone.
     return attach_chunked_cross_entropy(model, evaluation=task.compute_metrics is None)
-
-
-def _why_not_in_this_run(trainer: Trainer) -> str | None:
-    arguments = trainer.args
-    if arguments.label_smoothing_factor:
-        return "--label_smoothing_factor computes it outside of the model"
-    if arguments.torch_compile:
-        return "--torch_compile can't see into it"
-    if layout_of(trainer.accelerator) in ("fsdp2", "zero3"):
-        return "the head's weight is shared out over the ranks, which gather it for the head's own forward alone"
-    if arguments.use_liger_kernel:
-        return "--use_liger_kernel brings a loss of its own"
-    return None

@@ -115,7 +115,7 @@ def _execute(run: Run, console: Console) -> Results:
         _evaluate_before(run)
     else:
         # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
-        run.evaluate_first.evaluate = lambda: _evaluate_before(run)
+        run.display.before_training = lambda: _evaluate_before(run)
     # The Trainer's own files, which torch writes.
     with atomic.explain_write_errors(output_folder):
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)

@@ -10,8 +10,8 @@ from slivertune import SFTConfig
 from slivertune.core.layout import Layout
 from tests.helpers.models import differing
 from tests.helpers.tolerance import with_exact
-from tests.interop import test_trainer_layouts as trainers
-from tests.interop.test_trainer_ranks import BATCH
+from tests.interop import trainer_runs as trainers
+from tests.interop.trainer_runs import BATCH
 from tests.parallel.contract.runs import ZERO, quiet
 
 TRAINED: dict[str, SFTConfig] = {

@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 
 from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
+from slivertune.training.methods.method import SliverMethod
+from slivertune.training.methods.sft import SFTArguments, SFTMethod
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import make_trainer
 
@@ -29,6 +31,7 @@ def test_a_line_takes_as_many_whole_rounds_as_make_eight_updates(
     assert attached(tmp_path, **settings).logging_steps() == updates
 
 
-def test_it_says_so_when_it_is_asked_before_it_is_attached() -> None:
-    with pytest.raises(RuntimeError, match="attached to no Trainer; call attach first"):
-        HiFTMethod(HiFTArguments()).lines()
+@pytest.mark.parametrize("method", [HiFTMethod(HiFTArguments()), SFTMethod(SFTArguments())])
+def test_it_says_so_when_it_is_asked_before_it_is_attached(method: SliverMethod) -> None:
+    with pytest.raises(RuntimeError, match=f"{method.name} is attached to no Trainer; call attach first"):
+        method.lines()

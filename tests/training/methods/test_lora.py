@@ -40,25 +40,29 @@ def test_of_a_causal_model_adapters_alone_are_trained_and_the_head_has_none() ->
     assert model.peft_config["default"].revision == "some-branch"
 
 
-def test_new_modules_of_a_classifier_are_trained_and_none_twice() -> None:
-    new = ("bert.pooler.dense", "classifier")
-    model, method = adapt(BertForSequenceClassification(bert_config()), "sequence_classification", new)
-    copy = "modules_to_save.default"
-    assert trained(model) == {
-        f"{path}.{copy}.{name}" for path in ("bert.pooler.dense", "classifier") for name in ("weight", "bias")
-    }
+@pytest.mark.parametrize(
+    ("model", "new", "paths"),
+    [
+        (
+            BertForSequenceClassification(bert_config()),
+            ("bert.pooler.dense", "classifier"),
+            [f"{path}.modules_to_save.default" for path in ("bert.pooler.dense", "classifier")],
+        ),
+        # A head of several modules is trained as one.
+        (
+            RobertaForSequenceClassification(RobertaConfig(**{**bert_config().to_dict(), "model_type": "roberta"})),
+            ("classifier.dense", "classifier.out_proj"),
+            [f"classifier.modules_to_save.default.{part}" for part in ("dense", "out_proj")],
+        ),
+    ],
+    ids=["bert", "roberta"],
+)
+def test_new_modules_of_a_classifier_are_trained_and_none_twice(
+    model: Any, new: tuple[str, ...], paths: list[str]
+) -> None:
+    adapted, method = adapt(model, "sequence_classification", new)
+    assert trained(adapted) == {f"{path}.{name}" for path in paths for name in ("weight", "bias")}
     assert method.settings()["num_adapted"] == 2 * 6, "what is trained whole has no adapter beside it"
-
-
-def test_a_head_of_several_modules_is_trained_as_one() -> None:
-    config = RobertaConfig(**{**bert_config().to_dict(), "model_type": "roberta"})
-    new = ("classifier.dense", "classifier.out_proj")
-    model, _ = adapt(RobertaForSequenceClassification(config), "sequence_classification", new)
-    assert trained(model) == {
-        f"classifier.modules_to_save.default.{part}.{name}"
-        for part in ("dense", "out_proj")
-        for name in ("weight", "bias")
-    }
 
 
 def test_a_masked_language_model_is_adapted_too() -> None:

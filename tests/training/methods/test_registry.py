@@ -10,15 +10,14 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from slivertune.cli import main
 from slivertune.core.layers import find_layers
 from slivertune.training.methods import TrainingMethod, register_train_method
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.output.folders import read_facts
-from tests.helpers.models import tiny_llama
-from tests.training.tiny_runs import saved_weights, train, train_arguments, write_texts
+from tests.helpers.models import differing, tiny_llama
+from tests.training.tiny_runs import complaint, saved_weights, train, train_arguments
 
 
 class RandomLayersAdamW(torch.optim.AdamW):
@@ -86,22 +85,21 @@ def another_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
 
 
 def test_a_method_of_another_package_trains_and_reports_as_any(
-    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--max_steps", "3", "--num_random_layers", "1", "--save_steps", "2")
-    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method="random_layers")
+    results = train(tiny_base, texts, tmp_path / "out", *words, method="random_layers")
     assert (results["method"], results["num_steps"]) == ("random_layers", 3)
     drawn = results["settings"]["drawn"]
     assert results["settings"]["num_random_layers"] == 1 and [len(each) for each in drawn] == [1, 1, 1]
     base, trained = saved_weights(tiny_base), saved_weights(tmp_path / "out" / "model")
-    changed = {"embed" if "embed" in name else name for name in base if not torch.equal(base[name], trained[name])}
+    changed = differing(base, trained)
     kinds = ["embed", "layers.0.", "layers.1.", "lm_head"]
     assert {index for index, kind in enumerate(kinds) if any(kind in name for name in changed)} == {
         index for (index,) in drawn
     }
     out = capsys.readouterr().out
-    assert ": random_layers on " in out
-    assert "\n  drawn   1 of the layers for each update\n" in out
+    assert ": random_layers on " in out and "\n  drawn   1 of the layers for each update\n" in out
     (plan,) = re.findall("  memory  .*", out)
     assert "not planned" in plan and "random_layers" in plan
     assert results["planned_peak_bytes"] is None and results["measured_peak_bytes"] > 0
@@ -109,9 +107,8 @@ def test_a_method_of_another_package_trains_and_reports_as_any(
     checkpoint = tmp_path / "out" / "checkpoint-2"
     assert read_facts(checkpoint)["random_layers"] == 1
     again = ("--num_random_layers", "2", "--resume_from_checkpoint", str(checkpoint))
-    words = train_arguments(tiny_base, tmp_path / "texts.jsonl", tmp_path / "again", *again, method="random_layers")
-    assert main(words) == 2
-    assert "was trained with random_layers=1, and this run asks for random_layers=2" in capsys.readouterr().err
+    error = complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "again", *again, method="random_layers"))
+    assert "was trained with random_layers=1, and this run asks for random_layers=2" in error
 
 
 def test_its_defaults_options_and_checks_are_those_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:

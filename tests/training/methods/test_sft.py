@@ -9,18 +9,17 @@ import torch
 from slivertune.core.ledger import Ledger
 from slivertune.sft.config import SFTConfig
 from slivertune.training.methods.sft import EMBEDDED_DENSITY, SFTArguments, SFTMethod
-from slivertune.training.models import LoadedModel, load_model, open_model
+from slivertune.training.models import LoadedModel, Precision, load_model, open_model
 from slivertune.training.options.arguments import ModelArguments
 from slivertune.training.options.parse import parse_train_arguments
-from slivertune.training.precision import Precision
 from tests.helpers.models import tiny_llama
 from tests.training.test_callbacks import make_trainer
 from tests.training.test_models import make_task
 
 
-def attached(folder: Path, **settings: Any) -> SFTMethod:
+def attached(folder: Path, *, seed: int = 42, **settings: Any) -> SFTMethod:
     method = SFTMethod(SFTArguments(**{"density": 0.1, **settings}))
-    method.attach(make_trainer(folder))
+    method.attach(make_trainer(folder, seed=seed))
     return method
 
 
@@ -49,19 +48,12 @@ def test_it_says_how_weights_are_chosen(settings: dict[str, Any], line: str, tmp
     assert attached(tmp_path, **settings).lines()[1] == line
 
 
-def test_it_says_so_when_it_is_asked_before_it_is_attached() -> None:
-    with pytest.raises(RuntimeError, match="attached to no Trainer; call attach first"):
-        SFTMethod(SFTArguments()).lines()
-
-
 def test_the_runs_seed_decides_the_first_choice(tmp_path: Path) -> None:
-    chosen = []
-    for seed in (0, 0, 1):
-        method = SFTMethod(SFTArguments(density=0.1))
-        method.attach(make_trainer(tmp_path, seed=seed))
-        chosen.append(torch.cat([delta.indices for delta in method.optimizer.deltas().values()]))
-    assert torch.equal(chosen[0], chosen[1])
-    assert not torch.equal(chosen[0], chosen[2])
+    first, same, other = (
+        torch.cat([delta.indices for delta in attached(tmp_path, seed=seed).optimizer.deltas().values()])
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, same) and not torch.equal(first, other)
 
 
 def test_a_ledger_that_is_entered_later_counts_all_state_once_it_is_claimed(tmp_path: Path) -> None:
@@ -132,11 +124,8 @@ def test_every_choice_of_sft_has_an_argument_or_a_reason_to_have_none() -> None:
     assert arguments - {RENAMED.get(name, name) for name in config} == {"sft_momentum"}
 
 
-def test_the_arguments_defaults_are_the_configs() -> None:
+def test_sfts_settings_and_defaults_reach_its_config() -> None:
     assert SFTArguments().config(seed=0) == SFTConfig()
-
-
-def test_sfts_settings_reach_its_config() -> None:
     given = ["--density", "0.2", "--reselection_interval", "9", "--estimation_steps", "4", "--replacement_rate", "0.5"]
     names = ["--sft_target_modules", "q_proj", "v_proj", "--train_embeddings", "--redistribute", "--packed"]
     arguments = parse_train_arguments(["--method", "sft", *given, *names, "--seed", "7"])
@@ -161,11 +150,9 @@ def test_sfts_settings_reach_its_config() -> None:
 def test_the_embedded_model_has_a_share_and_a_rate_for_each_update_rule_of_its_own() -> None:
     arguments = parse_train_arguments(["--method", "sft"])
     assert arguments.training.output_dir == "runs/sft"
-    assert arguments.method.options.density == EMBEDDED_DENSITY
-    assert arguments.training.learning_rate == 8e-3
+    assert (arguments.method.options.density, arguments.training.learning_rate) == (EMBEDDED_DENSITY, 8e-3)
     momentum = parse_train_arguments(["--method", "sft", *MOMENTUM, "--equivalent_lora_rank", "2"])
-    assert momentum.method.options.density is None
-    assert momentum.training.learning_rate == 1e-1
+    assert (momentum.method.options.density, momentum.training.learning_rate) == (None, 1e-1)
     other = parse_train_arguments(["--method", "sft", "--model_name_or_path", "gpt2", "--dataset", "d.csv"])
     assert other.method.options == SFTArguments()
 

@@ -52,10 +52,8 @@ def test_the_pattern_suits_the_model_unless_it_is_given(
 ) -> None:
     trainer = make_trainer(tmp_path)
     trainer.model = build()
-    tokens = attach_tokens(trainer, arguments, checkpoint=None)
-    assert tokens is not None
-    assert tokens.pattern == pattern
-    assert tokens_line(tokens) == f"  tokens  {line}"
+    tokens = attach(trainer, arguments)
+    assert (tokens.pattern, tokens_line(tokens)) == (pattern, f"  tokens  {line}")
 
 
 def test_a_checkpoint_holds_the_selections_state_and_gives_it_back(tmp_path: Path) -> None:
@@ -68,22 +66,17 @@ def test_a_checkpoint_holds_the_selections_state_and_gives_it_back(tmp_path: Pat
     assert TOKENS_NAME in read_entries(checkpoint)["files"]
     assert json.loads((checkpoint / TOKENS_NAME).read_text())["num_draws"] == 2
     assert attach(make_trainer(tmp_path, seed=9), checkpoint=checkpoint).num_draws == 2
-    other = make_trainer(tmp_path, seed=8)
     with pytest.raises(ValueError, match="was saved with seed=9, and this run has seed=8"):
-        attach(other, checkpoint=checkpoint)
+        attach(make_trainer(tmp_path, seed=8), checkpoint=checkpoint)
 
 
 def test_what_is_not_selected_carries_no_gradient(tmp_path: Path) -> None:
-    model = tiny_llama()
-    trainer = make_trainer(tmp_path, model=model)
-    tokens = attach(trainer, TokenArguments(token_ratio=0.25, token_pattern="random"))
+    model: Any = tiny_llama()
+    arguments = TokenArguments(token_ratio=0.25, token_pattern="random")
+    tokens = attach(make_trainer(tmp_path, model=model), arguments)
     ids = torch.arange(16).reshape(2, 8)
-    model.train()
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
-    model(inputs_embeds=embedded, labels=ids).loss.backward()
-    assert embedded.grad is not None
+    model.train()(inputs_embeds=embedded, labels=ids).loss.backward()
     with_gradient = {tuple(place) for place in embedded.grad.abs().sum(-1).nonzero().tolist()}
     selected = {(row, int(place)) for row in (0, 1) for place in tokens.last_selection[row]}
-    assert with_gradient
-    assert with_gradient <= selected
-    assert len(selected) == 4
+    assert with_gradient and with_gradient <= selected and len(selected) == 4

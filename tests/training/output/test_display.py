@@ -3,6 +3,7 @@ import logging
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import transformers
@@ -48,11 +49,12 @@ def test_evaluations_in_mid_run_are_said_and_others_left_to_the_report() -> None
     display.on_evaluate(None, state, None, metrics=metrics)
     display.close()
     assert "step    4/10  evaluation: loss 0.5000, accuracy 75.00%" in out.getvalue()
+    assert describe_metrics({"eval_loss": 1.0}) == "loss 1.0000"
 
 
 def test_updates_are_timed_without_what_lies_between_them(monkeypatch: Any) -> None:
-    clock = iter([0.0, 2.0, 10.0, 13.0])
-    monkeypatch.setattr("slivertune.training.output.display.time.perf_counter", lambda: next(clock))
+    clock = Mock(side_effect=[0.0, 2.0, 10.0, 13.0])
+    monkeypatch.setattr("slivertune.training.output.display.time.perf_counter", clock)
     display, _, state = make_display()
     display.on_train_begin(None, state, None)
     for _ in range(2):
@@ -62,33 +64,25 @@ def test_updates_are_timed_without_what_lies_between_them(monkeypatch: Any) -> N
     assert (display.seconds, display.num_updates) == (5.0, 2)
 
 
-def test_metrics_are_described() -> None:
-    assert describe_metrics({"eval_loss": 1.0}) == "loss 1.0000"
-
-
 def test_our_log_and_all_warnings_speak_in_the_console() -> None:
     out = io.StringIO()
     with one_voice(Console(file=out, width=40)):
         logging.getLogger("slivertune.training.data.splits").info("held out %d rows [of many]", 3)
         logging.getLogger("slivertune.training.data.splits").warning("one is odd")
-        warnings.simplefilter("default")
-        warnings.warn("x" * 60, UserWarning, stacklevel=1)
-    assert out.getvalue().splitlines() == [
-        "note: held out 3 rows [of many]",
-        "warning: one is odd",
-        "warning: " + "x" * 60,
-    ]
-
-
-def test_what_an_engine_calls_by_a_retired_name_is_not_said() -> None:
-    out = io.StringIO()
-    with one_voice(Console(file=out, width=120)):
+        # What an engine calls by a retired name is not said.
         for text in (
             "`torch.distributed.all_gather_into_tensor` is deprecated. Please ...",
             "`torch.distributed` is odd",
         ):
             warnings.warn_explicit(text, UserWarning, "torch.py", 1, module="deepspeed.comm.torch")
-    assert out.getvalue().splitlines() == ["warning: `torch.distributed` is odd"]
+        warnings.simplefilter("default")
+        warnings.warn("x" * 60, UserWarning, stacklevel=1)
+    assert out.getvalue().splitlines() == [
+        "note: held out 3 rows [of many]",
+        "warning: one is odd",
+        "warning: `torch.distributed` is odd",
+        "warning: " + "x" * 60,
+    ]
 
 
 def test_another_process_than_the_first_is_quiet_and_its_libraries_too() -> None:
@@ -100,19 +94,16 @@ def test_another_process_than_the_first_is_quiet_and_its_libraries_too() -> None
         logging.getLogger("slivertune").info("a note")
     assert captured.get() == ""
     assert transformers.utils.logging.get_verbosity() == verbosity
+    assert make_console().width == console.width == 120, "without a terminal, wide enough for our lines"
 
 
 def test_everything_is_as_before_afterwards() -> None:
-    log, show = logging.getLogger("slivertune"), warnings.showwarning
-    before = (log.level, list(log.handlers))
-    bars = transformers.utils.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+    log = logging.getLogger("slivertune")
+
+    def bars() -> tuple[bool, bool]:
+        return transformers.utils.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()
+
+    before = (log.level, list(log.handlers), warnings.showwarning, bars())
     with one_voice(Console(file=io.StringIO())):
-        assert not transformers.utils.logging.is_progress_bar_enabled()
-        assert datasets.are_progress_bars_disabled()
-    assert (log.level, log.handlers) == before
-    assert warnings.showwarning is show
-    assert (transformers.utils.logging.is_progress_bar_enabled(), datasets.are_progress_bars_disabled()) == bars
-
-
-def test_a_console_without_a_terminal_is_wide_enough_for_our_lines() -> None:
-    assert make_console().width == 120
+        assert bars() == (False, True)
+    assert (log.level, log.handlers, warnings.showwarning, bars()) == before

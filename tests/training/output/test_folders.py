@@ -1,16 +1,16 @@
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from slivertune.core.atomic import write_json
 from slivertune.core.manifest import MANIFEST_NAME, find_damage, write_manifest
-from slivertune.training.output import folders
 from slivertune.training.output.folders import (
     START_NAME,
+    RunFolder,
     checkpoint_folders,
     choose_run_folder,
-    marker_entries,
     newest_whole,
     read_facts,
     remove_old,
@@ -26,6 +26,8 @@ def test_a_fresh_run_takes_the_first_free_default_folder() -> None:
     assert choose_run_folder("hift", None, None).path == Path("runs/hift")
     Path("runs/hift").mkdir(parents=True)
     assert choose_run_folder("hift", None, "false").path == Path("runs/hift"), "an empty folder is free"
+    (Path("runs/hift") / START_NAME).touch()
+    assert choose_run_folder("hift", None, None).path == Path("runs/hift"), "so is that of a run that only started"
     Path("runs/hift/results.json").touch()
     Path("runs/hift-2").touch()
     assert choose_run_folder("hift", None, None).path == Path("runs/hift-3")
@@ -43,12 +45,12 @@ def test_a_folder_that_was_asked_for_must_hold_nothing() -> None:
 @pytest.mark.parametrize("resume", [None, "true", "auto"])
 def test_a_file_where_a_folder_is_asked_for_or_above_it_is_called_a_file(resume: str | None) -> None:
     Path("thesis.txt").touch()
-    with pytest.raises(FileExistsError, match=r"output_dir thesis.txt is a file; name a folder"):
-        choose_run_folder("hift", "thesis.txt", resume)
-    with pytest.raises(
-        FileExistsError, match=r"output_dir thesis.txt/runs/one lies under .*thesis.txt, which is a file"
+    for asked, text in (
+        ("thesis.txt", "thesis.txt is a file; name a folder"),
+        ("thesis.txt/runs/one", "thesis.txt/runs/one lies under .*thesis.txt, which is a file"),
     ):
-        choose_run_folder("hift", "thesis.txt/runs/one", resume)
+        with pytest.raises(FileExistsError, match=f"output_dir {text}"):
+            choose_run_folder("hift", asked, resume)
 
 
 def test_a_file_in_the_place_of_all_runs_is_called_a_file() -> None:
@@ -58,16 +60,11 @@ def test_a_file_in_the_place_of_all_runs_is_called_a_file() -> None:
 
 
 def test_a_folder_that_can_not_be_written_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Path] = []
-
-    def refuse(path: Path, mode: int) -> bool:
-        asked.append(Path(path))
-        return False
-
+    refuse = Mock(return_value=False)
     monkeypatch.setattr("os.access", refuse)
     with pytest.raises(ValueError, match=r"output_dir there/too can't be written: .* is not writable for this user"):
         choose_run_folder("hift", "there/too", None)
-    assert asked == [Path.cwd()], "the nearest folder that is there"
+    assert [call.args[0] for call in refuse.call_args_list] == [Path.cwd()], "the nearest folder that is there"
 
 
 def test_the_newest_checkpoint_of_the_newest_default_folder_is_continued() -> None:
@@ -75,9 +72,8 @@ def test_the_newest_checkpoint_of_the_newest_default_folder_is_continued() -> No
     make_checkpoint(Path("runs/hift-2"), 10)
     Path("runs/hift-3").mkdir()
     for resume in ("true", "True"):
-        folder = choose_run_folder("hift", None, resume)
-        assert (folder.path, folder.checkpoint) == (Path("runs/hift-2"), Path("runs/hift-2/checkpoint-10"))
-    assert folder.notes == ()
+        newest = RunFolder(path=Path("runs/hift-2"), checkpoint=Path("runs/hift-2/checkpoint-10"))
+        assert choose_run_folder("hift", None, resume) == newest
 
 
 def test_nothing_whole_to_continue_is_an_error_with_the_reasons() -> None:
@@ -90,12 +86,9 @@ def test_nothing_whole_to_continue_is_an_error_with_the_reasons() -> None:
 
 def test_a_checkpoint_named_by_path_is_continued_where_it_lies_or_elsewhere() -> None:
     checkpoint = make_checkpoint(Path("mine"), 3)
-    folder = choose_run_folder("hift", None, str(checkpoint))
-    assert (folder.path, folder.checkpoint) == (Path("mine"), checkpoint)
-    folder = choose_run_folder("hift", "elsewhere", str(checkpoint))
-    assert (folder.path, folder.checkpoint) == (Path("elsewhere"), checkpoint)
-    Path("elsewhere").mkdir()
-    Path("elsewhere/other.txt").touch()
+    for asked, path in ((None, Path("mine")), ("elsewhere", Path("elsewhere"))):
+        assert choose_run_folder("hift", asked, str(checkpoint)) == RunFolder(path=path, checkpoint=checkpoint)
+    occupy(Path("elsewhere"))
     with pytest.raises(FileExistsError, match="elsewhere already holds something"):
         choose_run_folder("hift", "elsewhere", str(checkpoint))
 
@@ -104,7 +97,9 @@ def test_a_damaged_or_absent_checkpoint_named_by_path_is_refused_and_a_whole_one
     make_checkpoint(Path("mine"), 3)
     damaged = make_checkpoint(Path("mine"), 6)
     (damaged / "model.bin").write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"model\.bin has 5 bytes.*mine/checkpoint-3 is the newest whole one"):
+    with pytest.raises(
+        ValueError, match=r"model\.bin has 5 bytes where 2,560 were written; mine/checkpoint-3 is the newest whole one"
+    ):
         choose_run_folder("hift", None, str(damaged))
     with pytest.raises(ValueError, match="resume_from_checkpoint='mine/checkpoint-9' is not a folder"):
         choose_run_folder("hift", None, "mine/checkpoint-9")
@@ -121,9 +116,8 @@ def test_newer_whole_checkpoints_are_not_written_over() -> None:
 
 def test_auto_begins_where_nothing_lies_and_continues_the_newest_whole_checkpoint() -> None:
     for asked, path in ((None, Path("runs/hift")), ("mine", Path("mine"))):
-        folder = choose_run_folder("hift", asked, "auto")
-        assert (folder.path, folder.checkpoint, folder.is_finished) == (path, None, False)
-        assert folder.notes == (f"{path} holds no whole checkpoint; this run begins at the start",)
+        note = f"{path} holds no whole checkpoint; this run begins at the start"
+        assert choose_run_folder("hift", asked, "auto") == RunFolder(path=path, notes=(note,))
         wanted = make_checkpoint(path, 3)
         make_checkpoint(path, 6, marked=False)
         folder = choose_run_folder("hift", asked, "Auto")
@@ -134,9 +128,7 @@ def test_auto_begins_where_nothing_lies_and_continues_the_newest_whole_checkpoin
 def test_auto_begins_again_in_the_folder_of_a_run_that_was_killed_early() -> None:
     for asked in (None, "mine"):
         path = choose_run_folder("hift", asked, "auto").path
-        path.mkdir(parents=True)
-        (path / START_NAME).touch()
-        (path / "events.log").touch()
+        occupy(path, START_NAME, "events.log")
         assert choose_run_folder("hift", asked, "auto").path == path
         make_checkpoint(path, 3, marked=False)
         folder = choose_run_folder("hift", asked, "auto")
@@ -146,10 +138,8 @@ def test_auto_begins_again_in_the_folder_of_a_run_that_was_killed_early() -> Non
 
 def test_auto_continues_the_newest_default_folder_and_leaves_what_is_no_run() -> None:
     make_checkpoint(Path("runs/hift"), 30)
-    Path("runs/hift-2").mkdir()
-    (Path("runs/hift-2") / START_NAME).touch()
-    Path("runs/hift-3").mkdir()
-    Path("runs/hift-3/thesis.txt").touch()
+    occupy(Path("runs/hift-2"), START_NAME)
+    occupy(Path("runs/hift-3"))
     Path("runs/hift-4").touch()
     folder = choose_run_folder("hift", None, "auto")
     assert (folder.path, folder.checkpoint) == (Path("runs/hift-2"), None)
@@ -175,18 +165,17 @@ def test_auto_leaves_a_finished_run_alone_unless_it_has_gone_on() -> None:
             choose_run_folder("hift", "mine", "auto")
 
 
-def test_a_run_that_only_started_leaves_its_default_folder_free() -> None:
-    Path("runs/hift").mkdir(parents=True)
-    (Path("runs/hift") / START_NAME).touch()
-    assert choose_run_folder("hift", None, None).path == Path("runs/hift")
-
-
 def test_what_a_kill_has_left_of_a_write_does_not_keep_a_run_from_its_folder() -> None:
     left = Path(f"mine/.{START_NAME}.abcdefgh.partial")
     left.mkdir(parents=True)
     (left / "lock").touch()
-    assert choose_run_folder("hift", "mine", None).path == Path("mine")
-    assert choose_run_folder("hift", "mine", "auto").path == Path("mine")
+    assert {choose_run_folder("hift", "mine", resume).path for resume in (None, "auto")} == {Path("mine")}
+
+
+def occupy(folder: Path, *names: str) -> None:
+    folder.mkdir(parents=True)
+    for name in names or ("thesis.txt",):
+        (folder / name).touch()
 
 
 def make_checkpoint(output: Path, step: int, *, marked: bool = True) -> Path:
@@ -195,7 +184,7 @@ def make_checkpoint(output: Path, step: int, *, marked: bool = True) -> Path:
     (folder / "model.bin").write_bytes(bytes(range(256)) * 10)
     (folder / "deep" / "state.bin").write_bytes(b"state")
     if marked:
-        write_manifest(folder, marker_entries(folder, {"method": "hift"}))
+        write_manifest(folder, {"global_step": step, "facts": {"method": "hift"}})
     return folder
 
 
@@ -215,46 +204,25 @@ def test_a_marked_checkpoint_is_whole_and_knows_its_facts(tmp_path: Path) -> Non
     marker = json.loads((folder / MANIFEST_NAME).read_text())
     assert marker["global_step"] == 5
     assert set(marker["files"]) == {"model.bin", "deep/state.bin"}
-
-
-def test_each_damage_is_named(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, 1, marked=False)
-    assert "has no slivertune_checkpoint.json" in str(find_damage(folder))
-    write_manifest(folder, marker_entries(folder, {}))
-    (folder / "model.bin").write_bytes(b"short")
-    assert find_damage(folder) == "model.bin has 5 bytes where 2,560 were written"
-    (folder / "model.bin").write_bytes(bytes(2560))
-    assert find_damage(folder) == "model.bin holds other bytes than were written"
-    assert find_damage(folder, read_files=False) is None
-    (folder / "model.bin").unlink()
-    assert find_damage(folder) == "model.bin is missing"
-    for text in ("{", "[]", '{"format": 1}'):
-        (folder / MANIFEST_NAME).write_text(text)
-        assert "can't be read" in str(find_damage(folder))
-
-
-def test_marking_again_follows_the_files(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, 1)
     (folder / "model.bin").write_bytes(b"new")
-    write_manifest(folder, marker_entries(folder, {}))
-    assert find_damage(folder) is None
+    write_manifest(folder)
+    assert find_damage(folder) is None, "marked again, it follows the files"
+    (folder / MANIFEST_NAME).write_text('{"format": 1}')
+    assert "can't be read" in str(find_damage(folder))
 
 
 def test_the_newest_whole_one_is_found_and_newer_ones_are_explained(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 10)
-    make_checkpoint(tmp_path, 20)
-    make_checkpoint(tmp_path, 100, marked=False)
+    for step in (10, 20, 100):
+        make_checkpoint(tmp_path, step, marked=step < 100)
     folder, passed_over = newest_whole(tmp_path)
     assert folder == tmp_path / "checkpoint-20"
-    assert len(passed_over) == 1
-    assert "checkpoint-100 is not whole" in passed_over[0]
+    assert len(passed_over) == 1 and "checkpoint-100 is not whole" in passed_over[0]
     assert newest_whole(tmp_path / "absent") == (None, [])
 
 
 def test_old_checkpoints_go_and_the_newest_whole_one_stays(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        make_checkpoint(tmp_path, step)
-    make_checkpoint(tmp_path, 4, marked=False)
+    for step in (1, 2, 3, 4):
+        make_checkpoint(tmp_path, step, marked=step < 4)
     assert [path.name for path in remove_old(tmp_path, 2, None)] == ["checkpoint-1", "checkpoint-2"]
     remove_old(tmp_path, 1, None)
     assert [path.name for path in checkpoint_folders(tmp_path)] == ["checkpoint-3"], "whole before newest"
@@ -280,10 +248,7 @@ def test_a_deletion_that_is_cut_short_leaves_nothing_that_looks_whole(
     for step in (1, 2):
         make_checkpoint(tmp_path, step)
 
-    def interrupt(folder: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(folders.shutil, "rmtree", interrupt)
+    monkeypatch.setattr("shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         remove_old(tmp_path, 1, None)
     assert find_damage(tmp_path / "checkpoint-1") is not None

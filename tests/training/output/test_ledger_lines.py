@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from transformers import TrainerCallback
 
 from slivertune.core.ledger import Census, claim
@@ -57,8 +58,7 @@ def test_a_line_is_about_its_own_cycle_alone_and_the_peak_about_all(tmp_path: Pa
     said: list[str] = []
     peak, highest = counted(tmp_path, Borrow(), say=said.append, max_steps=2, optim="sgd")
     assert ["state on the device 50.0 MB" in line for line in said] == [True, False]
-    assert highest.state == 50_000_000
-    assert peak.device >= 50_000_000
+    assert highest.state == 50_000_000 <= peak.device
 
 
 def test_evaluation_is_not_counted(tmp_path: Path) -> None:
@@ -93,9 +93,6 @@ def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(
 
 
 def test_it_stops_after_the_cycles_asked_for_and_leaves_the_dispatcher_clean(tmp_path: Path) -> None:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
-
     said: list[str] = []
     counted(tmp_path, say=said.append, num_cycles=2, max_steps=6)
-    assert len(said) == 2
-    assert _get_current_dispatch_mode() is None
+    assert len(said) == 2 and _get_current_dispatch_mode() is None

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -51,14 +52,9 @@ def test_the_planned_peak_of_the_embedded_default_is_the_measured_one(
 ) -> None:
     # The sizes of the run without arguments (256 tokens, 4 rows), two cycles of its 8 groups: in the first, masters and
     # state are made, in the second they are met.
-    texts = write_texts(tmp_path, count=400)
-    results = train(
-        embedded_base,
-        texts,
-        tmp_path / "out",
-        *("--max_steps", "16", "--max_length", "256", "--packing", "--per_device_train_batch_size", "4"),
-        *("--sample_tokens", "0", *words),
-    )
+    more = ("--max_steps", "16", "--max_length", "256", "--packing", "--per_device_train_batch_size", "4")
+    data = write_texts(tmp_path, count=400)
+    results = train(embedded_base, data, tmp_path / "out", *more, "--sample_tokens", "0", *words)
     planned, measured = results["planned_peak_bytes"], results["measured_peak_bytes"]
     assert measured == results["peak_bytes"]["device"]
     assert planned == pytest.approx(measured, rel=TOLERANCE)
@@ -71,24 +67,22 @@ def test_a_run_says_what_is_planned_before_and_what_was_measured_after(
     planned, measured = results["planned_peak_bytes"], results["measured_peak_bytes"]
     start, _, end = capsys.readouterr().out.partition("evaluation before")
     assert f"  memory  {planned / 1e6:,.1f} MB planned at the peak (weights " in start
-    difference = f"{planned / measured - 1:+.1%}"
-    assert f"{measured / 1e6:,.1f} MB, planned {planned / 1e6:,.1f} MB ({difference})" in end
+    assert f"{measured / 1e6:,.1f} MB, planned {planned / 1e6:,.1f} MB ({planned / measured - 1:+.1%})" in end
 
 
 def test_a_plan_that_draws_leaves_the_runs_random_state_as_it_was(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn: list[torch.Tensor] = []
-
     def draw_and_plan(*args: Any) -> Any:
-        drawn.append(torch.rand(3))
+        torch.rand(3)
         return make_plan(*args)
 
-    monkeypatch.setattr(plan_line, "make_plan", draw_and_plan)
+    planner = Mock(side_effect=draw_and_plan)
+    monkeypatch.setattr(plan_line, "make_plan", planner)
     with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out")) as run:
         before = torch.get_rng_state()
         plan = plan_run(run)
-    assert plan is not None and len(drawn) == 1
+    assert plan is not None and planner.call_count == 1
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -104,10 +98,7 @@ def test_without_the_ledger_nothing_is_planned(
 def test_a_plan_that_fails_is_one_line_and_the_run_goes_on(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any) -> None:
-        raise RuntimeError("an operator\nwithout sizes")
-
-    monkeypatch.setattr(plan_line, "make_plan", fail)
+    monkeypatch.setattr(plan_line, "make_plan", Mock(side_effect=RuntimeError("an operator\nwithout sizes")))
     results = train(tiny_base, write_texts(tmp_path), tmp_path / "out")
     assert results["planned_peak_bytes"] is None and results["measured_peak_bytes"] > 0
     assert "  memory  not planned: an operator without sizes\n" in capsys.readouterr().out
@@ -206,19 +197,12 @@ def test_what_a_plan_has_no_word_for_is_said_and_trained(
 
 
 def test_on_cuda_the_largest_allocation_of_an_update_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    peak = DevicePeak()
-    state: Any = None
-    control: Any = None
-    calls: list[str] = []
-    values = iter((7, 9, 8))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(values))
-    arguments: Any = SimpleNamespace(device=torch.device("cuda"))
-    for _ in range(3):
-        peak.on_step_begin(arguments, state, control)
-        peak.on_step_end(arguments, state, control)
-    assert (peak.num_bytes, calls) == (9, ["reset"] * 3)
-    elsewhere, cpu = DevicePeak(), SimpleNamespace(device=torch.device("cpu"))
-    elsewhere.on_step_begin(cpu, state, control)  # type: ignore[arg-type]
-    elsewhere.on_step_end(cpu, state, control)  # type: ignore[arg-type]
-    assert elsewhere.num_bytes is None and len(calls) == 3
+    reset = Mock()
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", Mock(side_effect=(7, 9, 8)))
+    for device, num_bytes in (("cuda", 9), ("cpu", None)):
+        peak: Any = DevicePeak()
+        for _ in range(3):
+            peak.on_step_begin(SimpleNamespace(device=torch.device(device)), None, None)
+            peak.on_step_end(SimpleNamespace(device=torch.device(device)), None, None)
+        assert (peak.num_bytes, reset.call_count) == (num_bytes, 3)

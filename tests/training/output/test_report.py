@@ -2,6 +2,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -34,10 +35,15 @@ RESULTS = Results(
 )
 
 
-def test_every_figure_is_printed_and_no_text_is_taken_for_markup(tmp_path: Path) -> None:
+def printed(**changes: Any) -> str:
+    """The table of these results with some of them changed."""
     out = io.StringIO()
-    print_results(RESULTS, Console(file=out, width=100), tmp_path / "results.json")
-    text = out.getvalue()
+    print_results(replace(RESULTS, **changes), Console(file=out, width=100), Path("results.json"))
+    return out.getvalue()
+
+
+def test_every_figure_is_printed_and_no_text_is_taken_for_markup() -> None:
+    text = printed()
     for part in (
         "2.0000", "1.0000", "25.00%", "75.00%", "3.5 MB, planned 3.6 MB (+2.0%)", "3.0 MB", "4.0 MB", "1.50",
         "2 (a loss or gradient",
@@ -46,29 +52,16 @@ def test_every_figure_is_printed_and_no_text_is_taken_for_markup(tmp_path: Path)
         assert part in text
 
 
-def test_what_was_not_measured_is_not_printed(tmp_path: Path) -> None:
-    out = io.StringIO()
-    results = replace(
-        RESULTS,
-        peak=None,
-        highest=None,
-        planned_peak_bytes=None,
-        measured_peak_bytes=None,
-        checkpoint=None,
-        sample=None,
-        num_skipped=0,
-        steps_per_second=None,
-    )
-    print_results(results, Console(file=out, width=100), tmp_path / "results.json")
+def test_what_was_not_measured_is_not_printed() -> None:
+    sizes = dict.fromkeys(("peak", "highest", "planned_peak_bytes", "measured_peak_bytes"))
+    text = printed(**sizes, checkpoint=None, sample=None, num_skipped=0, steps_per_second=None)
     for part in ("peak", "checkpoint", "Sample", "skipped", "a second"):
-        assert part not in out.getvalue()
+        assert part not in text
 
 
-def test_a_measured_peak_without_a_plan_stands_alone(tmp_path: Path) -> None:
-    out = io.StringIO()
-    results = replace(RESULTS, planned_peak_bytes=None)
-    print_results(results, Console(file=out, width=100), tmp_path / "results.json")
-    assert "3.5 MB" in out.getvalue() and "planned" not in out.getvalue()
+def test_a_measured_peak_without_a_plan_stands_alone() -> None:
+    text = printed(planned_peak_bytes=None)
+    assert "3.5 MB" in text and "planned" not in text
 
 
 @pytest.mark.parametrize(
@@ -81,22 +74,17 @@ def test_a_measured_peak_without_a_plan_stands_alone(tmp_path: Path) -> None:
 def test_deltas_without_a_model_come_with_the_command_that_makes_one(
     option: tuple[str, ...], reason: str, tmp_path: Path
 ) -> None:
-    out = io.StringIO()
     command = ("slivertune", "merge", "runs/sft/my delta", *option)
-    results = replace(RESULTS, model_folder=None, delta_folder=Path("runs/sft/my delta"), merge_command=command)
-    print_results(results, Console(file=out, width=100), tmp_path / "results.json")
-    assert f"not saved, as {reason}" in out.getvalue()
-    assert "slivertune merge 'runs/sft/my delta'" in " ".join(out.getvalue().split())
-    assert "runs/hift/model" not in out.getvalue()
-    values = json.loads(write_results(results, tmp_path).read_text())
-    assert (values["model_folder"], values["delta_folder"]) == (None, "runs/sft/my delta")
-    assert values["merge_command"] == list(command)
+    saved: dict[str, Any] = {"model_folder": None, "delta_folder": Path("runs/sft/my delta"), "merge_command": command}
+    text = printed(**saved)
+    assert f"not saved, as {reason}" in text and "runs/hift/model" not in text
+    assert "slivertune merge 'runs/sft/my delta'" in " ".join(text.split())
+    values = json.loads(write_results(replace(RESULTS, **saved), tmp_path).read_text())
+    assert [values[name] for name in saved] == [None, "runs/sft/my delta", list(command)]
 
 
 def test_the_file_has_the_bytes_by_kind(tmp_path: Path) -> None:
     values = json.loads(write_results(RESULTS, tmp_path).read_text())
-    assert values["peak_bytes"]["device"] == 3_500_000
-    assert values["highest_bytes"]["disk"] == 4_000_000
+    assert (values["peak_bytes"]["device"], values["highest_bytes"]["disk"]) == (3_500_000, 4_000_000)
     assert (values["planned_peak_bytes"], values["measured_peak_bytes"]) == (3_570_000, 3_500_000)
-    assert values["sample"]["after"] == "yes"
-    assert values["checkpoint"] == "runs/hift/checkpoint-3"
+    assert (values["sample"]["after"], values["checkpoint"]) == ("yes", "runs/hift/checkpoint-3")

@@ -9,7 +9,7 @@ import torch
 from transformers import TrainerState, TrainingArguments
 
 from slivertune.hift.config import HiFTConfig, MasterKind, Order, StatePlace
-from slivertune.interop.refusals import check_base_optimizer
+from slivertune.interop.methods import check_base_optimizer
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
 
 RATE_HINT = (
@@ -90,8 +90,27 @@ class HiFTMethod(SliverMethod):
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and what comes between the gradients and a step in the backward."""
         check_base_optimizer(training)
-        if self.options.step_in_backward:
-            _check_step_in_backward(training)
+        if not self.options.step_in_backward:
+            return
+        for is_asked, name, reason, way_out in (
+            (
+                training.max_grad_norm > 0,
+                f"--max_grad_norm {training.max_grad_norm:g}",
+                "the norm of all gradients is known only when they are gone",
+                "give --max_grad_norm 0",
+            ),
+            (
+                training.gradient_accumulation_steps > 1,
+                f"--gradient_accumulation_steps {training.gradient_accumulation_steps}",
+                "the first gradient of a tensor is stepped on",
+                "leave it out",
+            ),
+            (training.fp16, "--fp16", "gradients are unscaled after the backward", "take --bf16"),
+        ):
+            if is_asked:
+                raise ValueError(
+                    f"--step_in_backward does not go with {name}: {reason}; {way_out}, or leave out the former"
+                )
 
     @property
     def steps_in_backward(self) -> bool:
@@ -104,25 +123,23 @@ class HiFTMethod(SliverMethod):
         return {"hift": {name: getattr(self.options, name) for name in names}}
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """What decides the bytes of a group and of what waits."""
+        """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
         names = ("layers_per_group", "state", "stream_bytes", "step_in_backward")
-        master = self.options.master if precision == "mixed_hi" else None
-        return {"master": master, **{name: getattr(self.options, name) for name in names}}
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Unless `--master none` was given."""
-        return self.options.master != "none"
+        settings = {name: getattr(self.options, name) for name in names}
+        if precision == "bf16" and self.options.master != "none":
+            settings |= {"precision": "mixed_hi", "master": self.options.master}
+        return settings
 
     def cycle(self, state: TrainerState) -> tuple[int, str]:
         """As many rounds of all groups as fill a line; called by the number of the last round."""
-        hift, num_rounds = self.optimizer, self._rounds_a_line()
-        num_done = hift.rotation.steps // (hift.cycle_length * num_rounds)
-        return num_done, f"cycle {num_done * num_rounds:>4}"
+        num_updates = self.logging_steps()
+        num_done = self.optimizer.rotation.steps // num_updates
+        return num_done, f"cycle {num_done * num_updates // self.optimizer.cycle_length:>4}"
 
     def logging_steps(self) -> int:
         """A line for every cycle."""
-        return int(self._rounds_a_line() * self.optimizer.cycle_length)
+        cycle_length = int(self.optimizer.cycle_length)
+        return math.ceil(FEWEST_UPDATES_A_LINE / cycle_length) * cycle_length
 
     def lines(self) -> list[str]:
         """The groups and their order."""
@@ -140,28 +157,3 @@ class HiFTMethod(SliverMethod):
     def settings(self) -> dict[str, Any]:
         """All of HiFT's settings, and the number of groups that they made."""
         return {**asdict(self.options), "num_groups": self.optimizer.num_groups}
-
-    def _rounds_a_line(self) -> int:
-        return math.ceil(FEWEST_UPDATES_A_LINE / int(self.optimizer.cycle_length))
-
-
-def _check_step_in_backward(training: TrainingArguments) -> None:
-    for is_asked, name, reason, way_out in (
-        (
-            training.max_grad_norm > 0,
-            f"--max_grad_norm {training.max_grad_norm:g}",
-            "the norm of all gradients is known only when they are gone",
-            "give --max_grad_norm 0",
-        ),
-        (
-            training.gradient_accumulation_steps > 1,
-            f"--gradient_accumulation_steps {training.gradient_accumulation_steps}",
-            "the first gradient of a tensor is stepped on",
-            "leave it out",
-        ),
-        (training.fp16, "--fp16", "gradients are unscaled after the backward", "take --bf16"),
-    ):
-        if is_asked:
-            raise ValueError(
-                f"--step_in_backward does not go with {name}: {reason}; {way_out}, or leave out the former"
-            )

@@ -1,7 +1,7 @@
 """`--method lora`: small adapters beside frozen weights, by PEFT (Hu et al., 2021; with 4-bit weights QLoRA)."""
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -110,6 +110,7 @@ class LoraMethod(TrainingMethod):
         from peft.tuners.lora import LoraLayer
 
         options = self.options
+        found = _HEADS if task.model_kind == "sequence_classification" else frozenset[str]()
         config = LoraConfig(
             revision=loaded.revision,
             task_type=_TASK_OF_KIND.get(task.model_kind),
@@ -117,7 +118,9 @@ class LoraMethod(TrainingMethod):
             lora_alpha=options.alpha,
             lora_dropout=options.lora_dropout,
             target_modules=options.target_modules,
-            modules_to_save=_modules_to_save(task, loaded.new_modules),
+            # Nothing is known to new modules, so they are trained whole: those that PEFT does not find by itself.
+            modules_to_save=[path for path in sorted(loaded.new_modules) if not found.intersection(path.split("."))]
+            or None,
         )
         try:
             with warnings.catch_warnings():
@@ -136,15 +139,9 @@ class LoraMethod(TrainingMethod):
 
     def lines(self) -> list[str]:
         """Rank, scale and how many modules have an adapter."""
-        rank, alpha = self.options.lora_rank, self.options.alpha
-        return [f"  lora    rank {rank}, alpha {alpha}, on {self._num_adapted} modules"]
+        options = self.options
+        return [f"  lora    rank {options.lora_rank}, alpha {options.alpha}, on {self._num_adapted} modules"]
 
     def settings(self) -> dict[str, Any]:
         """All of LoRA's settings, and the number of modules with an adapter."""
         return {**asdict(self.options), "lora_alpha": self.options.alpha, "num_adapted": self._num_adapted}
-
-
-def _modules_to_save(task: Task, new_modules: Collection[str]) -> list[str] | None:
-    """Modules that are trained whole, since nothing is known to them: what PEFT does not find by itself."""
-    found_by_peft = _HEADS if task.model_kind == "sequence_classification" else frozenset[str]()
-    return [path for path in sorted(new_modules) if not found_by_peft.intersection(path.split("."))] or None

@@ -12,9 +12,8 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from slivertune.core import atomic
 from slivertune.interop import attach
 from slivertune.interop.methods import TrainerMethod
-from slivertune.training.models import LoadedModel
+from slivertune.training.models import Bf16Use, LoadedModel
 from slivertune.training.options.arguments import enum_value
-from slivertune.training.precision import Bf16Use
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import save_whole_model
 from slivertune.training.tasks.task import Task
@@ -23,18 +22,14 @@ FEWEST_UPDATES_A_LINE = 8
 """A cycle shorter than this shares its line with the next ones."""
 
 
-MODEL_FOLDER = "model"
-"""Where the trained model lies in a run's folder, without optimizer state."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
     """What a run leaves behind, beside its checkpoints."""
 
     model_folder: Path | None
-    """Folder of the trained model, or None where deltas are all there is."""
+    """`model` in the run's folder: the trained model without optimizer state; None where deltas are all there is."""
     delta_folder: Path | None = None
-    """Folder of SFT's deltas."""
+    """`delta` in the run's folder: SFT's deltas."""
     merge_command: tuple[str, ...] | None = None
     """Makes a model of the deltas, where there is none."""
 
@@ -151,14 +146,10 @@ class TrainingMethod:
         """What a plan must know of it: fields of `planning.request.PlanRequest`.
 
         Args:
-            precision: As the plan calls it.
+            precision: As the plan calls it; `bf16` is without fp32 masters, so a method that keeps them says
+                `precision="mixed_hi"`.
         """
         return {}
-
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether bf16 weights are trained on fp32 masters."""
-        return False
 
     def claim_state(self) -> None:
         """Tell a memory ledger that was just entered what is state, where the optimizer does not show it."""
@@ -206,7 +197,7 @@ class TrainingMethod:
             base_name: Folder or hub id of the model that was fine-tuned.
             coordinator: The processes of the run.
         """
-        folder = output_folder / MODEL_FOLDER
+        folder = output_folder / "model"
         with ExitStack() as stack:
             temporary = coordinator.decide(
                 "temporary folder of the model", lambda: stack.enter_context(atomic.atomic_folder(folder))

@@ -11,34 +11,24 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from slivertune.interop.checkpoints import holds_state
-from slivertune.interop.refusals import check_best_model
+from slivertune.interop.methods import check_best_model
 from slivertune.parallel.layout import layout_of
 from slivertune.sft.config import DEFAULT_LORA_RANK, SelectionCriterion, SFTConfig
 from slivertune.sft.targets import is_4bit
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, Saved, SliverMethod
-from slivertune.training.models import LoadedModel
-from slivertune.training.precision import is_not_about_codes
+from slivertune.training.models import LoadedModel, is_not_about_codes
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import Task
 
 EMBEDDED_DENSITY = 0.05
 """Share of the embedded model's blocks: so narrow that a LoRA of rank 64 has as many weights as two thirds of them."""
-DELTA_FOLDER = "delta"
-"""Where the deltas lie in a run's folder."""
 RATE_HINT = (
     "the paper trains a model of 7B with 1e-4 by AdamW and 1e-3 by SM3 (--selection momentum); --learning_rate was not "
     "given, so {rate:g} is used"
 )
-_OPTIMIZER_FILE = "optimizer.pt"
 _TRAINER_LOG = logging.getLogger(Trainer.__module__)
 
 _DEFAULTS = SFTConfig()
-_ONLY_ESTIMATED = ("estimation_steps", "adam_beta1", "adam_beta2", "adam_epsilon")
-"""Read with `--selection accumulated_gradient` alone."""
-_ONLY_RESELECTED = ("estimation_steps", "replacement_rate", "redistribute")
-"""Read where weights are reselected."""
-_OTHER_OPTIMIZERS = ("optim", "optim_args", "optim_target_modules")
-"""Arguments of the Trainer about optimizers that SFT takes the place of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,11 +156,12 @@ class SFTMethod(SliverMethod):
     not_planned = ("sft_target_modules", "train_embeddings", "redistribute", "packed")
     options: SFTArguments
 
+    _has_4bit = False
+    _is_sharded = False
+
     def __init__(self, options: SFTArguments) -> None:
         super().__init__(options)
         self.momentum = options.sft_momentum
-        self._has_4bit = False
-        self._is_sharded = False
 
     @property
     def _is_merged(self) -> bool:
@@ -188,27 +179,39 @@ class SFTMethod(SliverMethod):
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
         """Refuse to bring back the best weights, which are nothing without their deltas, and what would be ignored."""
         check_best_model(training)
-        _refuse(
-            given.intersection(_OTHER_OPTIMIZERS),
-            "--method sft is an optimizer itself, AdamW or SM3 on the trained weights by --selection; leave it out",
-        )
-        if self.options.selection == "momentum":
-            _refuse(
-                given.intersection(_ONLY_ESTIMATED),
-                "--selection momentum trains by SM3, which has no estimation phase and no moments of Adam; leave it "
-                "out",
-            )
-        else:
-            _refuse(
-                given.intersection(("sft_momentum",)),
+        is_by_momentum = self.options.selection == "momentum"
+        for is_unread, names, reason in (
+            (
+                True,
+                # The Trainer's, about optimizers that SFT takes the place of.
+                ("optim", "optim_args", "optim_target_modules"),
+                "--method sft is an optimizer itself, AdamW or SM3 on the trained weights by --selection; leave it out",
+            ),
+            (
+                is_by_momentum,
+                ("estimation_steps", "adam_beta1", "adam_beta2", "adam_epsilon"),
+                (
+                    "--selection momentum trains by SM3, which has no estimation phase and no moments of Adam; leave "
+                    "it out"
+                ),
+            ),
+            (
+                not is_by_momentum,
+                ("sft_momentum",),
                 "it is SM3's, and read with --selection momentum alone; leave it out",
-            )
-        if self.options.reselection_interval == 0:
-            _refuse(
-                given.intersection(_ONLY_RESELECTED),
-                "--reselection_interval 0 keeps the first choice, so nothing is ever replaced; leave out one of the "
-                "two",
-            )
+            ),
+            (
+                self.options.reselection_interval == 0,
+                ("estimation_steps", "replacement_rate", "redistribute"),
+                (
+                    "--reselection_interval 0 keeps the first choice, so nothing is ever replaced; leave out one of "
+                    "the two"
+                ),
+            ),
+        ):
+            unread = ", ".join(f"--{name}" for name in sorted(given.intersection(names)))
+            if is_unread and unread:
+                raise ValueError(f"{unread}: {reason}")
 
     def facts(self) -> dict[str, Any]:
         """What decides which weights are trained, and how: all settings."""
@@ -242,7 +245,13 @@ class SFTMethod(SliverMethod):
         Raises:
             ValueError: If the settings don't fit the model, or the run is to continue from weights without deltas.
         """
-        _check_checkpoint(trainer.args.resume_from_checkpoint)
+        checkpoint = trainer.args.resume_from_checkpoint
+        # Its weights hold sums, whose pretrained part its optimizer state alone knows.
+        if checkpoint is not None and not holds_state(Path(checkpoint)) and not (Path(checkpoint) / "sft").exists():
+            raise ValueError(
+                f"{checkpoint} has no optimizer.pt, so its deltas can't be told from pretrained weights; resume from a "
+                "checkpoint that was saved without --save_only_model, or start again"
+            )
         self._is_sharded = layout_of(trainer.accelerator) in ("fsdp2", "zero3")
         names = self.options.sft_target_modules
         if self._has_4bit:
@@ -293,7 +302,7 @@ class SFTMethod(SliverMethod):
 
     def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
         """Write the deltas, and beside them the model with the deltas merged, if its weights hold them."""
-        folder = output_folder / DELTA_FOLDER
+        folder = output_folder / "delta"
         self.optimizer.save_pretrained(folder, base_model_name=base_name)
         if self._is_merged:
             saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)
@@ -320,17 +329,3 @@ class SFTMethod(SliverMethod):
             return f"by SM3's accumulators, anew every {interval} updates"
         steps = self.options.estimation_steps
         return f"by gradients accumulated over {steps} updates, at update {steps} and then every {interval} updates"
-
-
-def _check_checkpoint(folder: str | None) -> None:
-    """The weights of a checkpoint hold sums, whose pretrained part its optimizer state alone knows."""
-    if folder is not None and not holds_state(Path(folder)) and not (Path(folder) / "sft").exists():
-        raise ValueError(
-            f"{folder} has no {_OPTIMIZER_FILE}, so its deltas can't be told from pretrained weights; resume from a "
-            "checkpoint that was saved without --save_only_model, or start again"
-        )
-
-
-def _refuse(names: frozenset[str], reason: str) -> None:
-    if names:
-        raise ValueError(f"{', '.join(f'--{name}' for name in sorted(names))}: {reason}")

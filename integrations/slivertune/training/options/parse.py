@@ -12,9 +12,9 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
+from slivertune.training.models import Precision, choose_precision
 from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
 from slivertune.training.output.folders import RunFolder, choose_run_folder
-from slivertune.training.precision import Precision, choose_precision
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
     asks_for,

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -37,7 +37,9 @@ class Display(TrainerCallback):
         self._progress = make_progress(console, enabled=bar)
         self._task: Any = None
         self._evaluation: Any = None
-        self._began: float | None = None
+        self._began = 0.0
+        self.before_training: Callable[[], None] | None = None
+        """Called before the first update, when the model is as its layout has it, and before the bar is there."""
         self.seconds = 0.0
         """Time spent in updates, without evaluation and saving."""
         self.num_updates = 0
@@ -54,7 +56,9 @@ class Display(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Draw the bar."""
+        """Draw the bar, after what comes before training."""
+        if self.before_training is not None:
+            self.before_training()
         self._task = self._progress.add_task("training", total=state.max_steps, completed=state.global_step)
         self._progress.start()
 
@@ -66,9 +70,8 @@ class Display(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar."""
-        if self._began is not None:
-            self.seconds += time.perf_counter() - self._began
-            self.num_updates += 1
+        self.seconds += time.perf_counter() - self._began
+        self.num_updates += 1
         self._progress.update(self._task, completed=state.global_step)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -76,8 +79,11 @@ class Display(TrainerCallback):
         logs: dict[str, Any] = kwargs["logs"]
         if not state.is_local_process_zero or state.max_steps == 0 or any(name in logs for name in _SUMMARIES):
             return
-        shown = {name: value for name, value in logs.items() if name != "epoch" and not name.startswith("train_")}
-        parts = [f"{_NAMES.get(name, name)} {_number(value)}" for name, value in shown.items()]
+        parts = [
+            f"{_NAMES.get(name, name)} {f'{value:.4g}' if isinstance(value, float) else value}"
+            for name, value in logs.items()
+            if name != "epoch" and not name.startswith("train_")
+        ]
         self.say(f"step {state.global_step:>4}/{state.max_steps}  {'  '.join(parts)}")
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -128,10 +134,6 @@ def describe_metrics(metrics: dict[str, float]) -> str:
     if "eval_accuracy" in metrics:
         parts.append(f"accuracy {metrics['eval_accuracy']:.2%}")
     return ", ".join(parts)
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def make_console(*, quiet: bool = False) -> Console:

@@ -80,8 +80,8 @@ def _fresh_folder(method: str, asked: Path | None) -> Path:
 
 
 def _continue_newest(method: str, asked: Path | None) -> RunFolder:
-    existing = list(itertools.takewhile(Path.exists, _default_folders(method)))
-    folder = asked or next((path for path in reversed(existing) if checkpoint_folders(path)), _RUNS / method)
+    ours = [path for path in itertools.takewhile(Path.exists, _default_folders(method)) if checkpoint_folders(path)]
+    folder = asked or (ours[-1] if ours else _RUNS / method)
     checkpoint, passed_over = newest_whole(folder)
     if checkpoint is None:
         reasons = "; ".join(passed_over) or "it holds no checkpoint"
@@ -94,8 +94,11 @@ def _continue_newest(method: str, asked: Path | None) -> RunFolder:
 def _start_or_continue(method: str, asked: Path | None) -> RunFolder:
     """The newest whole checkpoint of a run, or its start; a run that has ended is left alone."""
     # By default the folder that the first of these commands has made, be it empty; not another for each.
-    existing = itertools.takewhile(Path.exists, _default_folders(method))
-    ours = [path for path in existing if not _is_occupied(path) or _is_of_a_run(path)]
+    ours = [
+        path
+        for path in itertools.takewhile(Path.exists, _default_folders(method))
+        if not _is_occupied(path) or _is_of_a_run(path)
+    ]
     folder = asked or (ours[-1] if ours else _fresh_folder(method, None))
     checkpoint, passed_over = newest_whole(folder)
     notes = tuple(f"passed over: {line}" for line in passed_over)
@@ -139,9 +142,9 @@ def read_results(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} can't be read ({error}); move it away to go on") from error
     if isinstance(results, dict):
-        num_steps, command = results.get("num_steps"), results.get("command")
+        command = results.get("command")
         is_command = isinstance(command, list) and all(isinstance(word, str) for word in command)
-        if type(num_steps) is int and is_command:
+        if type(results.get("num_steps")) is int and is_command:
             return results
     raise ValueError(
         f"{path} can't be read: a run of slivertune train has a number as its num_steps and a list of words as its "
@@ -163,9 +166,8 @@ def _continue_from(checkpoint: Path, asked: Path | None) -> RunFolder:
     folder = asked or checkpoint.parent
     if folder.resolve() != checkpoint.parent.resolve():
         return RunFolder(path=_fresh_folder("", folder), checkpoint=checkpoint)
-    newer = [path for path in checkpoint_folders(folder) if checkpoint_step(path) > checkpoint_step(checkpoint)]
-    for path in newer:
-        if find_damage(path, read_files=False) is None:
+    for path in checkpoint_folders(folder):
+        if checkpoint_step(path) > checkpoint_step(checkpoint) and find_damage(path, read_files=False) is None:
             raise ValueError(
                 f"{path} is newer than {checkpoint} and would be written over; name another --output_dir to branch off"
             )
@@ -198,23 +200,13 @@ def _is_occupied(folder: Path) -> bool:
 def checkpoint_folders(output_folder: Path) -> list[Path]:
     """The Trainer's checkpoints in a run's folder, whole or not, oldest first."""
     pattern = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-    found = [path for path in output_folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if pattern.fullmatch(path.name)]
-    return sorted((path for path in found if path.is_dir()), key=checkpoint_step)
+    found = (path for path in output_folder.glob("*") if pattern.fullmatch(path.name) and path.is_dir())
+    return sorted(found, key=checkpoint_step)
 
 
 def checkpoint_step(folder: Path) -> int:
     """The update after which a checkpoint was taken, from its name."""
     return int(folder.name.rpartition("-")[2])
-
-
-def marker_entries(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest of a checkpoint says beside its files.
-
-    Args:
-        folder: The checkpoint.
-        facts: What a resumed run should know.
-    """
-    return {"global_step": checkpoint_step(folder), "facts": facts}
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
@@ -256,7 +248,7 @@ def remove_old(output_folder: Path, limit: int, best: Path | None) -> list[Path]
     whole, _ = newest_whole(output_folder, read_files=False)
     if whole is None:
         return []
-    protected = {whole.resolve()} if best is None else {whole.resolve(), best.resolve()}
+    protected = {path.resolve() for path in (whole, best) if path is not None}
     candidates = [folder for folder in folders if folder.resolve() not in protected]
     old = candidates[: max(0, len(folders) - max(limit, len(protected)))]
     for folder in old:

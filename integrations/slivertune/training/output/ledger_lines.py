@@ -1,7 +1,7 @@
 """One line of the memory ledger a cycle, from a census taken during updates alone."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from slivertune.core.ledger import Census, Ledger, claim
 
-Say = Callable[[str], None]
 Cycle = Callable[[TrainerState], tuple[int, str]]
 """The cycles that are over, and what to call the last of them."""
 
@@ -34,7 +33,7 @@ class LedgerLines(TrainerCallback):
         self,
         model: nn.Module,
         cycle: Cycle,
-        say: Say,
+        say: Callable[[str], None],
         num_cycles: int | None = None,
         claim_state: Callable[[], None] | None = None,
     ) -> None:
@@ -87,7 +86,8 @@ class LedgerLines(TrainerCallback):
         peak, highest = self._ledger.peak, self._ledger.highest
         if self.peak is None or peak.device > self.peak.device:
             self.peak = peak
-        self.highest = highest if self.highest is None else _larger(self.highest, highest)
+        before = asdict(highest if self.highest is None else self.highest)
+        self.highest = Census(**{name: max(size, before[name]) for name, size in asdict(highest).items()})
         num_done, name = self._cycle_of(state)
         if num_done == self._num_done:
             return
@@ -102,8 +102,3 @@ class LedgerLines(TrainerCallback):
         if self._is_counting:
             self._is_counting = False
             self._ledger.__exit__(None, None, None)
-
-
-def _larger(one: Census, other: Census) -> Census:
-    names = (item.name for item in fields(Census))
-    return Census(**{name: max(getattr(one, name), getattr(other, name)) for name in names})

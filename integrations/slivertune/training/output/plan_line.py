@@ -73,7 +73,18 @@ def plan_run(run: Run) -> Plan | None:
     except Exception as error:
         say(f"  memory  not planned: {' '.join(str(error).split()) or type(error).__name__}")
         return None
-    say(_line(plan))
+    peak, request = plan.peak, plan.request
+    parts = {
+        "weights": peak.parameters,
+        "gradients": peak.gradients,
+        "state": peak.state,
+        "activations and other": peak.residual,
+    }
+    listed = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in parts.items())
+    say(
+        f"  memory  {plan.peak_bytes / 1e6:,.1f} MB planned at the peak ({listed}), for {request.batch_size} x "
+        f"{request.seq_length} tokens"
+    )
     return plan
 
 
@@ -116,38 +127,43 @@ def request_of(run: Run) -> PlanRequest:
         settings["num_labels"] = len(run.task.id2label)
     if not run.method.is_optimizer:
         settings["optimizer"] = _optimizer(training)
-    return PlanRequest(**settings, **run.method.plan_settings(settings["precision"]))
+    return PlanRequest(**settings | run.method.plan_settings(settings["precision"]))
 
 
 def _check(run: Run) -> None:
     arguments, method = run.arguments, run.method
-    if arguments.data.task == "prompt_classification":
-        raise ValueError("a plan knows causal_lm and classification, not prompt_classification")
-    if arguments.training.torch_compile:
-        raise ValueError("a plan can't see into what torch.compile makes")
     others = [f"--{name}" for name in method.not_planned if name in arguments.given]
-    if others:
-        raise ValueError(f"a plan has no word for {', '.join(others)}")
-    if run.layout != "single" and not method.is_planned_on_ranks:
-        planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
-        raise ValueError(f"on several GPUs this line knows {planned}; for {method.name} see slivertune plan --layout")
+    planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
+    for is_unknown, reason in (
+        (
+            arguments.data.task == "prompt_classification",
+            "a plan knows causal_lm and classification, not prompt_classification",
+        ),
+        (arguments.training.torch_compile, "a plan can't see into what torch.compile makes"),
+        (others, f"a plan has no word for {', '.join(others)}"),
+        (
+            run.layout != "single" and not method.is_planned_on_ranks,
+            f"on several GPUs this line knows {planned}; for {method.name} see slivertune plan --layout",
+        ),
+    ):
+        if is_unknown:
+            raise ValueError(reason)
 
 
 def _optimizer(training: TrainingArguments) -> OptimizerName:
     optim = enum_value(training.optim)
     if optim not in _OPTIMIZERS:
         raise ValueError(f"a plan does not know --optim {optim}, but {', '.join(_OPTIMIZERS)}")
-    name = _OPTIMIZERS[optim]
-    has_momentum = name == "sgd" and "momentum=" in (training.optim_args or "")
-    return "sgd_momentum" if has_momentum else name
+    has_momentum = optim == "sgd" and "momentum=" in (training.optim_args or "")
+    return "sgd_momentum" if has_momentum else _OPTIMIZERS[optim]
 
 
 def _precision(run: Run) -> PrecisionName:
     """From what the weights are really held in: `--weights_dtype auto` may follow the checkpoint."""
     model: Any = run.trainer.model
-    if all(parameter.dtype != torch.bfloat16 for parameter in model.parameters()):
-        return "fp32" if run.arguments.precision.autocast == "no" else "mixed"
-    return "mixed_hi" if run.method.keeps_masters else "bf16"
+    if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        return "bf16"
+    return "fp32" if run.arguments.precision.autocast == "no" else "mixed"
 
 
 def _longest_row(run: Run) -> int:
@@ -155,18 +171,3 @@ def _longest_row(run: Run) -> int:
     chunks = run.task.train_dataset.data.column("input_ids").chunks
     longest = [int(chunk.value_lengths().to_numpy(zero_copy_only=False).max()) for chunk in chunks if len(chunk)]
     return min([run.task.max_length, *([max(longest)] if longest else [])])
-
-
-def _line(plan: Plan) -> str:
-    peak, request = plan.peak, plan.request
-    parts = {
-        "weights": peak.parameters,
-        "gradients": peak.gradients,
-        "state": peak.state,
-        "activations and other": peak.residual,
-    }
-    listed = ", ".join(f"{name} {size / 1e6:,.1f}" for name, size in parts.items())
-    return (
-        f"  memory  {plan.peak_bytes / 1e6:,.1f} MB planned at the peak ({listed}), for {request.batch_size} x "
-        f"{request.seq_length} tokens"
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from slivertune import __version__
@@ -125,10 +125,7 @@ def print_results(results: Results, console: Console, results_path: Path) -> Non
         console: Where to.
         results_path: Where the same figures lie.
     """
-    table = Table()
-    table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
+    table = Table("", Column("before", justify="right"), Column("after", justify="right"))
     table.add_row("evaluation loss", f"{results.before['eval_loss']:.4f}", f"{results.after['eval_loss']:.4f}")
     if "eval_accuracy" in results.after:
         table.add_row(
@@ -162,9 +159,7 @@ def _figures(results: Results, results_path: Path) -> Table:
         ("last checkpoint", results.checkpoint),
         ("figures", results_path),
     )
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column()
-    grid.add_column(overflow="fold")
+    grid = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for name, value in rows:
         if value:
             grid.add_row(name, Text(str(value)))
