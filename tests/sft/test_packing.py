@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from slivertune import SFT, SFTConfig
+from slivertune.sft.growth import Estimate
 from slivertune.sft.moments import PackedAdamMoments
-from slivertune.sft.packing import TILE, PackedPositions, rounded_at_random, rounding_generator
+from slivertune.sft.packing import TILE, Positions, rounded_at_random, rounding_generator
 from tests.helpers.models import tiny_llama, token_batches
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
 
@@ -16,9 +17,9 @@ def test_positions_come_back_as_they_were(size: int) -> None:
     indices = torch.randperm(size)[:count].sort().values.int()
     edges = [at for at in (0, TILE - 1, TILE, TILE + TILE // 2, size - 1) if 0 <= at < size]
     indices = torch.cat([indices, torch.tensor(edges, dtype=torch.int32)]).unique()
-    packed = PackedPositions(indices, size)
+    packed = Positions(indices, size, packed=True)
     assert packed.get().dtype == torch.int32 and torch.equal(packed.get(), indices)
-    num_bytes = sum(tensor.nbytes for tensor in packed.tensors())
+    num_bytes = sum(tensor.nbytes for tensor in packed.tensors)
     assert num_bytes == 2 * indices.numel() + 4 * -(-size // TILE)
     packed.set(indices[::2])
     assert torch.equal(packed.get(), indices[::2])
@@ -72,18 +73,16 @@ def test_packed_ages_are_those_of_the_unpacked_run() -> None:
 
 
 def test_cohorts_beyond_256_lose_the_oldest_alone() -> None:
-    moments = PackedAdamMoments(300, torch.device("cpu"))
+    moments = PackedAdamMoments(300, (0.9, 0.999), torch.device("cpu"))
     moments.cohort = torch.arange(256).repeat(2)[:300].to(torch.uint8)
     moments.cohort_ages = torch.arange(5, 256 + 5, dtype=torch.int32)
     ages = moments.cohort_ages[moments.cohort.long()]
     kept = torch.ones(300, dtype=torch.bool)
     kept[299] = False
-    from slivertune.sft.growth import Estimate
-
     seeds = Estimate(
         indices=torch.tensor([7], dtype=torch.int32), mean=torch.ones(1), mean_square=torch.ones(1), num_steps=3
     )
-    moments.replace(torch.nonzero(kept).view(-1), 1, seeds, torch.arange(300), {"betas": (0.9, 0.999)})
+    moments.replace(torch.nonzero(kept).view(-1), seeds, torch.arange(300), {"betas": (0.9, 0.999)})
     after = moments.cohort_ages[moments.cohort.long()]
     assert moments.cohort_ages.numel() == 256 and after[299] == 3
     young = ages[:299] < ages.max()

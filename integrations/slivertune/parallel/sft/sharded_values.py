@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from slivertune.parallel.consistency.heartbeat import guard
-from slivertune.sft.pretrained_values import PretrainedValues, bits_differ
 from slivertune.sft.targets import Target
+from slivertune.sft.weight import PretrainedValues, bits_differ
 
 
 class ShardedPretrainedValues(PretrainedValues):

@@ -20,8 +20,8 @@ from slivertune.parallel.zero.engine import initialize_over, prepare_over, repla
 from slivertune.parallel.zero.own_step import engine_over_placeholder, is_last_backward
 from slivertune.parallel.zero.unsupported import check_sft_config
 from slivertune.sft import SFT
-from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.targets import Target
+from slivertune.sft.weight import PretrainedValues
 
 
 def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
