@@ -8,10 +8,9 @@ from torch import nn
 
 from slivertune.deltas import applied
 from slivertune.deltas.applied import AppliedDeltas, apply
-from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.delta import Overlap, SparseDelta, sum_deltas
 from slivertune.deltas.delta_file import load, save_pretrained
 from slivertune.deltas.names import NameIndex
-from slivertune.deltas.overlap import Overlap, sum_deltas
 from slivertune.deltas.sparse_file import DeltaFileError
 from slivertune.sft import SFT, SFTConfig
 from tests.deltas.files import (

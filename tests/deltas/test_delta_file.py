@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from slivertune.deltas import apply, base_hash, delta_file
-from slivertune.deltas.base_hash import hash_tensor
+from slivertune.deltas import apply, delta_file, hashes
 from slivertune.deltas.delta import SparseDelta, apply_delta, read_flat
 from slivertune.deltas.delta_file import DELTA_FILE, load, save_pretrained
+from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.sparse_file import DeltaFileError
 from slivertune.sft import SFT, SFTConfig
 from tests.deltas.files import UP, change_table, damage, deltas_of, named, random_delta, write_deltas
@@ -29,14 +29,14 @@ def sha256(tensor: torch.Tensor) -> str:
 def test_a_hash_is_that_of_the_bits_whatever_the_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = (100 * torch.rand(7, 6, 5)).to(dtype)
     for chunk in (2**24, 64, 16, 4):
-        monkeypatch.setattr(base_hash, "CHUNK_BYTES", chunk)
+        monkeypatch.setattr(hashes, "CHUNK_BYTES", chunk)
         for view in (tensor, tensor.transpose(0, 2), tensor[::2], tensor[0, 0, ::2], tensor[1, 1, 1], tensor[:0]):
             assert hash_tensor(view) == sha256(view)
 
 
 @pytest.mark.parametrize("chunk", [2**24, 64, 20, 4])
 def test_a_hash_may_take_a_tensor_for_another_one(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_hash, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(hashes, "CHUNK_BYTES", chunk)
     for tensor in (torch.rand(6, 7), torch.rand(7, 6).T):
         before = tensor.clone()
         for indices in ([], [0], [41], [3, 4, 5, 20, 40], list(range(42))):
@@ -56,9 +56,9 @@ def test_a_hash_tells_zeros_of_two_signs_and_nans_apart() -> None:
 
 
 def test_hashing_copies_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_hash, "CHUNK_BYTES", 1024)
-    sizes = [piece.numel() * 4 for piece in base_hash._pieces(torch.rand(64, 96).T)]
-    sizes += [piece.numel() * 4 for piece in base_hash._pieces(torch.rand(64, 96))]
+    monkeypatch.setattr(hashes, "CHUNK_BYTES", 1024)
+    sizes = [piece.numel() * 4 for piece in hashes._pieces(torch.rand(64, 96).T)]
+    sizes += [piece.numel() * 4 for piece in hashes._pieces(torch.rand(64, 96))]
     assert sum(sizes) == 2 * 64 * 96 * 4
     assert max(sizes) <= 1024
 

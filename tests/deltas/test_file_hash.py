@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from slivertune.deltas import apply, file_hash, load, save_pretrained
+from slivertune.deltas import apply, hashes, load, save_pretrained
 from slivertune.deltas.delta_file import DELTA_FILE
-from slivertune.deltas.file_hash import has_its_hash
+from slivertune.deltas.hashes import has_its_hash
 from slivertune.deltas.merge import UNDO_FILE, merge, unmerge
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
 from slivertune.deltas.sparse_file import DeltaFileError
@@ -91,7 +91,7 @@ def test_the_hash_is_of_all_bytes_with_zeros_in_its_own_place(deltas: Path) -> N
 def test_the_hash_does_not_depend_on_how_much_is_read_at_once(
     chunk: int, deltas: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_hash, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(hashes, "CHUNK_BYTES", chunk)
     load(deltas)
 
 

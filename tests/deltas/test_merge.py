@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import slivertune
 from slivertune.deltas import plain_checkpoint
 from slivertune.deltas.applied import apply
-from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
+from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.merge import REPORT_FILE, UNDO_FILE, merge, unmerge
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER, open_checkpoint
 from slivertune.deltas.sparse_file import DeltaFileError

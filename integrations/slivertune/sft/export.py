@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
+from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.names import name_before
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.weight import SparseWeight
