@@ -6,22 +6,21 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from slivertune import SFT, SFTConfig
+from slivertune import SFT
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama, token_batches, twin
+from tests.sft.runs import sft_over, token_rows, train
 
 UPDATES = 14
 
 
 def build(model: Any, selection: str) -> tuple[SFT, LambdaLR]:
-    config = SFTConfig(density=0.1, selection=selection, reselection_interval=6, estimation_steps=4)
-    optimizer = SFT(model, config=config, lr=1e-2, total_steps=UPDATES)
+    optimizer = sft_over(model, selection=selection, reselection_interval=6, estimation_steps=4, total_steps=UPDATES)
     return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
 def loader(count: int) -> Any:
-    rows = [{key: value[at] for key, value in batch.items()} for batch in token_batches(count) for at in range(2)]
-    return DataLoader(rows, batch_size=2)
+    return DataLoader(token_rows(count), batch_size=2)
 
 
 @pytest.mark.slow
@@ -91,9 +90,7 @@ def test_a_saved_accelerator_continues_to_the_bit_inside_an_open_phase(tmp_path:
 def test_prepare_changes_nothing_in_the_optimizer() -> None:
     model = tiny_llama()
     sft, _ = build(model, "accumulated_gradient")
-    for batch in token_batches(2):
-        model(**batch).loss.backward()
-        sft.step()
+    train(model, sft, token_batches(2))
     before = sft.state_dict()
     with one_device() as accelerator:
         accelerator.prepare(model, sft)

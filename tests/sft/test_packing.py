@@ -3,12 +3,12 @@ import statistics
 import pytest
 import torch
 
-from slivertune import SFT, SFTConfig
 from slivertune.sft.growth import Estimate
 from slivertune.sft.moments import PackedAdamMoments
 from slivertune.sft.packing import TILE, Positions, rounded_at_random, rounding_generator
 from tests.helpers.models import tiny_llama, token_batches
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+from tests.sft.runs import sft_over
 
 
 @pytest.mark.parametrize("size", [1, 100, TILE, TILE + 1, 5 * TILE + 77])
@@ -58,8 +58,7 @@ def test_the_rounding_differs_between_tensors_updates_and_seeds_and_repeats() ->
 def test_packed_ages_are_those_of_the_unpacked_run() -> None:
     """Positions may differ in time, as bf16 deltas rank differently; who is how old follows from when it was grown."""
     model = Prescribed(SHAPES)
-    config = SFTConfig(density=0.2, reselection_interval=5, estimation_steps=3, targets=NAMES, packed=True)
-    optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)
+    optimizer = sft_over(model, density=0.2, reselection_interval=5, estimation_steps=3, targets=NAMES, packed=True)
     ages = {name: dict.fromkeys(delta.indices.tolist(), 0) for name, delta in optimizer.deltas().items()}
     for gradients in prescribed_gradients(30):
         model(gradients).backward()
@@ -101,10 +100,16 @@ def test_the_loss_of_packed_runs_is_within_the_noise_of_unpacked_ones(selection:
     for packed, losses in results.items():
         for seed in range(4):
             model = tiny_llama(torch.bfloat16)
-            config = SFTConfig(
-                density=0.05, selection=selection, reselection_interval=10, estimation_steps=3, packed=packed, seed=seed
+            optimizer = sft_over(
+                model,
+                density=0.05,
+                selection=selection,
+                reselection_interval=10,
+                estimation_steps=3,
+                packed=packed,
+                seed=seed,
+                lr=1e-2 if selection[0] == "a" else 3e-2,
             )
-            optimizer = SFT(model, config=config, lr=1e-2 if selection[0] == "a" else 3e-2, total_steps=40)
             for _ in range(40):
                 for batch in batches:
                     (model(**batch).loss / 3).backward()

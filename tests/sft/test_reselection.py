@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from slivertune import SFT, SFTConfig
+from slivertune import SFTConfig
 from slivertune.sft.reselection import BudgetRequest, Schedule, share_out
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients, reselection_times
+from tests.sft.runs import sft_over
 
 
 def request(scores: list[float], kept: int, share: int) -> BudgetRequest:
@@ -36,8 +37,8 @@ def test_the_total_is_kept_even_where_the_bounds_cannot_be() -> None:
 def test_weights_move_to_the_tensor_with_the_larger_gradients(selection: str) -> None:
     model = Prescribed(SHAPES)
     before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
-    config = SFTConfig(
-        density=0.1,
+    optimizer = sft_over(
+        model,
         selection=selection,
         reselection_interval=6,
         estimation_steps=3,
@@ -45,7 +46,6 @@ def test_weights_move_to_the_tensor_with_the_larger_gradients(selection: str) ->
         targets=NAMES,
         redistribute=True,
     )
-    optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)
     shares = {name: delta.num_weights for name, delta in optimizer.deltas().items()}
     total = optimizer.num_weights
     for gradients in prescribed_gradients(30):
@@ -69,10 +69,9 @@ def test_redistribution_catches_more_of_the_gradient() -> None:
     caught = []
     for redistribute in (False, True):
         model = Prescribed(SHAPES)
-        config = SFTConfig(
-            density=0.1, reselection_interval=6, estimation_steps=3, targets=NAMES, redistribute=redistribute
+        optimizer = sft_over(
+            model, reselection_interval=6, estimation_steps=3, targets=NAMES, redistribute=redistribute
         )
-        optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)
         mass = 0.0
         for gradients in prescribed_gradients(12):
             gradients["third.weight"] = 4 * gradients["third.weight"]

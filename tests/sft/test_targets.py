@@ -6,6 +6,7 @@ from torch import nn
 
 from slivertune import SFT, SFTConfig
 from tests.helpers.models import tiny_bert, tiny_gpt2, tiny_llama
+from tests.sft.runs import sft_over
 
 LLAMA_LINEAR = [
     f"model.layers.{block}.{part}.weight"
@@ -18,7 +19,7 @@ LLAMA_LINEAR = [
 
 
 def names(model: nn.Module, **options: Any) -> list[str]:
-    return list(SFT(model, config=SFTConfig(**{"density": 0.1, **options}), lr=1.0, total_steps=9).deltas())
+    return list(sft_over(model, **options).deltas())
 
 
 def test_by_default_the_linear_layers_of_the_blocks_are_trained() -> None:

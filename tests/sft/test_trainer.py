@@ -8,8 +8,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from slivertune import SFT, SFTConfig
-from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama, token_batches
+from slivertune import SFT
+from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama
+from tests.sft.runs import over, token_rows
 
 UPDATES = 14
 LIMIT = 0.05
@@ -23,14 +24,8 @@ class StopAt(TrainerCallback):
         control.should_training_stop = control.should_save = state.global_step == self.step
 
 
-def rows(count: int) -> list[dict[str, torch.Tensor]]:
-    return [{key: value[at] for key, value in batch.items()} for batch in token_batches(count) for at in range(2)]
-
-
 def build(selection: str, form: str) -> tuple[Any, SFT]:
-    model = tiny_llama()
-    config = SFTConfig(density=0.1, selection=selection, reselection_interval=6, estimation_steps=4, form=form)
-    return model, SFT(model, config=config, lr=1e-2, total_steps=UPDATES)
+    return over(tiny_llama(), selection=selection, form=form, total_steps=UPDATES)
 
 
 def train(
@@ -60,7 +55,7 @@ def train(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=rows(2 * UPDATES),
+        train_dataset=token_rows(2 * UPDATES),
         optimizers=(optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))),
         callbacks=[] if stop is None else [StopAt(stop)],
     )
