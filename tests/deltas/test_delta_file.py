@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 from slivertune.deltas import apply, delta_file
-from slivertune.deltas.delta import SparseDelta, apply_delta, read_flat
+from slivertune.deltas.additions import add_rounded
+from slivertune.deltas.delta import SparseDelta, read_flat, write_flat
 from slivertune.deltas.delta_file import DELTA_FILE, load, save_pretrained
 from slivertune.deltas.sparse_file import DeltaFileError
 from slivertune.sft import SFT, SFTConfig
@@ -38,8 +39,7 @@ def test_deltas_come_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None
 
 
 def test_the_file_is_safetensors_with_its_version_and_costs_8_bytes_a_weight(tmp_path: Path) -> None:
-    model = tiny_llama()
-    write_deltas(tmp_path / "deltas", model, UP)
+    write_deltas(tmp_path / "deltas", tiny_llama(), UP)
     with safe_open(tmp_path / "deltas" / DELTA_FILE, "pt") as file:
         assert file.metadata()["version"] == "2"
         assert {key: file.get_slice(key).get_dtype() for key in file.keys()} == {  # noqa: SIM118
@@ -227,8 +227,7 @@ HOSTILE: list[tuple[Change, str]] = [
 
 @pytest.mark.parametrize(("change", "message"), HOSTILE, ids=[message[:40] for _, message in HOSTILE])
 def test_a_hostile_file_is_refused_with_what_is_wrong_with_it(change: Change, message: str, tmp_path: Path) -> None:
-    model = tiny_llama()
-    folder = damage(write_deltas(tmp_path / "deltas", model), change)
+    folder = damage(write_deltas(tmp_path / "deltas", tiny_llama()), change)
     with pytest.raises(DeltaFileError, match=message.replace("UP", UP.replace(".", r"\."))):
         load(folder)
 
@@ -286,7 +285,7 @@ def test_a_model_that_holds_the_sums_is_saved_with_the_pretrained_values_beside(
     deltas = deltas_of(model)
     values = {name: read_flat(model.get_parameter(name), delta.indices) for name, delta in deltas.items()}
     for name, delta in deltas.items():
-        apply_delta(model.get_parameter(name), values[name], delta)
+        write_flat(model.get_parameter(name), delta.indices, add_rounded(name, values[name], delta.values))
     save_pretrained(tmp_path / "deltas", deltas, config={}, base=named(model), base_values=values)
     load(tmp_path / "deltas", base=named(tiny_llama(dtype)))
     with pytest.raises(DeltaFileError, match="was trained on another base"):
@@ -303,8 +302,7 @@ def test_a_model_that_holds_the_sums_is_saved_with_the_pretrained_values_beside(
 def test_deltas_over_codes_are_known_by_the_codes(tmp_path: Path) -> None:
     codes = torch.randint(0, 255, (768, 1), dtype=torch.uint8)
     save_pretrained(tmp_path / "deltas", {UP: random_delta((48, 32), 9, 0)}, config={}, base={UP: codes})
-    found = load(tmp_path / "deltas", base={UP: codes})
-    assert found.base[UP].is_quantized
+    assert load(tmp_path / "deltas", base={UP: codes}).base[UP].is_quantized
     with pytest.raises(DeltaFileError, match="was trained on another base"):
         load(tmp_path / "deltas", base={UP: codes + 1})
 

@@ -499,6 +499,5 @@ def test_a_hostile_undo_file_is_refused(change: Any, message: str, tmp_path: Pat
 def test_a_base_that_holds_nan_comes_back_to_the_bit(tmp_path: Path) -> None:
     model = tiny_llama(torch.bfloat16)
     model.get_parameter(UP).data.view(torch.int16)[:] = 0x7FC1
-    base = save_model(model, tmp_path / "base")
-    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    merge(save_model(model, tmp_path / "base"), write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
     assert_unmerging_gives_the_base(tmp_path)

@@ -28,8 +28,7 @@ def test_the_deltas_stay_fp32_when_the_model_is_cast() -> None:
     optimizer = attached(model)
     model.to(torch.bfloat16)
     assert {phi.dtype for phi in optimizer.param_groups[0]["params"]} == {torch.float32}
-    model(**token_batches(1)[0]).loss.backward()
-    optimizer.step()
+    train(model, optimizer, [token_batches(1)[0]])
     assert {phi.dtype for phi in optimizer.param_groups[0]["params"]} == {torch.float32}
 
 

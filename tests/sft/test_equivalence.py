@@ -101,8 +101,7 @@ def test_fixed_indices_are_adamw_with_a_masked_gradient(build: Any) -> None:
         return chosen(other, masks)
 
     for batch in batches:
-        model(**batch).loss.backward()
-        optimizer.step()
+        train(model, optimizer, [batch])
         for name, value in before.items():
             idle = ~masks[name] if name in masks else torch.ones_like(value, dtype=torch.bool)
             assert torch.equal(bits(model.get_parameter(name).detach()[idle]), bits(value[idle]))
@@ -141,10 +140,8 @@ def test_with_some_rows_detached_it_is_masked_adamw_over_the_same_rows(form: str
         return chosen(other, deltas)
 
     for batch in token_batches(12):
-        model(**batch).loss.backward()
-        optimizer.step()
-        untouched(**batch).loss.backward()
-        whole.step()
+        train(model, optimizer, [batch])
+        train(untouched, whole, [batch])
     for each in (optimizer, whole):
         each.detach()
     assert_step_close(chosen(model, deltas), *with_exact(reference), cap=CAP)
@@ -164,8 +161,7 @@ class DenseSM3:
         gradient = gradient.double().view(self.weight.shape)
         nu = torch.minimum(self.rows[:, None], self.columns[None, :]) + gradient**2
         self.rows, self.columns = nu.amax(1), nu.amax(0)
-        update = gradient / nu.sqrt()
-        self.average = self.momentum * self.average + (1 - self.momentum) * update
+        self.average = self.momentum * self.average + (1 - self.momentum) * (gradient / nu.sqrt())
         self.weight -= self.lr * self.average
 
 
@@ -184,8 +180,7 @@ def test_ma_at_density_1_is_dense_sm3(momentum: float) -> None:
         momentum=momentum,
     )
     for gradients in prescribed_gradients(STEPS):
-        model(gradients).backward()
-        optimizer.step()
+        train(model, optimizer, [gradients])
         for name, reference in dense.items():
             reference.step(gradients[name])
     for name, reference in dense.items():

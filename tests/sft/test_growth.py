@@ -65,8 +65,7 @@ def test_an_abandoned_update_is_forgotten() -> None:
     estimate = estimator.estimate()
     assert estimate is not None and estimate.num_steps == 2
     assert set(estimate.indices.tolist()) == set(steps[1].abs().topk(50).indices.tolist())
-    mean = (steps[1] + steps[3]) / 2
-    assert_sums_close(estimate.mean, mean[estimate.indices.long()], 2)
+    assert_sums_close(estimate.mean, ((steps[1] + steps[3]) / 2)[estimate.indices.long()], 2)
 
 
 def test_seeded_moments_do_not_depend_on_the_number_of_micro_batches() -> None:
@@ -97,8 +96,7 @@ def test_the_streaming_pool_finds_twice_as_much_as_the_first_micro_batch() -> No
 
     def micro_batch() -> dict[str, torch.Tensor]:
         # Counting up from somewhere, with one token in five wrong: learnable, and noisy to the end.
-        start = torch.randint(61, (2, 1), generator=generator)
-        ids = (start + torch.arange(12)) % 61
+        ids = (torch.randint(61, (2, 1), generator=generator) + torch.arange(12)) % 61
         wrong = torch.rand(ids.shape, generator=generator) < 0.2
         ids = torch.where(wrong, torch.randint(61, ids.shape, generator=generator), ids)
         return {"input_ids": ids, "labels": ids}

@@ -5,7 +5,7 @@ import torch
 
 from slivertune import SFT, Ledger, SFTConfig
 from tests.helpers.models import tiny_llama, token_batches
-from tests.sft.runs import sft_over
+from tests.sft.runs import sft_over, train
 
 GAMMA, INTERVAL = 3, 7
 
@@ -64,8 +64,7 @@ def test_an_estimation_phase_costs_what_it_says_and_ends() -> None:
         optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)
         seen = []
         for batch in token_batches(16):
-            model(**batch).loss.backward()
-            optimizer.step()
+            train(model, optimizer, [batch])
             seen.append(ledger.current().state / optimizer.num_weights)
     # Updates 3, 7 and 14 end a phase; between its updates the candidates take 16 bytes.
     assert seen == [20 + 16 * (t in (1, 2, 5, 6, 12, 13)) for t in range(1, 17)]

@@ -8,19 +8,17 @@ from slivertune.sft.moments import PackedAdamMoments
 from slivertune.sft.packing import TILE, Positions, rounded_at_random, rounding_generator
 from tests.helpers.models import tiny_llama, token_batches
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
-from tests.sft.runs import sft_over
+from tests.sft.runs import sft_over, train
 
 
 @pytest.mark.parametrize("size", [1, 100, TILE, TILE + 1, 5 * TILE + 77])
 def test_positions_come_back_as_they_were(size: int) -> None:
-    count = max(1, size // 50)
-    indices = torch.randperm(size)[:count].sort().values.int()
+    indices = torch.randperm(size)[: max(1, size // 50)].sort().values.int()
     edges = [at for at in (0, TILE - 1, TILE, TILE + TILE // 2, size - 1) if 0 <= at < size]
     indices = torch.cat([indices, torch.tensor(edges, dtype=torch.int32)]).unique()
     packed = Positions(indices, size, packed=True)
     assert packed.get().dtype == torch.int32 and torch.equal(packed.get(), indices)
-    num_bytes = sum(tensor.nbytes for tensor in packed.tensors)
-    assert num_bytes == 2 * indices.numel() + 4 * -(-size // TILE)
+    assert sum(tensor.nbytes for tensor in packed.tensors) == 2 * indices.numel() + 4 * -(-size // TILE)
     packed.set(indices[::2])
     assert torch.equal(packed.get(), indices[::2])
 
@@ -61,8 +59,7 @@ def test_packed_ages_are_those_of_the_unpacked_run() -> None:
     optimizer = sft_over(model, density=0.2, reselection_interval=5, estimation_steps=3, targets=NAMES, packed=True)
     ages = {name: dict.fromkeys(delta.indices.tolist(), 0) for name, delta in optimizer.deltas().items()}
     for gradients in prescribed_gradients(30):
-        model(gradients).backward()
-        optimizer.step()
+        train(model, optimizer, [gradients])
         for name, state in optimizer.state_dict()["state"].items():
             now = state["cohort_ages"][state["cohort"].long()].tolist()
             positions = state["indices"].tolist()

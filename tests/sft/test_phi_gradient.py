@@ -34,8 +34,7 @@ def test_entries_are_those_of_the_dense_gradient(rows: int, dtype: torch.dtype) 
     assert_products_close(gradient, output_gradient, inputs, indices)
     assert len(seen) == -(-rows // CHUNK_ROWS)
     assert all(chunk.numel() <= CHUNK_ROWS * 50 for _, chunk in seen)
-    ends = [start + chunk.numel() for start, chunk in seen]
-    assert [start for start, _ in seen] == [0, *ends[:-1]]
+    assert [start for start, _ in seen] == [0, *[start + chunk.numel() for start, chunk in seen][:-1]]
     whole = torch.cat([chunk for _, chunk in seen])
     assert_products_close(whole, output_gradient, inputs)
     assert torch.equal(gradient, whole[indices.long()].float())

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from slivertune import SFTConfig
-from slivertune.sft.reselection import BudgetRequest, Schedule, share_out
+from slivertune.sft.reselection import Schedule, share_out
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients, reselection_times
-from tests.sft.runs import sft_over
+from tests.sft.runs import sft_over, train
 
 
-def request(scores: list[float], kept: int, share: int) -> BudgetRequest:
-    return BudgetRequest(scores=torch.tensor(scores), num_kept=kept, share=share)
+def request(scores: list[float], kept: int, share: int) -> tuple[torch.Tensor, int, int]:
+    return torch.tensor(scores), share, kept
 
 
 def test_the_highest_scores_win_over_all_tensors() -> None:
@@ -24,13 +24,11 @@ def test_no_tensor_falls_below_a_quarter_or_rises_above_four_times_its_share() -
     requests = [request([1.0] * 20, 0, 4), request([9.0] * 20, 0, 4)]
     assert share_out(requests, 8) == [1, 7]
     assert share_out(requests, 19) == [3, 16]
-    kept = [request([1.0] * 20, 1, 4), request([9.0] * 20, 14, 4)]
-    assert share_out(kept, 5) == [3, 2]
+    assert share_out([request([1.0] * 20, 1, 4), request([9.0] * 20, 14, 4)], 5) == [3, 2]
 
 
 def test_the_total_is_kept_even_where_the_bounds_cannot_be() -> None:
-    requests = [request([1.0] * 20, 0, 1), request([9.0] * 20, 0, 1)]
-    assert sum(share_out(requests, 30)) == 30
+    assert sum(share_out([request([1.0] * 20, 0, 1), request([9.0] * 20, 0, 1)], 30)) == 30
 
 
 @pytest.mark.parametrize("selection", ["accumulated_gradient", "momentum"])
@@ -50,16 +48,14 @@ def test_weights_move_to_the_tensor_with_the_larger_gradients(selection: str) ->
     total = optimizer.num_weights
     for gradients in prescribed_gradients(30):
         gradients["first.weight"] = 5 * gradients["first.weight"]
-        model(gradients).backward()
-        optimizer.step()
+        train(model, optimizer, [gradients])
         deltas = optimizer.deltas()
         assert optimizer.num_weights == total
         for name, delta in deltas.items():
             assert shares[name] / 4 <= delta.num_weights <= 4 * shares[name]
             idle = torch.ones(before[name].numel(), dtype=torch.bool)
             idle[delta.indices.long()] = False
-            now = model.get_parameter(name).detach().flatten()
-            assert torch.equal(now[idle], before[name].flatten()[idle])
+            assert torch.equal(model.get_parameter(name).detach().flatten()[idle], before[name].flatten()[idle])
     counts = {name: delta.num_weights for name, delta in deltas.items()}
     assert counts["first.weight"] > 1.5 * shares["first.weight"]
     assert counts["second.weight"] < shares["second.weight"]
@@ -75,8 +71,7 @@ def test_redistribution_catches_more_of_the_gradient() -> None:
         mass = 0.0
         for gradients in prescribed_gradients(12):
             gradients["third.weight"] = 4 * gradients["third.weight"]
-            model(gradients).backward()
-            optimizer.step()
+            train(model, optimizer, [gradients])
             if optimizer.updates > 3:
                 mass += sum(
                     float(gradients[name].flatten()[delta.indices.long()].abs().sum())
@@ -95,8 +90,7 @@ def test_reselections_come_when_the_paper_says(selection: str, interval: int, ga
     config = SFTConfig(selection=selection, reselection_interval=interval, estimation_steps=gamma)
     schedule = Schedule.of(config, TOTAL)
     wanted = reselection_times(selection, TOTAL, interval, gamma)
-    found = [t for t in range(1, TOTAL + 1) if schedule.next_reselection(t - 1) == t]
-    assert found == wanted
+    assert [t for t in range(1, TOTAL + 1) if schedule.next_reselection(t - 1) == t] == wanted
     for end in wanted:
         in_phase = [t for t in range(1, TOTAL + 1) if end in schedule.open_phases(t - 1)]
         # The phase is the gamma updates up to and including the reselection.

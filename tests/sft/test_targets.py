@@ -82,8 +82,7 @@ def test_the_number_of_weights_is_what_was_asked_for(options: dict[str, Any], co
     assert optimizer.num_weights == count
     share = count / sum(rows * columns for rows, columns in shapes)
     for delta in optimizer.deltas().values():
-        size = delta.shape[0] * delta.shape[1]
-        assert abs(delta.num_weights - share * size) <= 1
+        assert abs(delta.num_weights - share * (delta.shape[0] * delta.shape[1])) <= 1
 
 
 def test_the_default_rank_is_lowered_to_what_fits_and_one_that_was_asked_for_is_not() -> None:

@@ -67,17 +67,6 @@ def check_positions(indices: torch.Tensor, num_elements: int) -> None:
         )
 
 
-def apply_delta(weight: torch.Tensor, base: torch.Tensor, delta: SparseDelta) -> None:
-    """Set the delta's positions of a weight to base + value, added in fp32 and rounded once.
-
-    Args:
-        weight: The tensor to change, contiguous or not, any floating dtype.
-        base: The pretrained values at the delta's positions, shape (n,), in the weight's dtype.
-        delta: What to add.
-    """
-    write_flat(weight, delta.indices, (base.float() + delta.values).to(weight.dtype))
-
-
 def read_flat(tensor: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Copy the entries of a tensor at flat positions (row-major, whatever the strides)."""
     return tensor.detach().take(indices.long())

@@ -61,8 +61,7 @@ class ModelHooks:
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self.is_on = False
         """Whether the model has it."""
-        self._handles: list[RemovableHandle] = []
-        self._layers: list[DeltaLayer] = []
+        self._handles: list[RemovableHandle | DeltaLayer] = []
         self._required: dict[int, tuple[nn.Parameter, bool]] = {}
         """Parameters of the model, by identity, and whether each is to require a gradient."""
         self._trained: dict[int, str] = {}
@@ -81,7 +80,7 @@ class ModelHooks:
                 parameter = weight.target.parameter.requires_grad_(True)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(at)))
             else:
-                self._layers.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
+                self._handles.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
         if not self._gradient_sync.communicator.is_alone:
             self._handles += self._gradient_sync.watch(self._model)
         # On a layer, as a model that is a container would count it among its layers and call it.
@@ -116,9 +115,7 @@ class ModelHooks:
         """Leave the model without any of it, still frozen."""
         for handle in self._handles:
             handle.remove()
-        for layer in self._layers:
-            layer.remove()
-        self._handles, self._layers, self._required, self._trained = [], [], {}, {}
+        self._handles, self._required, self._trained = [], {}, {}
         if hasattr(self._owner, DELTA_PARAMETERS_NAME):
             delattr(self._owner, DELTA_PARAMETERS_NAME)
         self.is_on = False

@@ -209,9 +209,9 @@ class Reselection:
         filled = [(name, each, pool) for name, each, pool in pools if pool is not None]
         if not filled:
             return
-        requests = [BudgetRequest(scores=pool, num_kept=0, share=self._shares[name]) for name, _, pool in filled]
-        total = sum(each.num_candidates for _, each, _ in filled)
-        for (_, estimator, _), count in zip(filled, share_out(requests, total), strict=True):
+        pools_and_shares = [(pool, self._shares[name], 0) for name, _, pool in filled]
+        counts = share_out(pools_and_shares, sum(each.num_candidates for _, each, _ in filled))
+        for (_, estimator, _), count in zip(filled, counts, strict=True):
             estimator.num_candidates = count
 
     def reselect(self, updates: int, options: Mapping[str, Any]) -> None:
@@ -238,52 +238,35 @@ class Reselection:
         if not self._config.redistribute or not proposals:
             return dropped
         requests = [
-            BudgetRequest(scores=proposal.scores, num_kept=weight.num_active - count, share=self._shares[weight.name])
+            (proposal.scores, self._shares[weight.name], weight.num_active - count)
             for (weight, proposal), count in zip(proposals, dropped, strict=True)
         ]
         return share_out(requests, sum(dropped))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetRequest:
-    """A tensor that takes part in sharing out."""
-
-    scores: torch.Tensor
-    """fp32, shape (m,): worth of each position it could take."""
-    num_kept: int
-    """Weights that it has anyway."""
-    share: int
-    """Weights that it began with."""
-
-
-def share_out(requests: Sequence[BudgetRequest], total: int) -> list[int]:
+def share_out(requests: Sequence[tuple[torch.Tensor, int, int]], total: int) -> list[int]:
     """Give positions to the highest scores over all tensors, within each tensor's bounds.
 
     A tensor ends with a quarter to four times its share, as far as its positions and the total allow.
 
     Args:
-        requests: The tensors.
+        requests: For each tensor that takes part the worth of each position it could take, fp32, shape (m,); the
+            weights that it began with; and those that it has anyway.
         total: Positions to give away, at most as many as there are.
 
     Returns:
         Positions for each tensor; they add up to `total`.
     """
-    free = [each.scores.numel() for each in requests]
-    lows = [
-        min(most, max(0, math.ceil(LEAST_SHARE * each.share) - each.num_kept))
-        for each, most in zip(requests, free, strict=True)
-    ]
-    highs = [
-        min(most, max(0, int(MOST_SHARE * each.share) - each.num_kept))
-        for each, most in zip(requests, free, strict=True)
-    ]
+    free = [scores.numel() for scores, _, _ in requests]
+    lows = [min(len(scores), max(0, math.ceil(LEAST_SHARE * share) - kept)) for scores, share, kept in requests]
+    highs = [min(len(scores), max(0, int(MOST_SHARE * share) - kept)) for scores, share, kept in requests]
     if sum(lows) > total:
         lows = [0] * len(requests)
     if sum(highs) < total:
         highs = free
     ranges = [
-        each.scores.sort(descending=True).values[low:high].cpu()
-        for each, low, high in zip(requests, lows, highs, strict=True)
+        scores.sort(descending=True).values[low:high].cpu()
+        for (scores, _, _), low, high in zip(requests, lows, highs, strict=True)
     ]
     chosen = largest_of(torch.cat(ranges), total - sum(lows)).split([part.numel() for part in ranges])
     return [low + int(more.sum()) for low, more in zip(lows, chosen, strict=True)]

@@ -158,8 +158,7 @@ class SparseWeight:
     def is_changed_in_shards(self) -> torch.Tensor | None:
         """Whether somebody else has set active entries of this rank's share since the weight was shared out.
 
-        Returns:
-            bool, without dimensions; nothing waits for the device. None for a weight that every rank holds.
+        A bool without dimensions; nothing waits for the device. None for a weight that every rank holds.
         """
         if self.pretrained.is_whole or self.kept_base is None:
             return None
@@ -215,9 +214,7 @@ class SparseWeight:
 
     def delta(self) -> SparseDelta:
         """A copy of positions and deltas."""
-        return SparseDelta(
-            indices=self.indices.clone(), values=self.phi.detach().float().clone(), shape=self.target.shape
-        )
+        return SparseDelta(self.indices.clone(), self.phi.detach().float().clone(), self.target.shape)
 
     def claim(self) -> None:
         """Tell the ledger what is state; a ledger that was entered later counts phi as the model's."""
