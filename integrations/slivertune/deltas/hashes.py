@@ -45,16 +45,13 @@ def hash_tensor(tensor: torch.Tensor, entries: tuple[torch.Tensor, torch.Tensor]
     for piece in _pieces(tensor.detach()):
         flat = piece.contiguous().view(-1).cpu()
         if entries is not None:
-            flat = _with_entries(flat, begin, *entries)
+            indices, values = entries
+            bounds = torch.tensor([begin, begin + len(flat)], dtype=indices.dtype, device=indices.device)
+            part = slice(*torch.searchsorted(indices, bounds).tolist())
+            flat = flat.index_put((indices[part].long().cpu() - begin,), values[part].cpu())
         begin += len(flat)
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _with_entries(flat: torch.Tensor, begin: int, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    bounds = torch.tensor([begin, begin + len(flat)], dtype=indices.dtype, device=indices.device)
-    part = slice(*torch.searchsorted(indices, bounds).tolist())
-    return flat.index_put((indices[part].long().cpu() - begin,), values[part].cpu())
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -54,6 +54,7 @@ class ModelHooks:
     ) -> None:
         self._model = model
         self._weights = weights
+        self._owner = weights[0].target.module
         self._delta_parameters = delta_parameters
         self._gradient_sync = gradient_sync
         self._phi_gradient = phi_gradient
@@ -125,10 +126,6 @@ class ModelHooks:
         for name, parameter in self._model.named_parameters():
             was_trainable = self._was_trainable.get(name_before(name, self._was_trainable))
             parameter.requires_grad_(parameter.requires_grad if was_trainable is None else was_trainable)
-
-    @property
-    def _owner(self) -> nn.Module:
-        return self._weights[0].target.module
 
     def _gradient_hook(self, at: int) -> Callable[[torch.Tensor], None]:
         # A tensor's hooks lie where Python's garbage collector does not look: they must not hold the tensor.

@@ -209,8 +209,8 @@ class Reselection:
         filled = [(name, each, pool) for name, each, pool in pools if pool is not None]
         if not filled:
             return
-        pools_and_shares = [(pool, self._shares[name], 0) for name, _, pool in filled]
-        counts = share_out(pools_and_shares, sum(each.num_candidates for _, each, _ in filled))
+        requests = [(pool, self._shares[name], 0) for name, _, pool in filled]
+        counts = share_out(requests, sum(each.num_candidates for _, each, _ in filled))
         for (_, estimator, _), count in zip(filled, counts, strict=True):
             estimator.num_candidates = count
 

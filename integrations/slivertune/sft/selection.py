@@ -152,8 +152,7 @@ def _filled_with_zeros(
     is_zero = flat[: count + sum(positions.numel() for positions in barred)] == 0
     for positions in barred:
         is_zero.index_fill_(0, positions[positions < is_zero.numel()], False)
-    zeros = torch.nonzero(is_zero).view(-1)[: count - nonzero.numel()]
-    return torch.cat([nonzero, zeros]).sort().values
+    return torch.cat([nonzero, torch.nonzero(is_zero).view(-1)[: count - nonzero.numel()]]).sort().values
 
 
 def contains(sorted_indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
