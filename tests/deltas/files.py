@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,15 @@ QUERY = "model.layers.2.self_attn.q_proj.weight"
 
 def random_delta(shape: tuple[int, ...], num_weights: int, seed: int, scale: float = 0.05) -> SparseDelta:
     generator = torch.Generator().manual_seed(seed)
-    num_elements = int(torch.Size(shape).numel())
-    indices = torch.randperm(num_elements, generator=generator)[:num_weights].sort().values.int()
+    indices = torch.randperm(torch.Size(shape).numel(), generator=generator)[:num_weights].sort().values.int()
     return SparseDelta(indices, scale * torch.randn(num_weights, generator=generator), tuple(shape))
 
 
 def deltas_of(
     model: nn.Module, *names: str, num_weights: int = 40, seed: int = 0, scale: float = 0.05
 ) -> dict[str, SparseDelta]:
-    weights = dict(model.named_parameters(remove_duplicate=False))
     return {
-        name: random_delta(tuple(weights[name].shape), num_weights, seed + number, scale)
+        name: random_delta(tuple(named(model)[name].shape), num_weights, seed + number, scale)
         for number, name in enumerate(names or (UP, DOWN, QUERY))
     }
 
@@ -50,15 +49,19 @@ def same_bits(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Whatever happens inside, the model has the same bits afterwards."""
+    before = bits_of(model)
+    yield
+    assert same_bits(bits_of(model), before)
+
+
 def naive_sum(weight: torch.Tensor, *deltas: SparseDelta) -> torch.Tensor:
     """The weight with dense fp32 sums of the deltas added, rounded once."""
-    total = torch.zeros(weight.numel())
+    total, touched = torch.zeros(weight.numel()), torch.zeros(weight.numel(), dtype=torch.bool)
     for delta in deltas:
-        dense = torch.zeros(weight.numel())
-        dense[delta.indices.long()] = delta.values
-        total += dense
-    touched = torch.zeros(weight.numel(), dtype=torch.bool)
-    for delta in deltas:
+        total[delta.indices.long()] += delta.values
         touched[delta.indices.long()] = True
     sums = (weight.detach().float().flatten() + total).to(weight.dtype)
     return torch.where(touched, sums, weight.detach().flatten()).view(weight.shape)
@@ -100,3 +103,18 @@ def change_table(metadata: dict[str, str], name: str, **said: Any) -> None:
     table = json.loads(metadata["tensors"])
     table[name] |= said
     metadata["tensors"] = json.dumps(table)
+
+
+def sha256(tensor: torch.Tensor) -> str:
+    """Independent: all bits at once, in row-major order."""
+    return hashlib.sha256(bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())).hexdigest()
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class Sharded(torch.Tensor):
+    """As torch's DTensor tells that it is one."""
+
+    def full_tensor(self) -> None: ...

@@ -1,3 +1,5 @@
+"""Deltas on a model: the sums, their removal, names, and what is refused; many short tests of one function."""
+
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -7,17 +9,17 @@ import torch
 from torch import nn
 
 from slivertune.deltas import applied
-from slivertune.deltas.applied import AppliedDeltas, apply
-from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.applied import apply
+from slivertune.deltas.delta import Overlap, SparseDelta, sum_deltas
 from slivertune.deltas.delta_file import load, save_pretrained
 from slivertune.deltas.names import NameIndex
-from slivertune.deltas.overlap import Overlap, sum_deltas
 from slivertune.deltas.sparse_file import DeltaFileError
 from slivertune.sft import SFT, SFTConfig
 from tests.deltas.files import (
     DOWN,
     QUERY,
     UP,
+    Sharded,
     bits_of,
     damage,
     deltas_of,
@@ -25,9 +27,11 @@ from tests.deltas.files import (
     named,
     random_delta,
     same_bits,
+    unchanged,
     write_deltas,
 )
-from tests.helpers.models import SEQUENCE, VOCAB, tiny_llama
+from tests.helpers.models import tiny_llama, token_batches
+from tests.sft.runs import train
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -39,19 +43,17 @@ def test_touched_weights_are_the_fp32_sums_rounded_once_and_come_back_to_the_bit
 ) -> None:
     model = tiny_llama(dtype)
     model.get_parameter(UP).data.view(-1)[:500] = -0.0
-    before = bits_of(model)
-    deltas = deltas_of(model)
+    before, deltas = bits_of(model), deltas_of(model)
     expected = {
-        name: naive_sum(weight, *[deltas[name]] if name in deltas else []) for name, weight in named(model).items()
+        name: naive_sum(weight, *[deltas[name]] if name in deltas else []).view(torch.uint8)
+        for name, weight in named(model).items()
     }
     handle = apply(model, write_deltas(tmp_path / "deltas", model))
-    after = bits_of(model)
-    assert same_bits(after, {name: weight.view(torch.uint8) for name, weight in expected.items()})
-    assert not same_bits(after, before)
-    handle.remove()
-    assert same_bits(bits_of(model), before)
-    handle.remove()
-    assert same_bits(bits_of(model), before)
+    assert same_bits(bits_of(model), expected)
+    assert not same_bits(expected, before)
+    for _ in range(2):
+        handle.remove()
+        assert same_bits(bits_of(model), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -62,11 +64,7 @@ def test_what_training_saves_gives_the_trained_weights_on_a_fresh_base(
     model = tiny_llama(dtype, tied=tied)
     config = SFTConfig(density=0.05, embeddings=True, reselection_interval=4, estimation_steps=2)
     optimizer = SFT(model, config=config, lr=1e-2, total_steps=7)
-    for _ in range(7):
-        tokens = torch.randint(0, VOCAB, (2, SEQUENCE))
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, token_batches(7))
     save_pretrained(
         tmp_path / "deltas",
         optimizer.deltas(),
@@ -77,10 +75,9 @@ def test_what_training_saves_gives_the_trained_weights_on_a_fresh_base(
     optimizer.detach()
     fresh = tiny_llama(dtype, tied=tied)
     before = bits_of(fresh)
-    with apply(fresh, tmp_path / "deltas"):
+    with unchanged(fresh), apply(fresh, tmp_path / "deltas"):
         assert same_bits(bits_of(fresh), bits_of(model))
         assert not same_bits(bits_of(fresh), before)
-    assert same_bits(bits_of(fresh), before)
 
 
 def test_a_delta_far_below_the_weights_spacing_is_not_rounded_before_the_sum() -> None:
@@ -101,25 +98,19 @@ def test_it_is_a_context_manager_that_lets_errors_through() -> None:
     model = tiny_llama()
     before = bits_of(model)
 
-    def fail_under_deltas() -> None:
-        with apply(model, deltas_of(model)):
-            assert not same_bits(bits_of(model), before)
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        fail_under_deltas()
-    assert same_bits(bits_of(model), before)
+    with unchanged(model), pytest.raises(KeyError, match="mine"), apply(model, deltas_of(model)):  # noqa: PT012
+        assert not same_bits(bits_of(model), before)
+        raise KeyError("mine")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_several_deltas_are_summed_and_their_overlap_reported(dtype: torch.dtype, tmp_path: Path) -> None:
     model = tiny_llama(dtype)
-    before = bits_of(model)
     folders = [write_deltas(tmp_path / str(seed), model, UP, DOWN, seed=seed) for seed in (0, 10)]
     third = deltas_of(model, UP, QUERY, seed=20)
     sources: list[dict[str, SparseDelta]] = [*(load(folder).deltas for folder in folders), third]
     expected = naive_sum(model.get_parameter(UP), *(source[UP] for source in sources))
-    with apply(model, [folders[0], load(folders[1]), third]) as handle:
+    with unchanged(model), apply(model, [folders[0], load(folders[1]), third]) as handle:
         assert torch.equal(model.get_parameter(UP), expected)
         counts = {name: torch.zeros(model.get_parameter(name).numel(), dtype=torch.int) for name in (UP, DOWN, QUERY)}
         for source in sources:
@@ -133,7 +124,6 @@ def test_several_deltas_are_summed_and_their_overlap_reported(dtype: torch.dtype
         assert (handle.overlap.num_shared, handle.overlap.num_touched) == (shared, touched)
         assert handle.overlap.share == shared / touched
         assert handle.overlap_of[QUERY].share == 0
-    assert same_bits(bits_of(model), before)
 
 
 def test_deltas_of_one_tensor_must_have_one_shape() -> None:
@@ -145,25 +135,22 @@ def test_deltas_of_one_tensor_must_have_one_shape() -> None:
 def test_a_weight_that_is_not_contiguous_is_changed_at_its_logical_positions() -> None:
     model = nn.Linear(6, 4, bias=False)
     model.weight = nn.Parameter(torch.rand(6, 4).T)
-    before = model.weight.detach().clone()
     delta = random_delta((4, 6), 7, seed=3)
-    expected = naive_sum(before, delta)
+    expected = naive_sum(model.weight, delta)
+    before = model.weight.detach().clone()
     with apply(model, {"weight": delta}):
-        assert torch.equal(model.weight, expected)
-        assert not model.weight.is_contiguous()
+        assert torch.equal(model.weight, expected) and not model.weight.is_contiguous()
     assert torch.equal(model.weight, before)
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
 def test_a_tied_weight_is_changed_once_under_either_name(name: str, tmp_path: Path) -> None:
     model = tiny_llama(tied=True)
-    before = bits_of(model)
     expected = naive_sum(named(model)[name], deltas_of(model, name)[name])
-    with apply(model, write_deltas(tmp_path / "deltas", model, name)) as handle:
+    with unchanged(model), apply(model, write_deltas(tmp_path / "deltas", model, name)) as handle:
         assert torch.equal(model.get_parameter(EMBEDDING), expected)
         assert model.get_parameter(HEAD) is model.get_parameter(EMBEDDING)
         assert handle.overlap == Overlap(40, 0)
-    assert same_bits(bits_of(model), before)
 
 
 def test_deltas_under_both_names_of_a_tied_weight_are_summed_or_refused() -> None:
@@ -235,10 +222,11 @@ def test_another_base_is_refused_and_nothing_changed(dtype: torch.dtype, tmp_pat
     folder = write_deltas(tmp_path / "deltas", tiny_llama(dtype))
     model = tiny_llama(dtype)
     model.get_parameter(QUERY).data.view(torch.int16).view(-1)[-1] ^= 1
-    before = bits_of(model)
-    with pytest.raises(DeltaFileError, match=f"'{QUERY}' was trained on another base: .*remove what was applied"):
+    with (
+        unchanged(model),
+        pytest.raises(DeltaFileError, match=f"'{QUERY}' was trained on another base: .*remove what was applied"),
+    ):
         apply(model, folder)
-    assert same_bits(bits_of(model), before)
     # Its last entry is not among those that are touched.
     apply(model, folder, check_base=False).remove()
     with pytest.raises(DeltaFileError, match=r"was trained on a .* tensor, this one is float16; load or save the base"):
@@ -254,27 +242,23 @@ def test_the_same_deltas_are_not_applied_twice(tmp_path: Path) -> None:
 
 def test_a_hostile_file_changes_nothing(tmp_path: Path) -> None:
     model = tiny_llama()
-    before = bits_of(model)
     good = write_deltas(tmp_path / "good", model)
     bad = damage(
         write_deltas(tmp_path / "bad", model), lambda tensors, _: tensors[f"{DOWN}.indices"].__setitem__(0, -5)
     )
-    with pytest.raises(DeltaFileError, match=r"indices\[0\]=-5"):
+    with unchanged(model), pytest.raises(DeltaFileError, match=r"indices\[0\]=-5"):
         apply(model, [good, bad])
-    assert same_bits(bits_of(model), before)
 
 
 def test_deltas_of_another_model_change_nothing() -> None:
     model = tiny_llama()
-    before = bits_of(model)
     good = deltas_of(model)
     for more, message in (
         ({"model.layers.9.mlp.up_proj.weight": good[UP]}, "names no tensor of the model, or several; use the model"),
         ({"model.norm.weight": good[UP]}, r"has shape \(48, 32\), the model has \(32,\) there; use the base"),
     ):
-        with pytest.raises(DeltaFileError, match=message):
+        with unchanged(model), pytest.raises(DeltaFileError, match=message):
             apply(model, {**good, **more})
-    assert same_bits(bits_of(model), before)
 
 
 def test_a_file_names_its_base_model_when_a_tensor_is_not_found(tmp_path: Path) -> None:
@@ -289,50 +273,44 @@ def test_application_is_all_or_nothing(
     error: BaseException, after_write: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_llama(torch.bfloat16)
-    before = bits_of(model)
-    calls = []
+    calls = failing_write(monkeypatch, error, after_write=after_write)
+    with unchanged(model), pytest.raises(type(error)):
+        apply(model, deltas_of(model))
+    assert len(calls) > 2
+
+
+def failing_write(patch: pytest.MonkeyPatch, error: BaseException, *, after_write: bool) -> list[torch.Tensor]:
+    """Let the second write of a weight fail; the weights that were written."""
+    calls, write = [], applied.write_flat
 
     def fail(weight: torch.Tensor, *more: torch.Tensor) -> None:
         calls.append(weight)
+        if len(calls) != 2 or after_write:
+            write(weight, *more)
         if len(calls) == 2:
-            if after_write:
-                write(weight, *more)
             raise error
-        write(weight, *more)
 
-    write = applied.write_flat
-    monkeypatch.setattr(applied, "write_flat", fail)
-    with pytest.raises(type(error)):
-        apply(model, deltas_of(model))
-    assert len(calls) > 2
-    assert same_bits(bits_of(model), before)
+    patch.setattr(applied, "write_flat", fail)
+    return calls
 
 
 def test_a_sum_beyond_the_dtype_is_refused_and_nothing_changed() -> None:
     model = tiny_llama(torch.float16)
     deltas = deltas_of(model)
     deltas[QUERY].values[3] = 70_000.0
-    before = bits_of(model)
-    with pytest.raises(ValueError, match=rf"'{QUERY}': .* \+ 70000.0 is beyond the range of float16; take the base in"):
+    with (
+        unchanged(model),
+        pytest.raises(ValueError, match=rf"'{QUERY}': .* \+ 70000.0 is beyond the range of float16; take the base in"),
+    ):
         apply(model, deltas)
-    assert same_bits(bits_of(model), before)
 
 
 def test_an_interrupted_removal_can_be_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(torch.bfloat16)
     before = bits_of(model)
     handle = apply(model, deltas_of(model))
-    calls = []
-
-    def interrupt(weight: torch.Tensor, *more: torch.Tensor) -> None:
-        write(weight, *more)
-        calls.append(weight)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    write = applied.write_flat
     with monkeypatch.context() as patch:
-        patch.setattr(applied, "write_flat", interrupt)
+        failing_write(patch, KeyboardInterrupt(), after_write=True)
         with pytest.raises(KeyboardInterrupt):
             handle.remove()
     assert not same_bits(bits_of(model), before)
@@ -353,13 +331,9 @@ def test_removal_is_refused_where_it_would_lose_later_changes() -> None:
     first.remove()
     assert same_bits(bits_of(model), before)
     third = apply(model, deltas_of(model))
+    assert next(model.bfloat16().parameters()).dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match=r"was torch.float32 when deltas were applied and is torch.bfloat16 now"):
-        remove_from(model.bfloat16(), third)
-
-
-def remove_from(model: nn.Module, handle: AppliedDeltas) -> None:
-    assert next(model.parameters()).dtype == torch.bfloat16
-    handle.remove()
+        third.remove()
 
 
 def test_training_on_applied_weights_bumps_their_version_and_keeps_the_parameters() -> None:
@@ -368,35 +342,26 @@ def test_training_on_applied_weights_bumps_their_version_and_keeps_the_parameter
     loss = (weight * weight).sum()
     with apply(model, deltas_of(model)), pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-    assert model.get_parameter(UP) is weight
-    assert weight.requires_grad and weight.is_leaf
+    assert model.get_parameter(UP) is weight and weight.requires_grad and weight.is_leaf
 
 
-def four_bit_model() -> nn.Module:
+def test_4_bit_weights_are_refused_with_what_to_do_instead(tmp_path: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     model = nn.ModuleDict({"fc": bitsandbytes.nn.Linear4bit(64, 64, bias=False)})
     model["fc"].weight = bitsandbytes.nn.Params4bit(torch.rand(64, 64), requires_grad=False).to("cpu")
     assert model["fc"].weight.dtype == torch.uint8
-    return model
-
-
-def test_4_bit_weights_are_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    four_bit = four_bit_model()
     delta = random_delta((64, 64), 9, seed=0)
-    save_pretrained(tmp_path / "deltas", {"fc.weight": delta}, config={}, base=named(four_bit))
-    before = bits_of(four_bit)
+    save_pretrained(tmp_path / "deltas", {"fc.weight": delta}, config={}, base=named(model))
+    text = r"the model holds uint8 there; quantised codes.*load the model in 16 bits"
     for source in (tmp_path / "deltas", {"fc.weight": delta}):
-        with pytest.raises(
-            DeltaFileError, match=r"the model holds uint8 there; quantised codes.*load the model in 16 bits"
-        ):
-            apply(four_bit, source)
-    assert same_bits(bits_of(four_bit), before)
+        with unchanged(model), pytest.raises(DeltaFileError, match=text):
+            apply(model, source)
 
 
 def test_deltas_over_a_4_bit_base_go_on_plain_weights_on_request_alone(tmp_path: Path) -> None:
-    codes = torch.zeros(2048, 1, dtype=torch.uint8)
     delta = random_delta((64, 64), 9, seed=0)
-    save_pretrained(tmp_path / "deltas", {"fc.weight": delta}, config={}, base={"fc.weight": codes})
+    base = {"fc.weight": torch.zeros(2048, 1, dtype=torch.uint8)}
+    save_pretrained(tmp_path / "deltas", {"fc.weight": delta}, config={}, base=base)
     model = nn.ModuleDict({"fc": nn.Linear(64, 64, bias=False)})
     with pytest.raises(DeltaFileError, match=r"was trained over uint8 codes.*say so with allow_quantized_base"):
         apply(model, tmp_path / "deltas")
@@ -406,9 +371,6 @@ def test_deltas_over_a_4_bit_base_go_on_plain_weights_on_request_alone(tmp_path:
 
 
 def test_a_sharded_weight_is_refused() -> None:
-    class Sharded(torch.Tensor):
-        def full_tensor(self) -> None: ...
-
     model = nn.Linear(2, 2, bias=False)
     model.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Sharded))
     with pytest.raises(ValueError, match=re.escape("'weight' is sharded; apply deltas before the model is sharded")):

@@ -1,4 +1,3 @@
-import hashlib
 import json
 import stat
 from collections.abc import Callable
@@ -10,70 +9,15 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from slivertune.deltas import apply, base_hash, delta_file
-from slivertune.deltas.base_hash import hash_tensor
-from slivertune.deltas.delta import SparseDelta, apply_delta, read_flat
+from slivertune.deltas import apply, delta_file
+from slivertune.deltas.additions import add_rounded
+from slivertune.deltas.delta import SparseDelta, read_flat, write_flat
 from slivertune.deltas.delta_file import DELTA_FILE, load, save_pretrained
 from slivertune.deltas.sparse_file import DeltaFileError
 from slivertune.sft import SFT, SFTConfig
-from tests.deltas.files import UP, change_table, damage, deltas_of, named, random_delta, write_deltas
+from tests.deltas.files import UP, change_table, damage, deltas_of, named, random_delta, sha256, write_deltas
 from tests.helpers.models import tiny_llama, token_batches
-
-
-def sha256(tensor: torch.Tensor) -> str:
-    """Independent: all bits at once, in row-major order."""
-    return hashlib.sha256(bytes(tensor.detach().contiguous().view(-1).view(torch.uint8).tolist())).hexdigest()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
-def test_a_hash_is_that_of_the_bits_whatever_the_chunks(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = (100 * torch.rand(7, 6, 5)).to(dtype)
-    for chunk in (2**24, 64, 16, 4):
-        monkeypatch.setattr(base_hash, "CHUNK_BYTES", chunk)
-        for view in (tensor, tensor.transpose(0, 2), tensor[::2], tensor[0, 0, ::2], tensor[1, 1, 1], tensor[:0]):
-            assert hash_tensor(view) == sha256(view)
-
-
-@pytest.mark.parametrize("chunk", [2**24, 64, 20, 4])
-def test_a_hash_may_take_a_tensor_for_another_one(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_hash, "CHUNK_BYTES", chunk)
-    for tensor in (torch.rand(6, 7), torch.rand(7, 6).T):
-        before = tensor.clone()
-        for indices in ([], [0], [41], [3, 4, 5, 20, 40], list(range(42))):
-            positions = torch.tensor(indices, dtype=torch.int32)
-            values = torch.rand(len(indices))
-            other = tensor.reshape(-1).clone()
-            other[positions.long()] = values
-            assert hash_tensor(tensor, (positions, values)) == sha256(other)
-        assert torch.equal(tensor, before)
-
-
-def test_a_hash_tells_zeros_of_two_signs_and_nans_apart() -> None:
-    zeros = torch.zeros(3)
-    assert hash_tensor(zeros) != hash_tensor(-zeros)
-    quiet, other = (torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7FC00000, 0x7FC00001))
-    assert hash_tensor(quiet) != hash_tensor(other)
-
-
-def test_hashing_copies_one_chunk_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base_hash, "CHUNK_BYTES", 1024)
-    sizes = [piece.numel() * 4 for piece in base_hash._pieces(torch.rand(64, 96).T)]
-    sizes += [piece.numel() * 4 for piece in base_hash._pieces(torch.rand(64, 96))]
-    assert sum(sizes) == 2 * 64 * 96 * 4
-    assert max(sizes) <= 1024
-
-
-def test_what_has_no_bits_here_has_no_hash() -> None:
-    with pytest.raises(ValueError, match="meta device holds no bits to hash; load its data first"):
-        hash_tensor(torch.empty(3, device="meta"))
-
-
-def test_a_sharded_tensor_has_no_hash() -> None:
-    class Sharded(torch.Tensor):
-        def full_tensor(self) -> None: ...
-
-    with pytest.raises(ValueError, match=r"sharded tensor has no hash of its own; gather it with full_tensor\(\)"):
-        hash_tensor(torch.zeros(3).as_subclass(Sharded))
+from tests.sft.runs import train
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,8 +39,7 @@ def test_deltas_come_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None
 
 
 def test_the_file_is_safetensors_with_its_version_and_costs_8_bytes_a_weight(tmp_path: Path) -> None:
-    model = tiny_llama()
-    write_deltas(tmp_path / "deltas", model, UP)
+    write_deltas(tmp_path / "deltas", tiny_llama(), UP)
     with safe_open(tmp_path / "deltas" / DELTA_FILE, "pt") as file:
         assert file.metadata()["version"] == "2"
         assert {key: file.get_slice(key).get_dtype() for key in file.keys()} == {  # noqa: SIM118
@@ -284,8 +227,7 @@ HOSTILE: list[tuple[Change, str]] = [
 
 @pytest.mark.parametrize(("change", "message"), HOSTILE, ids=[message[:40] for _, message in HOSTILE])
 def test_a_hostile_file_is_refused_with_what_is_wrong_with_it(change: Change, message: str, tmp_path: Path) -> None:
-    model = tiny_llama()
-    folder = damage(write_deltas(tmp_path / "deltas", model), change)
+    folder = damage(write_deltas(tmp_path / "deltas", tiny_llama()), change)
     with pytest.raises(DeltaFileError, match=message.replace("UP", UP.replace(".", r"\."))):
         load(folder)
 
@@ -343,7 +285,7 @@ def test_a_model_that_holds_the_sums_is_saved_with_the_pretrained_values_beside(
     deltas = deltas_of(model)
     values = {name: read_flat(model.get_parameter(name), delta.indices) for name, delta in deltas.items()}
     for name, delta in deltas.items():
-        apply_delta(model.get_parameter(name), values[name], delta)
+        write_flat(model.get_parameter(name), delta.indices, add_rounded(name, values[name], delta.values))
     save_pretrained(tmp_path / "deltas", deltas, config={}, base=named(model), base_values=values)
     load(tmp_path / "deltas", base=named(tiny_llama(dtype)))
     with pytest.raises(DeltaFileError, match="was trained on another base"):
@@ -360,8 +302,7 @@ def test_a_model_that_holds_the_sums_is_saved_with_the_pretrained_values_beside(
 def test_deltas_over_codes_are_known_by_the_codes(tmp_path: Path) -> None:
     codes = torch.randint(0, 255, (768, 1), dtype=torch.uint8)
     save_pretrained(tmp_path / "deltas", {UP: random_delta((48, 32), 9, 0)}, config={}, base={UP: codes})
-    found = load(tmp_path / "deltas", base={UP: codes})
-    assert found.base[UP].is_quantized
+    assert load(tmp_path / "deltas", base={UP: codes}).base[UP].is_quantized
     with pytest.raises(DeltaFileError, match="was trained on another base"):
         load(tmp_path / "deltas", base={UP: codes + 1})
 
@@ -373,10 +314,7 @@ def test_an_optimizer_saves_what_it_trained_over_the_pretrained_weights(dtype: t
         density=0.1, targets=[torch.nn.Linear, "embed_tokens"], reselection_interval=4, estimation_steps=2
     )
     optimizer = SFT(model, config=config, lr=1e-2, total_steps=6)
-    for batch in token_batches(6):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, token_batches(6))
     optimizer.save_pretrained(tmp_path / "deltas", base_model_name="org/base")
     file = load(tmp_path / "deltas", base=named(fresh))
     assert file.base_model_name == "org/base"

@@ -1,8 +1,15 @@
+"""Merging into checkpoints and out of them again.
+
+One long file, as every test needs the same checkpoint on disk, its deltas, and a look at all files beside them.
+"""
+
 import json
 import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +22,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import slivertune
 from slivertune.deltas import plain_checkpoint
 from slivertune.deltas.applied import apply
-from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
+from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.merge import REPORT_FILE, UNDO_FILE, merge, unmerge
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER, open_checkpoint
 from slivertune.deltas.sparse_file import DeltaFileError
@@ -29,6 +36,7 @@ from tests.deltas.files import (
     change_table,
     damage,
     deltas_of,
+    files_in,
     naive_sum,
     named,
     random_delta,
@@ -52,13 +60,20 @@ def save_model(model: nn.Module, folder: Path, *, sharded: bool = False) -> Path
     return folder
 
 
+def saved(folder: Path, dtype: torch.dtype = torch.float32, *, sharded: bool = False) -> tuple[nn.Module, Path, Path]:
+    """A model, its checkpoint, and deltas of it."""
+    model = tiny_llama(dtype)
+    return model, save_model(model, folder / "base", sharded=sharded), write_deltas(folder / "deltas", model)
+
+
+def assert_unmerging_gives_the_base(folder: Path) -> None:
+    unmerge(folder / "merged", folder / "again")
+    assert files_in(folder / "again") == files_in(folder / "base")
+
+
 def load_model(folder: Path) -> nn.Module:
     model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     return model.train()
-
-
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def entries(folder: Path) -> list[str]:
@@ -70,11 +85,8 @@ def entries(folder: Path) -> list[str]:
 def test_a_merged_checkpoint_holds_what_applying_gives_and_unmerging_the_bases_bytes(
     dtype: torch.dtype, sharded: bool, tmp_path: Path
 ) -> None:
-    model = tiny_llama(dtype)
-    before = bits_of(model)
-    base = save_model(model, tmp_path / "base", sharded=sharded)
-    untouched = files_in(base)
-    deltas = write_deltas(tmp_path / "deltas", model)
+    model, base, deltas = saved(tmp_path, dtype, sharded=sharded)
+    before, untouched = bits_of(model), files_in(base)
     merge(base, deltas, tmp_path / "merged")
     merged = bits_of(load_model(tmp_path / "merged"))
     assert not same_bits(merged, before)
@@ -147,8 +159,7 @@ def test_several_deltas_are_merged_at_once_and_their_overlap_reported(tmp_path: 
             "share": len(shared) / (80 - len(shared)),
         }
     assert merged.overlap.num_shared == sum(map(len, both.values())) > 0
-    unmerge(tmp_path / "merged", tmp_path / "again")
-    assert files_in(tmp_path / "again") == files_in(base)
+    assert_unmerging_gives_the_base(tmp_path)
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, HEAD])
@@ -167,8 +178,7 @@ def test_tied_weights_are_merged_under_whatever_names_they_are_stored(
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert {each for each in (EMBEDDING, HEAD) if each in merged} == set(stored)
     assert all(torch.equal(merged[each], expected) for each in stored)
-    unmerge(tmp_path / "merged", tmp_path / "again")
-    assert files_in(tmp_path / "again") == files_in(base)
+    assert_unmerging_gives_the_base(tmp_path)
 
 
 def test_tensors_at_odd_addresses_and_of_no_touched_weight_are_merged(tmp_path: Path) -> None:
@@ -189,8 +199,7 @@ def test_tensors_at_odd_addresses_and_of_no_touched_weight_are_merged(tmp_path: 
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert torch.equal(merged["fc.weight"], naive_sum(weights["fc.weight"], deltas["fc.weight"]))
     assert torch.equal(merged["other.weight"], weights["other.weight"])
-    unmerge(tmp_path / "merged", tmp_path / "again")
-    assert files_in(tmp_path / "again") == files_in(base)
+    assert_unmerging_gives_the_base(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
@@ -207,27 +216,25 @@ def test_a_stored_tensor_has_the_hash_of_the_loaded_one(
 
 
 def test_what_would_be_stale_is_left_out_and_said(tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base")
+    _, base, deltas = saved(tmp_path)
     stale = ["consolidated.00.pth", "model.gguf", "original.safetensors", "pytorch_model.bin", "training_args.bin"]
     foreign = [".git/config", "checkpoint-10/model.safetensors", "checkpoint-10/trainer_state.json", ".cache/x"]
     for name in (*stale, *foreign, "pytorch_model.bin.index.json"):
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).touch()
-    merged = merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    merged = merge(base, deltas, tmp_path / "merged")
     assert sorted(map(str, merged.left_out)) == sorted([*stale, "pytorch_model.bin.index.json"])
     assert not set(files_in(tmp_path / "merged")) & {*stale, *foreign, "pytorch_model.bin.index.json"}
     assert "1_Pooling/config.json" in files_in(tmp_path / "merged")
 
 
 def test_links_are_followed_and_access_rights_are_those_of_any_file(tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base")
+    _, base, deltas = saved(tmp_path)
     (base / "model.safetensors").rename(tmp_path / "blob")
     (tmp_path / "blob").chmod(0o444)
     (base / "model.safetensors").symlink_to(tmp_path / "blob")
     content = (tmp_path / "blob").read_bytes()
-    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    merge(base, deltas, tmp_path / "merged")
     path = tmp_path / "merged" / "model.safetensors"
     assert not path.is_symlink()
     assert (tmp_path / "blob").read_bytes() == content
@@ -242,10 +249,9 @@ def test_links_are_followed_and_access_rights_are_those_of_any_file(tmp_path: Pa
 
 
 def test_progress_reaches_the_end(tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base", sharded=True)
+    _, base, deltas = saved(tmp_path, sharded=True)
     reported: list[tuple[str, int, int]] = []
-    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged", progress=lambda *it: reported.append(it))
+    merge(base, deltas, tmp_path / "merged", progress=lambda *it: reported.append(it))
     copied = [(done, total) for stage, done, total in reported if stage == "copying"]
     size = sum(map(len, files_in(base).values()))
     assert copied == sorted(copied) and copied[-1] == (size, size)
@@ -255,18 +261,16 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
     assert list(dict.fromkeys(stage for stage, *_ in reported)) == ["checking", "copying", "restoring", "writing"]
 
 
-def refused(
-    error: type[Exception], message: str, base: Path, deltas: Any, output: Path, *, parent: Path, **more: Any
-) -> None:
-    before = files_in(parent)
+def refused(error: type[Exception], message: str, folder: Path, base: str = "base", **more: Any) -> None:
+    """Merging the folder's deltas into its base raises, and nothing is written."""
+    before = files_in(folder)
     with pytest.raises(error, match=message):
-        merge(base, deltas, output, **more)
-    assert files_in(parent) == before
-    assert not output.exists() or files_in(output)
+        merge(folder / base, **{"deltas": folder / "deltas", "output": folder / "merged", **more})
+    assert files_in(folder) == before
 
 
 def test_another_base_is_refused_and_nothing_written(tmp_path: Path) -> None:
-    deltas = write_deltas(tmp_path / "deltas", tiny_llama(torch.bfloat16), base_model_name="owner/base")
+    write_deltas(tmp_path / "deltas", tiny_llama(torch.bfloat16), base_model_name="owner/base")
     for number, (model, message) in enumerate(
         (
             (tiny_llama(torch.bfloat16, seed=1), f"'{UP}' was trained on another base"),
@@ -277,59 +281,47 @@ def test_another_base_is_refused_and_nothing_written(tmp_path: Path) -> None:
             ),
         )
     ):
-        base = save_model(model, tmp_path / f"base{number}")
-        refused(DeltaFileError, message, base, deltas, tmp_path / "merged", parent=tmp_path)
+        refused(DeltaFileError, message, tmp_path, save_model(model, tmp_path / f"base{number}").name)
 
 
 def test_a_hostile_file_is_refused_and_nothing_written(tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base")
-    deltas = damage(
-        write_deltas(tmp_path / "deltas", model), lambda tensors, _: tensors[f"{DOWN}.indices"].__setitem__(-1, 10**6)
-    )
-    refused(DeltaFileError, r"indices\[39\]=1000000 must be in", base, deltas, tmp_path / "merged", parent=tmp_path)
+    damage(saved(tmp_path)[2], lambda tensors, _: tensors[f"{DOWN}.indices"].__setitem__(-1, 10**6))
+    refused(DeltaFileError, r"indices\[39\]=1000000 must be in", tmp_path)
 
 
 def test_a_sum_beyond_the_dtype_is_refused_and_nothing_written(tmp_path: Path) -> None:
-    model = tiny_llama(torch.float16)
-    base = save_model(model, tmp_path / "base")
-    deltas = deltas_of(model)
+    deltas = deltas_of(saved(tmp_path, torch.float16)[0])
     deltas[QUERY].values[3] = 70_000.0
-    refused(ValueError, "is beyond the range of float16", base, deltas, tmp_path / "merged", parent=tmp_path)
+    refused(ValueError, "is beyond the range of float16", tmp_path, deltas=deltas)
 
 
-@pytest.mark.parametrize("what", ["folder", "empty folder", "file", "dangling link"])
-def test_an_output_that_exists_is_refused(what: str, tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base")
-    deltas = write_deltas(tmp_path / "deltas", model)
+def mine(output: Path) -> None:
+    output.mkdir()
+    (output / "mine").touch()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [mine, Path.mkdir, lambda output: output.write_text("mine"), lambda output: output.symlink_to("nowhere")],
+)
+def test_an_output_that_exists_is_refused(make: Callable[[Path], object], tmp_path: Path) -> None:
+    _, base, deltas = saved(tmp_path)
     merge(base, deltas, tmp_path / "merged")
     output = tmp_path / "output"
-    if what == "file":
-        output.write_text("mine")
-    elif what == "dangling link":
-        output.symlink_to(tmp_path / "nowhere")
-    else:
-        output.mkdir()
-        if what == "folder":
-            (output / "mine").touch()
+    make(output)
     before = files_in(tmp_path), entries(tmp_path)
 
     def work(*done: object) -> None:
         raise AssertionError("an hour's work may lie before the error")
 
-    for write in (
-        lambda: merge(base, deltas, output, progress=work),
-        lambda: unmerge(tmp_path / "merged", output, progress=work),
-    ):
+    for write in (partial(merge, base, deltas), partial(unmerge, tmp_path / "merged")):
         with pytest.raises(FileExistsError, match="output exists already; name a folder that does not, or move it"):
-            write()
+            write(output, progress=work)
     assert (files_in(tmp_path), entries(tmp_path)) == before
 
 
 def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base")
+    _, base, deltas = saved(tmp_path)
     output = tmp_path / "merged"
 
     def intrude(stage: str, done: int, total: int) -> None:
@@ -337,7 +329,7 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
             output.mkdir()
 
     with pytest.raises(FileExistsError, match="merged exists already"):
-        merge(base, write_deltas(tmp_path / "deltas", model), output, progress=intrude)
+        merge(base, deltas, output, progress=intrude)
     assert list(output.iterdir()) == []
     assert entries(tmp_path) == ["base", "deltas", "merged"]
 
@@ -345,9 +337,7 @@ def test_an_output_that_appears_meanwhile_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["merge", "unmerge"])
 @pytest.mark.parametrize("stage", ["copying", "adding", "restoring", "writing"])
 def test_an_interruption_leaves_nothing_half_written(command: str, stage: str, tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base")
-    deltas = write_deltas(tmp_path / "deltas", model)
+    _, base, deltas = saved(tmp_path)
     merge(base, deltas, tmp_path / "merged")
     before = files_in(tmp_path)
     stages = []
@@ -358,43 +348,35 @@ def test_an_interruption_leaves_nothing_half_written(command: str, stage: str, t
         if now == stage and stages.count(now) > (now != "writing"):
             raise KeyboardInterrupt
 
-    def write() -> None:
-        if command == "merge":
-            merge(base, deltas, tmp_path / "output", progress=interrupt)
-        else:
-            unmerge(tmp_path / "merged", tmp_path / "output", progress=interrupt)
-
+    write = partial(merge, base, deltas) if command == "merge" else partial(unmerge, tmp_path / "merged")
     if stage == ("restoring" if command == "merge" else "adding"):
-        write()
+        write(tmp_path / "output", progress=interrupt)
         assert stage not in stages
         return
     with pytest.raises(KeyboardInterrupt):
-        write()
+        write(tmp_path / "output", progress=interrupt)
     assert files_in(tmp_path) == before
     assert entries(tmp_path) == ["base", "deltas", "merged"]
 
 
 def test_a_4_bit_checkpoint_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
-    model = tiny_llama(torch.bfloat16)
-    deltas = write_deltas(tmp_path / "deltas", model)
-    base = save_model(model, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    path = saved(tmp_path, torch.bfloat16)[1] / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (base / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    path.write_text(json.dumps(config), encoding="utf-8")
     message = (
         r"base is quantised \(bitsandbytes in 4 bits\): .*; merge into the 16-bit checkpoint that it was made from .*"
         "or keep the deltas beside it"
     )
-    refused(ValueError, message, base, deltas, tmp_path / "merged", parent=tmp_path)
+    refused(ValueError, message, tmp_path)
 
 
 def test_codes_without_a_configuration_are_refused_as_well(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    base.mkdir()
-    save_file({UP: torch.zeros(768, 1, dtype=torch.uint8)}, base / "model.safetensors")
-    deltas = write_deltas(tmp_path / "deltas", tiny_llama(), UP)
+    (tmp_path / "base").mkdir()
+    save_file({UP: torch.zeros(768, 1, dtype=torch.uint8)}, tmp_path / "base" / "model.safetensors")
+    write_deltas(tmp_path / "deltas", tiny_llama(), UP)
     message = "holds uint8 there; only weights in float32, bfloat16 and float16 are merged into; merge into the 16-bit"
-    refused(DeltaFileError, message, base, deltas, tmp_path / "merged", parent=tmp_path)
+    refused(DeltaFileError, message, tmp_path)
 
 
 def test_deltas_over_a_4_bit_base_are_merged_into_the_plain_one_on_request_alone(tmp_path: Path) -> None:
@@ -403,67 +385,59 @@ def test_deltas_over_a_4_bit_base_are_merged_into_the_plain_one_on_request_alone
     delta = deltas_of(model, UP)
     save_pretrained(tmp_path / "deltas", delta, config={}, base={UP: torch.zeros(768, 1, dtype=torch.uint8)})
     message = "was trained over uint8 codes, and it can't be known whether these bfloat16 weights are what they were"
-    refused(DeltaFileError, message, base, tmp_path / "deltas", tmp_path / "merged", parent=tmp_path)
+    refused(DeltaFileError, message, tmp_path)
     merge(base, tmp_path / "deltas", tmp_path / "merged", allow_quantized_base=True)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert torch.equal(merged[UP], naive_sum(named(model)[UP], delta[UP]))
-    unmerge(tmp_path / "merged", tmp_path / "again")
-    assert files_in(tmp_path / "again") == files_in(base)
+    assert_unmerging_gives_the_base(tmp_path)
 
 
 def test_a_merged_checkpoint_is_no_base(tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base")
-    merge(base, write_deltas(tmp_path / "deltas", model, UP), tmp_path / "merged")
-    other = write_deltas(tmp_path / "other", model, DOWN)
+    _, base, deltas = saved(tmp_path)
+    merge(base, deltas, tmp_path / "merged")
     message = "merged has deltas merged already; take them out first .slivertune unmerge., or merge all of them"
-    refused(ValueError, message, tmp_path / "merged", other, tmp_path / "twice", parent=tmp_path)
+    refused(ValueError, message, tmp_path, "merged", output=tmp_path / "twice")
 
 
-def breaks(folder: Path, kind: str) -> None:
-    index = folder / "model.safetensors.index.json"
-    shard = next(iter(folder.glob("model-*.safetensors")))
-    if kind == "no index":
-        index.unlink()
-    elif kind == "shard lost":
-        shard.unlink()
-    elif kind == "shard cut":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    elif kind == "path":
-        index.write_text(json.dumps({"weight_map": {UP: "../deltas/sft_delta.safetensors"}}), encoding="utf-8")
-    elif kind == "no map":
-        index.write_text("{}", encoding="utf-8")
-    elif kind == "no JSON":
-        index.write_text("{", encoding="utf-8")
-    elif kind == "list":
-        index.write_text("[]", encoding="utf-8")
-    elif kind == "tensor lost":
-        index.write_text(json.dumps({"weight_map": {"absent": shard.name}}), encoding="utf-8")
+def write_index(content: Any) -> Callable[[Path, Path], object]:
+    return lambda index, shard: index.write_text(content if isinstance(content, str) else json.dumps(content))
 
 
 @pytest.mark.parametrize(
-    ("kind", "error", "message"),
+    ("change", "error", "message"),
     [
         (
-            "no index",
+            lambda index, shard: index.unlink(),
             FileNotFoundError,
             "holds neither model.safetensors nor .*; other forms are not read, load the model",
         ),
-        ("shard lost", ValueError, "names the shard 'model-.*', which is not a file in"),
-        ("shard cut", ValueError, "is no whole safetensors file"),
-        ("path", ValueError, "names the shard '../deltas/sft_delta.safetensors', which is not a file in"),
-        ("no map", ValueError, "has no weight_map; get the checkpoint again"),
-        ("no JSON", ValueError, "index.json is no JSON"),
-        ("list", ValueError, "index.json holds no JSON object"),
-        ("tensor lost", ValueError, "names 'absent', which its shard lacks"),
+        (lambda index, shard: shard.unlink(), ValueError, "names the shard 'model-.*', which is not a file in"),
+        (
+            lambda index, shard: shard.write_bytes(shard.read_bytes()[:-1]),
+            ValueError,
+            "is no whole safetensors file",
+        ),
+        (
+            write_index({"weight_map": {UP: "../deltas/sft_delta.safetensors"}}),
+            ValueError,
+            "names the shard '../deltas/sft_delta.safetensors', which is not a file in",
+        ),
+        (write_index({}), ValueError, "has no weight_map; get the checkpoint again"),
+        (write_index("{"), ValueError, "index.json is no JSON"),
+        (write_index([]), ValueError, "index.json holds no JSON object"),
+        (
+            lambda index, shard: index.write_text(json.dumps({"weight_map": {"absent": shard.name}})),
+            ValueError,
+            "names 'absent', which its shard lacks",
+        ),
     ],
 )
-def test_a_damaged_checkpoint_is_refused(kind: str, error: type[Exception], message: str, tmp_path: Path) -> None:
-    model = tiny_llama()
-    base = save_model(model, tmp_path / "base", sharded=True)
-    deltas = write_deltas(tmp_path / "deltas", model)
-    breaks(base, kind)
-    refused(error, message, base, deltas, tmp_path / "merged", parent=tmp_path)
+def test_a_damaged_checkpoint_is_refused(
+    change: Callable[[Path, Path], object], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    _, base, _ = saved(tmp_path, sharded=True)
+    change(base / "model.safetensors.index.json", next(iter(base.glob("model-*.safetensors"))))
+    refused(error, message, tmp_path)
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
@@ -475,14 +449,15 @@ def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
 
 
 def test_a_merged_checkpoint_that_was_changed_is_not_unmerged(tmp_path: Path) -> None:
-    model = tiny_llama(torch.bfloat16)
-    base = save_model(model, tmp_path / "base")
+    _, base, deltas = saved(tmp_path, torch.bfloat16)
     merged = tmp_path / "merged"
-    merge(base, write_deltas(tmp_path / "deltas", model), merged)
+    merge(base, deltas, merged)
     content = load_file(merged / "model.safetensors")
-    changed = {**content, UP: content[UP] + 1}
     for tensors, message in (
-        (changed, f"'{UP}' was changed since it was merged, so the base can't be restored from it; take the base"),
+        (
+            {**content, UP: content[UP] + 1},
+            f"'{UP}' was changed since it was merged, so the base can't be restored from it; take the base",
+        ),
         ({**content, UP: content[UP].float()}, f"'{UP}' was .48, 32. bfloat16 when it was merged, .*float32.*; it was"),
         ({name: it for name, it in content.items() if name != UP}, "the checkpoint has None; it was changed since"),
     ):
@@ -511,9 +486,8 @@ def test_a_merged_checkpoint_that_was_changed_is_not_unmerged(tmp_path: Path) ->
     ],
 )
 def test_a_hostile_undo_file_is_refused(change: Any, message: str, tmp_path: Path) -> None:
-    model = tiny_llama(torch.bfloat16)
-    base = save_model(model, tmp_path / "base")
-    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    _, base, deltas = saved(tmp_path, torch.bfloat16)
+    merge(base, deltas, tmp_path / "merged")
     damage(tmp_path / "merged" / UNDO_FOLDER, change, name=UNDO_FILE)
     before = files_in(tmp_path)
     with pytest.raises(DeltaFileError, match=message):
@@ -524,9 +498,6 @@ def test_a_hostile_undo_file_is_refused(change: Any, message: str, tmp_path: Pat
 
 def test_a_base_that_holds_nan_comes_back_to_the_bit(tmp_path: Path) -> None:
     model = tiny_llama(torch.bfloat16)
-    weight = model.get_parameter(UP)
-    weight.data.view(torch.int16)[:] = 0x7FC1
-    base = save_model(model, tmp_path / "base")
-    merge(base, write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
-    unmerge(tmp_path / "merged", tmp_path / "again")
-    assert files_in(tmp_path / "again") == files_in(base)
+    model.get_parameter(UP).data.view(torch.int16)[:] = 0x7FC1
+    merge(save_model(model, tmp_path / "base"), write_deltas(tmp_path / "deltas", model), tmp_path / "merged")
+    assert_unmerging_gives_the_base(tmp_path)

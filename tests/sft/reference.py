@@ -195,8 +195,7 @@ class NaiveSFT:
             return
         # The fp32 deltas decide, as they are what is stored.
         was_active = state["mask"].copy()
-        moved = np.abs(state["delta"][active].astype(np.float32))
-        dropped = active[np.lexsort((active, moved))[:count]]
+        dropped = active[np.lexsort((active, np.abs(state["delta"][active].astype(np.float32))))[:count]]
         for key in ("delta", "m", "v", "age"):
             state[key][dropped] = 0
         state["mask"][dropped] = False
@@ -226,8 +225,7 @@ class NaiveSFT:
         rows, columns = (filled(state[key].astype(np.float32).astype(np.float64)) for key in ("rows", "columns"))
         score = np.outer(rows, columns).reshape(-1)
         score[was_active] = -1
-        order = np.lexsort((np.arange(score.size), -score))
-        return order[:count]
+        return np.lexsort((np.arange(score.size), -score))[:count]
 
 
 class FixedAdamW:

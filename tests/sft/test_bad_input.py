@@ -8,19 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune import SFT, SFTConfig
 from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, weights
+from tests.sft.runs import sft_over, train
 
 STATE = "model.layers.0.mlp.up_proj.weight"
-
-
-def build(model: nn.Module | None = None, **options: Any) -> SFT:
-    config = SFTConfig(density=0.1, reselection_interval=6, estimation_steps=4)
-    arguments = {"config": config, "lr": 1e-2, "total_steps": 20, **options}
-    return SFT(model if model is not None else tiny_llama(), **arguments)
-
-
-MOMENTUM = SFTConfig(density=0.1, selection="momentum")
 
 
 @pytest.mark.parametrize(
@@ -33,29 +24,29 @@ MOMENTUM = SFTConfig(density=0.1, selection="momentum")
         ({"eps": -1e-8}, "eps=-1e-08 must be at least 0"),
         ({"betas": (0.9, 1.0)}, r"betas=\(0.9, 1.0\) must be in \[0, 1\)"),
         ({"momentum": 0.9}, "momentum=0.9 is SM3's"),
-        ({"config": MOMENTUM, "betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) are AdamW's.*takes momentum="),
-        ({"config": MOMENTUM, "momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\)"),
+        ({"selection": "momentum", "betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) are AdamW's.*takes momentum="),
+        ({"selection": "momentum", "momentum": 1.0}, r"momentum=1.0 must be in \[0, 1\)"),
     ],
 )
 def test_a_bad_argument_is_named_with_its_rule(options: dict[str, Any], text: str) -> None:
     model = tiny_llama()
     with pytest.raises(ValueError, match=text):
-        build(model, **options)
+        sft_over(model, **options)
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_model_takes_one_sft_at_a_time() -> None:
     model = tiny_llama()
-    first = build(model)
+    first = sft_over(model)
     with pytest.raises(ValueError, match=r"has SFT attached already; call detach\(\)"):
-        build(model)
+        sft_over(model)
     first.detach()
-    build(model)
+    sft_over(model)
 
 
 def test_targets_are_fixed_once_built() -> None:
     with pytest.raises(RuntimeError, match="SFT's targets are fixed for the whole run"):
-        build().add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        sft_over(tiny_llama()).add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
 
 
 def lacks(key: str) -> Callable[[dict[str, Any]], None]:
@@ -110,10 +101,8 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(damage: str) -> None:
     model = tiny_llama()
-    optimizer = build(model)
-    for batch in token_batches(5):
-        model(**batch).loss.backward()
-        optimizer.step()
+    optimizer = sft_over(model)
+    train(model, optimizer, token_batches(5))
     assert optimizer.is_estimating
     state = copy.deepcopy(optimizer.state_dict())
     change, text = DAMAGE[damage]
@@ -126,6 +115,6 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(damage: str) -
 
 
 def test_a_state_of_another_pretrained_model_is_refused() -> None:
-    optimizer = build()
+    optimizer = sft_over(tiny_llama())
     with pytest.raises(ValueError, match="belong to other pretrained values than the model has"):
-        build(tiny_llama(seed=5)).load_state_dict(optimizer.state_dict())
+        sft_over(tiny_llama(seed=5)).load_state_dict(optimizer.state_dict())

@@ -1,24 +1,21 @@
 """Gradient norms and clipping: the optimizer's own, torch's, and what a loss scaler does."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
-from slivertune import SFT, SFTConfig
+from slivertune import SFT
 from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, twin, weights
 from tests.helpers.tolerance import assert_sums_close, sum_limit
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+from tests.sft.runs import sft_over, train
 
 LIMIT = 0.05
 
 
-def build(model: nn.Module, *, form: str = "optimizer", selection: str = "accumulated_gradient", **options: Any) -> SFT:
-    config = SFTConfig(
-        density=0.1, selection=selection, reselection_interval=6, estimation_steps=4, form=form, **options
-    )
-    return SFT(model, config=config, lr=1e-2, total_steps=20, eps=1e-3)
+build = partial(sft_over, eps=1e-3, total_steps=20)
 
 
 def masked_gradients(model: nn.Module, optimizer: SFT, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -72,8 +69,7 @@ def test_clipping_outside_and_inside_is_the_same_to_the_bit(form: str, selection
         model(**batch).loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
         outside.step()
-        other(**batch).loss.backward()
-        inside.step()
+        train(other, inside, [batch])
         assert inside.grad_norm is not None and outside.grad_norm is not None
         num_terms = sum(delta.indices.numel() for delta in inside.deltas().values())
         assert_sums_close(inside.grad_norm, norm, num_terms)
@@ -138,8 +134,7 @@ def test_an_overflow_skips_the_update_and_leaves_no_trace() -> None:
             scaler.update(new_scale=4.0)
             disturbed.zero_grad()
             assert disturbed.updates == update
-        model(**batch).loss.backward()
-        undisturbed.step()
+        train(model, undisturbed, [batch])
         scaler.scale(other(**batch).loss).backward()
         scaler.step(disturbed)
         scaler.update()

@@ -1,15 +1,15 @@
 """The deltas are the model's parameters while SFT is attached, and no part of what the model saves."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from slivertune import SFT, SFTConfig
 from tests.helpers.models import differing, tiny_llama, token_batches
+from tests.sft.runs import sft_over, train
 
-
-def attached(model: nn.Module) -> SFT:
-    config = SFTConfig(density=0.1, reselection_interval=6, estimation_steps=2)
-    return SFT(model, config=config, lr=1e-2, total_steps=20)
+attached = partial(sft_over, estimation_steps=2)
 
 
 def test_the_models_state_dict_is_that_of_the_model_alone() -> None:
@@ -18,9 +18,7 @@ def test_the_models_state_dict_is_that_of_the_model_alone() -> None:
     optimizer = attached(model)
     assert list(model.state_dict()) == names
     saved = {name: value.clone() for name, value in model.state_dict().items()}
-    for batch in token_batches(3):
-        model(**batch).loss.backward()
-        optimizer.step()
+    train(model, optimizer, token_batches(3))
     assert differing(dict(model.state_dict()), saved)
     assert model.load_state_dict(saved).missing_keys == []
 
@@ -30,8 +28,7 @@ def test_the_deltas_stay_fp32_when_the_model_is_cast() -> None:
     optimizer = attached(model)
     model.to(torch.bfloat16)
     assert {phi.dtype for phi in optimizer.param_groups[0]["params"]} == {torch.float32}
-    model(**token_batches(1)[0]).loss.backward()
-    optimizer.step()
+    train(model, optimizer, [token_batches(1)[0]])
     assert {phi.dtype for phi in optimizer.param_groups[0]["params"]} == {torch.float32}
 
 

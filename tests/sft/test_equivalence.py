@@ -22,6 +22,7 @@ from tests.helpers.models import (
 )
 from tests.helpers.tolerance import assert_step_close, sum_limit, with_exact
 from tests.sft.reference import NAMES, SHAPES, FixedAdamW, Prescribed, prescribed_gradients, rows_and_columns
+from tests.sft.runs import sft_over, train
 
 ADAMW = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4}
 STEPS = 30
@@ -35,20 +36,14 @@ def chosen(model: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor | N
     return {name: model.get_parameter(name).detach() for name in names}
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for batch in token_batches(STEPS):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("form", ["optimizer", "layer"])
 def test_density_1_without_reselection_is_torch_adamw(form: str) -> None:
     model = tiny_llama()
     before, start = weights(model), twin(model)
     classes = [nn.Linear, nn.Embedding] if form == "optimizer" else [nn.Linear]
-    config = SFTConfig(density=1.0, reselection_interval=None, targets=classes, form=form)
-    optimizer = SFT(model, config=config, total_steps=STEPS, **ADAMW)
+    optimizer = sft_over(
+        model, density=1.0, reselection_interval=None, targets=classes, form=form, total_steps=STEPS, **ADAMW
+    )
     names = list(optimizer.deltas())
     assert optimizer.num_weights == sum(before[name].numel() for name in names)
 
@@ -56,10 +51,11 @@ def test_density_1_without_reselection_is_torch_adamw(form: str) -> None:
         other = twin(start).to(dtype).requires_grad_(False)
         for name in names:
             other.get_parameter(name).requires_grad_(True)
-        train(other, torch.optim.AdamW([other.get_parameter(n) for n in names], weight_decay=0.0, **ADAMW))
+        adamw = torch.optim.AdamW([other.get_parameter(n) for n in names], weight_decay=0.0, **ADAMW)
+        train(other, adamw, token_batches(STEPS))
         return chosen(other, names)
 
-    train(model, optimizer)
+    train(model, optimizer, token_batches(STEPS))
     optimizer.detach()
     # AdamW adds each update to a weight, SFT to a delta: the updates themselves are rounded otherwise, too.
     assert_step_close(chosen(model, names), reference(torch.float32), reference(torch.float64), cap=CAP)
@@ -68,12 +64,11 @@ def test_density_1_without_reselection_is_torch_adamw(form: str) -> None:
 
 def test_weight_decay_is_adamws_on_the_deltas() -> None:
     model = Prescribed(SHAPES)
-    config = SFTConfig(density=1.0, reselection_interval=None, targets=NAMES)
-    optimizer = SFT(model, config=config, total_steps=STEPS, weight_decay=5.0, **ADAMW)
+    optimizer = sft_over(
+        model, density=1.0, reselection_interval=None, targets=NAMES, total_steps=STEPS, weight_decay=5.0, **ADAMW
+    )
     expected, exact = (adamw_on_deltas(model, dtype) for dtype in (torch.float32, torch.float64))
-    for gradients in prescribed_gradients(STEPS):
-        model(gradients).backward()
-        optimizer.step()
+    train(model, optimizer, prescribed_gradients(STEPS))
     found = {name: delta.values.view(delta.shape) for name, delta in optimizer.deltas().items()}
     assert_step_close(found, expected, exact, cap=CAP)
 
@@ -92,8 +87,7 @@ def adamw_on_deltas(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Ten
 def test_fixed_indices_are_adamw_with_a_masked_gradient(build: Any) -> None:
     model = build()
     before, start = weights(model), twin(model)
-    config = SFTConfig(density=0.1, reselection_interval=None)
-    optimizer = SFT(model, config=config, total_steps=STEPS, **ADAMW)
+    optimizer = sft_over(model, reselection_interval=None, total_steps=STEPS, **ADAMW)
     deltas = optimizer.deltas()
     masks = FixedAdamW(start, deltas, **ADAMW).masks
     batches = token_batches(STEPS)
@@ -107,8 +101,7 @@ def test_fixed_indices_are_adamw_with_a_masked_gradient(build: Any) -> None:
         return chosen(other, masks)
 
     for batch in batches:
-        model(**batch).loss.backward()
-        optimizer.step()
+        train(model, optimizer, [batch])
         for name, value in before.items():
             idle = ~masks[name] if name in masks else torch.ones_like(value, dtype=torch.bool)
             assert torch.equal(bits(model.get_parameter(name).detach()[idle]), bits(value[idle]))
@@ -147,10 +140,8 @@ def test_with_some_rows_detached_it_is_masked_adamw_over_the_same_rows(form: str
         return chosen(other, deltas)
 
     for batch in token_batches(12):
-        model(**batch).loss.backward()
-        optimizer.step()
-        untouched(**batch).loss.backward()
-        whole.step()
+        train(model, optimizer, [batch])
+        train(untouched, whole, [batch])
     for each in (optimizer, whole):
         each.detach()
     assert_step_close(chosen(model, deltas), *with_exact(reference), cap=CAP)
@@ -170,8 +161,7 @@ class DenseSM3:
         gradient = gradient.double().view(self.weight.shape)
         nu = torch.minimum(self.rows[:, None], self.columns[None, :]) + gradient**2
         self.rows, self.columns = nu.amax(1), nu.amax(0)
-        update = gradient / nu.sqrt()
-        self.average = self.momentum * self.average + (1 - self.momentum) * update
+        self.average = self.momentum * self.average + (1 - self.momentum) * (gradient / nu.sqrt())
         self.weight -= self.lr * self.average
 
 
@@ -180,11 +170,17 @@ def test_ma_at_density_1_is_dense_sm3(momentum: float) -> None:
     model = Prescribed(SHAPES)
     dense = {name: DenseSM3(model.get_parameter(name).detach().clone(), 1e-2, momentum) for name in NAMES}
     # Nothing is frozen that could be grown, so reselection changes nothing.
-    config = SFTConfig(density=1.0, selection="momentum", reselection_interval=5, targets=NAMES)
-    optimizer = SFT(model, config=config, total_steps=STEPS, lr=1e-2, momentum=momentum)
+    optimizer = sft_over(
+        model,
+        density=1.0,
+        selection="momentum",
+        reselection_interval=5,
+        targets=NAMES,
+        total_steps=STEPS,
+        momentum=momentum,
+    )
     for gradients in prescribed_gradients(STEPS):
-        model(gradients).backward()
-        optimizer.step()
+        train(model, optimizer, [gradients])
         for name, reference in dense.items():
             reference.step(gradients[name])
     for name, reference in dense.items():
@@ -198,10 +194,14 @@ def test_ages_are_those_of_adams_that_began_on_their_own() -> None:
     """Each active weight at the end equals a scalar Adam, seeded as the phase says, that ran since it was grown."""
     gamma, interval, total = 3, 7, 26
     model = Prescribed(SHAPES)
-    config = SFTConfig(
-        density=0.1, reselection_interval=interval, estimation_steps=gamma, replacement_rate=0.6, targets=NAMES
+    optimizer = sft_over(
+        model,
+        reselection_interval=interval,
+        estimation_steps=gamma,
+        replacement_rate=0.6,
+        targets=NAMES,
+        total_steps=total,
     )
-    optimizer = SFT(model, config=config, total_steps=total, lr=1e-2)
     batches = prescribed_gradients(total)
     born = {name: dict.fromkeys(delta.indices.tolist(), 0) for name, delta in optimizer.deltas().items()}
     for update, gradients in enumerate(batches, 1):

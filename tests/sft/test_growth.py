@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune import SFT, SFTConfig
 from slivertune.sft.growth import GrowthEstimator
 from tests.helpers.models import tiny_llama, token_batches
 from tests.helpers.tolerance import assert_sums_close
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+from tests.sft.runs import over, sft_over, train
 
 ONE = torch.ones(())
 
@@ -65,8 +65,7 @@ def test_an_abandoned_update_is_forgotten() -> None:
     estimate = estimator.estimate()
     assert estimate is not None and estimate.num_steps == 2
     assert set(estimate.indices.tolist()) == set(steps[1].abs().topk(50).indices.tolist())
-    mean = (steps[1] + steps[3]) / 2
-    assert_sums_close(estimate.mean, mean[estimate.indices.long()], 2)
+    assert_sums_close(estimate.mean, ((steps[1] + steps[3]) / 2)[estimate.indices.long()], 2)
 
 
 def test_seeded_moments_do_not_depend_on_the_number_of_micro_batches() -> None:
@@ -74,12 +73,9 @@ def test_seeded_moments_do_not_depend_on_the_number_of_micro_batches() -> None:
     states = []
     for parts in (1, 8):
         model = Prescribed(SHAPES)
-        config = SFTConfig(density=0.1, reselection_interval=9, estimation_steps=4, targets=NAMES)
-        optimizer = SFT(model, config=config, lr=1e-2, total_steps=30)
+        optimizer = sft_over(model, reselection_interval=9, estimation_steps=4, targets=NAMES, total_steps=30)
         for gradients in prescribed_gradients(4):
-            for _ in range(parts):
-                (model(gradients) / parts).backward()
-            optimizer.step()
+            train(model, optimizer, parts * [gradients], micro=parts)
         states.append(optimizer.state_dict()["state"])
     for name in NAMES:
         assert torch.equal(states[0][name]["indices"], states[1][name]["indices"])
@@ -100,19 +96,13 @@ def test_the_streaming_pool_finds_twice_as_much_as_the_first_micro_batch() -> No
 
     def micro_batch() -> dict[str, torch.Tensor]:
         # Counting up from somewhere, with one token in five wrong: learnable, and noisy to the end.
-        start = torch.randint(61, (2, 1), generator=generator)
-        ids = (start + torch.arange(12)) % 61
+        ids = (torch.randint(61, (2, 1), generator=generator) + torch.arange(12)) % 61
         wrong = torch.rand(ids.shape, generator=generator) < 0.2
         ids = torch.where(wrong, torch.randint(61, ids.shape, generator=generator), ids)
         return {"input_ids": ids, "labels": ids}
 
-    adam = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(150):
-        loss = model(**micro_batch()).loss
-        loss.backward()
-        adam.step()
-        adam.zero_grad()
-    assert loss < 3.0  # log 61 is 4.1
+    losses = train(model, torch.optim.Adam(model.parameters(), lr=3e-3), [micro_batch() for _ in range(150)])
+    assert losses[-1] < 3.0  # log 61 is 4.1
 
     density = 0.012
     names = [name for name, value in model.named_parameters() if value.ndim == 2 and "layers" in name]
@@ -127,11 +117,8 @@ def test_the_streaming_pool_finds_twice_as_much_as_the_first_micro_batch() -> No
             count = max(1, round(density * gradient.numel()))
             first.setdefault(name, set(gradient.abs().topk(count).indices.tolist()))
         model.zero_grad()
-    config = SFTConfig(density=density, reselection_interval=9, estimation_steps=4)
-    optimizer = SFT(model, config=config, lr=0.0, total_steps=100)
-    for micro in micros:
-        (model(**micro).loss / num_micro).backward()
-    optimizer.step()
+    optimizer = sft_over(model, density=density, reselection_interval=9, estimation_steps=4, lr=0.0, total_steps=100)
+    train(model, optimizer, micros, micro=num_micro)
     hits, naive_hits, wanted = 0, 0, 0
     for name, state in optimizer.state_dict()["state"].items():
         ideal = set(total[name].abs().topk(len(first[name])).indices.tolist())
@@ -150,15 +137,9 @@ def test_the_dense_gradient_is_only_read() -> None:
 
 
 def loss_after_training(**options: Any) -> float:
-    model = tiny_llama()
-    optimizer = SFT(model, config=SFTConfig(density=0.02, **options), lr=1e-2, total_steps=60)
+    model, optimizer = over(tiny_llama(), density=0.02, total_steps=60, **options)
     batches = token_batches(4)
-    loss = torch.zeros(())
-    for _ in range(60):
-        loss = sum(model(**batch).loss for batch in batches) / 4
-        loss.backward()
-        optimizer.step()
-    return loss.item()
+    return train(lambda _: sum(model(**batch).loss for batch in batches) / 4, optimizer, range(60))[-1]
 
 
 @pytest.mark.slow

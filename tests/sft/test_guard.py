@@ -1,11 +1,15 @@
-"""Whatever happens to the model between steps, the next one trains what SFT says, or says why not."""
+"""Whatever happens to the model between steps, the next one trains what SFT says, or says why not.
+
+One long file: what one engineer does to a model has many forms, all of which end in the same few lines.
+"""
 
 import copy
 import gc
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,50 +38,39 @@ from tests.helpers.models import (
 )
 from tests.helpers.tolerance import assert_step_close
 from tests.sft.reference import FixedAdamW
+from tests.sft.runs import over, sft_over, train
 
 FORMS = ["optimizer", "layer"]
 SELECTIONS = ["accumulated_gradient", "momentum"]
 
 
-def make(model: nn.Module, **options: Any) -> SFT:
-    settings = {"density": 0.1, "reselection_interval": 6, "estimation_steps": 2, **options}
-    return SFT(model, config=SFTConfig(**settings), lr=1e-2, total_steps=40)
-
-
-def made(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, SFT]:
-    """A model, and SFT over it."""
-    return model, make(model, *args, **options)
-
-
-def train(model: nn.Module, optimizer: SFT, batches: list[dict[str, torch.Tensor]]) -> None:
-    for batch in batches:
-        model(**batch).loss.backward()
-        optimizer.step()
+make, made = partial(sft_over, estimation_steps=2), partial(over, estimation_steps=2)
 
 
 def load(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
     model.load_state_dict(values, strict=False)
 
 
-def copy_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """As averaging libraries put their weights in; no version of a tensor tells."""
-    for name, parameter in model.named_parameters():
-        if name in values:
-            parameter.data.copy_(values[name])
-
-
-def copy_without_grad(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
+def of_each(put: Callable[[nn.Parameter, torch.Tensor], object]) -> Callable[..., None]:
+    def put_all(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
         for name, value in values.items():
-            model.get_parameter(name).copy_(value)
+            put(model.get_parameter(name), value)
+
+    return put_all
 
 
-def replace_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        model.get_parameter(name).data = value.clone()
+@of_each
+def copy_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """As averaging libraries put their weights in; no version of a tensor tells."""
+    parameter.data.copy_(value)
 
 
-@pytest.mark.parametrize("put", [load, copy_data, copy_without_grad, replace_data])
+@of_each
+def replace_data(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    parameter.data = value.clone()
+
+
+@pytest.mark.parametrize("put", [load, copy_data, of_each(torch.no_grad()(torch.Tensor.copy_)), replace_data])
 def test_training_goes_on_from_weights_that_are_put_in_between_steps(put: Callable[..., None]) -> None:
     """As a plain optimizer does: AdamW with a masked gradient, given the same weights, and the moments it had."""
     model = tiny_llama()
@@ -99,19 +92,16 @@ def test_training_goes_on_from_weights_that_are_put_in_between_steps(put: Callab
     train(model, optimizer, batches[6:])
     # AdamW adds each update to a weight, SFT to a delta that is added once: the updates themselves are rounded
     # otherwise, too. An update is up to 1e-2.
-    found = {name: model.get_parameter(name) for name in expected}
-    assert_step_close(found, expected, exact, cap=1e-4)
+    assert_step_close({name: model.get_parameter(name) for name in expected}, expected, exact, cap=1e-4)
     for name, delta in optimizer.deltas().items():
-        base = new[name].view(-1)[delta.indices.long()]
-        assert torch.equal(optimizer.base_values()[name], base)
+        assert torch.equal(optimizer.base_values()[name], new[name].view(-1)[delta.indices.long()])
     optimizer.detach(merge=False)
     assert differing(weights(model), new) == []
 
 
 def test_loading_the_pretrained_weights_starts_from_them() -> None:
-    model = tiny_llama()
-    before = weights(model)
-    optimizer = make(model)
+    before = weights(tiny_llama())
+    model, optimizer = made(tiny_llama())
     train(model, optimizer, token_batches(4))
     load(model, before)
     optimizer.param_groups[0]["lr"] = 0.0
@@ -126,24 +116,19 @@ def test_loading_the_pretrained_weights_starts_from_them() -> None:
 def test_putting_in_what_the_model_holds_or_swapping_weights_and_back_changes_nothing(
     dtype: torch.dtype, form: str
 ) -> None:
-    model = tiny_llama(dtype)
-    other = twin(model)
-    optimizer, untouched = make(model, form=form), make(other, form=form)
+    (model, optimizer), (other, untouched) = (made(tiny_llama(dtype), form=form) for _ in range(2))
     batches = token_batches(12)
+    train(other, untouched, batches)
     train(model, optimizer, batches[:5])
-    train(other, untouched, batches[:5])
     load(model, copy.deepcopy(model.state_dict()))
     train(model, optimizer, batches[5:8])
-    train(other, untouched, batches[5:8])
     held = copy.deepcopy(model.state_dict())
-    averaged = {name: value * 0.5 for name, value in held.items()}
-    load(model, averaged)
+    load(model, {name: value * 0.5 for name, value in held.items()})
     with torch.no_grad():
         model(**batches[0])
     optimizer.state_dict()
     load(model, held)
     train(model, optimizer, batches[8:])
-    train(other, untouched, batches[8:])
     assert_same_bits(model, other)
     assert_same_tree(optimizer.state_dict(), untouched.state_dict())
 
@@ -156,9 +141,8 @@ def test_the_layer_form_adds_its_deltas_to_weights_that_are_loaded() -> None:
     deltas = optimizer.deltas()
     optimizer.detach()
     for name, delta in deltas.items():
-        wanted = new[name].clone().view(-1)
-        wanted[delta.indices.long()] += delta.values
-        assert torch.equal(bits(model.get_parameter(name)), bits(wanted))
+        new[name].view(-1)[delta.indices.long()] += delta.values
+        assert torch.equal(bits(model.get_parameter(name)), bits(new[name]))
 
 
 def test_deltas_are_not_saved_while_others_weights_are_in_the_model(tmp_path: Path) -> None:
@@ -245,16 +229,14 @@ def new_head(model: Any) -> None:
 def test_a_trained_tensor_that_is_replaced_cast_or_added_is_named_in_the_next_forward_and_step(
     form: str, act: Callable[[Any], None], text: str
 ) -> None:
-    options = {"targets": [nn.Linear], "embeddings": form == "optimizer"}
-    model, optimizer = made(tiny_llama(), form=form, **options)
+    model, optimizer = made(tiny_llama(), form=form, targets=[nn.Linear], embeddings=form == "optimizer")
     batch = token_batches(1)[0]
     train(model, optimizer, [batch])
     model(**batch).loss.backward()
     act(model)
-    with pytest.raises(RuntimeError, match=text):
-        model(**batch)
-    with pytest.raises(RuntimeError, match=text):
-        optimizer.step()
+    for call in (partial(model, **batch), optimizer.step):
+        with pytest.raises(RuntimeError, match=text):
+            call()
     optimizer.detach(merge=act is not offload or form == "optimizer")
     assert not model._forward_pre_hooks and not model._forward_hooks
 
@@ -280,20 +262,12 @@ def test_a_cast_is_allowed_for_what_is_not_trained_and_for_evaluation() -> None:
     assert optimizer.updates == before + 2
 
 
-def unfreeze(model: nn.Module) -> None:
-    model.requires_grad_(True)
-
-
-def freeze_all(model: nn.Module) -> None:
-    model.requires_grad_(False)
-
-
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("act", [unfreeze, freeze_all])
+@pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 def test_requires_grad_of_others_changes_neither_the_update_nor_the_norm(
-    checkpointing: bool | None, form: str, act: Callable[[nn.Module], None], when: str
+    checkpointing: bool | None, form: str, requires_grad: bool, when: str
 ) -> None:
     models = [tiny_llama() for _ in range(2)]
     norms: list[list[float]] = [[], []]
@@ -305,14 +279,13 @@ def test_requires_grad_of_others_changes_neither_the_update_nor_the_norm(
                 model.enable_input_require_grads()
         for batch in token_batches(8):
             if meddles and when == "before forward":
-                act(model)
+                model.requires_grad_(requires_grad)
             loss = model(**batch).loss
             if meddles and when == "before backward":
-                act(model)
+                model.requires_grad_(requires_grad)
             loss.backward()
             found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-            extra = [name for name, each in model.named_parameters() if each.grad is not None]
-            assert all("slivertune_sft" in name for name in extra)
+            assert all("slivertune_sft" in name for name, p in model.named_parameters() if p.grad is not None)
             optimizer.step()
         optimizer.detach()
     assert norms[0] == norms[1]
@@ -323,7 +296,7 @@ def test_what_a_call_past_the_model_gathers_is_dropped_before_it_is_clipped() ->
     """A backbone that is called by itself passes the model's hook; the next forward of the model drops what it left."""
     model = tiny_llama()
     make(model)
-    unfreeze(model)
+    model.requires_grad_(True)
     model.model(token_batches(1)[0]["input_ids"]).last_hidden_state.sum().backward()
     assert model.model.norm.weight.grad is not None
     model(**token_batches(1)[0])
@@ -359,23 +332,18 @@ def test_deltas_that_a_script_writes_are_named(form: str) -> None:
             if parameter.grad is not None:
                 parameter -= 0.1 * parameter.grad
     for act in (lambda: model(**batch), optimizer.step):
-        with pytest.raises(
-            RuntimeError, match=r"the deltas of .*q_proj\.weight were written by something else.*detach"
-        ):
+        with pytest.raises(RuntimeError, match=r"the deltas of .*q_proj\.weight were written by something .*detach"):
             act()
 
 
 def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detached(tmp_path: Path) -> None:
     model = tiny_llama()
     data = [{key: value[0] for key, value in batch.items()} for batch in token_batches(8)]
-
-    def trainer(name: str) -> transformers.Trainer:
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path / name), max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
-        )
-        return transformers.Trainer(model=model, args=arguments, train_dataset=data)
-
-    first = trainer("first")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=2, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    trainer = partial(transformers.Trainer, model=model, args=arguments, train_dataset=data)
+    first = trainer()
     attached = slivertune.attach(first, SFTConfig(density=0.1))
     first.train()
     optimizer = attached.optimizer
@@ -383,16 +351,15 @@ def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detach
     first.evaluate(data)
     optimizer.save_pretrained(tmp_path / "deltas")
     with pytest.raises(RuntimeError, match=r"AdamW would step .*which SFT trains.*slivertune\.attach returned"):
-        trainer("second").train()
+        trainer().train()
     attached.detach()
     before = weights(model)
-    trainer("third").train()
+    trainer().train()
     assert len(differing(weights(model), before)) == len(before)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str) -> None:
-
     gc.collect()
     num_hooks = len(_global_optimizer_pre_hooks)
     model, optimizer = made(tiny_llama(), form=form)
@@ -429,7 +396,7 @@ def test_after_detach_a_step_is_an_error_and_the_model_as_before() -> None:
     before = trainable(model)
     optimizer = make(model)
     train(model, optimizer, token_batches(2))
-    unfreeze(model)
+    model.requires_grad_(True)
     optimizer.detach()
     optimizer.detach()
     assert trainable(model) == before
@@ -449,10 +416,9 @@ class TwoTowers(nn.Module):
         return hidden.sum() if image is None else (hidden * self.image(image)).sum()
 
 
-def tower_batches(count: int) -> Iterator[torch.Tensor]:
+def tower_batches(count: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    for _ in range(count):
-        yield torch.randn(3, 4, generator=generator)
+    return [torch.randn(3, 4, generator=generator) for _ in range(count)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -461,15 +427,12 @@ def test_a_batch_that_reaches_nothing_is_no_update_and_said_if_it_lasts(form: st
     before = weights(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for batch in tower_batches(19):
-            model(batch).backward()
-            optimizer.step()
+        train(model, optimizer, tower_batches(19))
     model(torch.ones(3, 4)).backward()
     with pytest.warns(UserWarning, match=r"no gradient has reached any of the 1 trained tensors \(.*image\.weight\)"):
         optimizer.step()
     assert optimizer.updates == 0 and differing(weights(model), before) == []
-    model(torch.ones(3, 4), torch.ones(3, 4)).backward()
-    optimizer.step()
+    train(lambda batch: model(batch, batch), optimizer, [torch.ones(3, 4)])
     assert optimizer.updates == 1
 
 
@@ -479,26 +442,21 @@ def test_a_tensor_that_no_batch_reaches_keeps_its_positions_and_bits(selection: 
     options = {"targets": ["image", "text"], "density": 0.25, "replacement_rate": 1.0}
     model, optimizer = made(TwoTowers(), selection=selection, packed=packed, **options)
     before, first = weights(model), optimizer.deltas()
-    for batch in tower_batches(20):
-        model(batch).backward()
-        optimizer.step()
+    train(model, optimizer, tower_batches(20))
     after = optimizer.deltas()
     assert optimizer.updates == 20
     assert torch.equal(after["image.weight"].indices, first["image.weight"].indices)
     assert torch.equal(bits(model.image.weight), bits(before["image.weight"]))
     assert not torch.equal(after["text.weight"].indices, first["text.weight"].indices)
-    for batch in tower_batches(16):
-        model(batch, batch + 1).backward()
-        optimizer.step()
+    train(lambda batch: model(batch, batch + 1), optimizer, tower_batches(16))
     assert not torch.equal(optimizer.deltas()["image.weight"].indices, first["image.weight"].indices)
     assert all(delta.values.isfinite().all() for delta in optimizer.deltas().values())
 
 
 @pytest.mark.parametrize("act", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_a_copy_of_sft_is_refused_naming_what_to_save(act: Callable[[Any], Any]) -> None:
-    optimizer = make(tiny_llama())
     with pytest.raises(TypeError, match=r"SFT can't be copied or pickled.*save state_dict\(\)"):
-        act(optimizer)
+        act(make(tiny_llama()))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -514,16 +472,16 @@ def test_a_copy_of_the_model_computes_the_same_and_is_not_guarded(form: str) -> 
         pickle.loads(pickle.dumps(model))(**batch)
 
 
-@pytest.mark.parametrize("build", ["meta", "cpu_offload", "disk_offload"])
-def test_weights_without_data_are_refused(build: str, tmp_path: Path) -> None:
-    if build == "meta":
-        with torch.device("meta"):
-            model = tiny_llama()
-    else:
-        model = tiny_llama()
-        if build == "cpu_offload":
-            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-        else:
-            accelerate.disk_offload(model, str(tmp_path / "weights"), execution_device=torch.device("cpu"))
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model, folder: model.to("meta"),
+        lambda model, folder: offload(model),
+        lambda model, folder: accelerate.disk_offload(model, folder, execution_device=torch.device("cpu")),
+    ],
+)
+def test_weights_without_data_are_refused(move: Callable[[nn.Module, str], object], tmp_path: Path) -> None:
+    model = tiny_llama()
+    move(model, str(tmp_path / "weights"))
     with pytest.raises(ValueError, match=r"q_proj\.weight is on the meta device.*cpu_offload, disk_offload"):
         make(model)

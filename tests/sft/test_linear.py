@@ -1,5 +1,9 @@
-"""The layer form against the optimizer form, and over 4-bit weights against the dequantised matrix."""
+"""The layer form against the optimizer form, and over 4-bit weights against the dequantised matrix; its gradients.
 
+A little long: what a layer and the products in it have to fulfil is tested over the same few layers.
+"""
+
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,19 +15,35 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from slivertune import SFT, SFTConfig
-from tests.helpers.models import assert_same_tree, bits, tiny_llama, token_batches, twin, weights
-from tests.helpers.tolerance import assert_step_close, with_exact
+from slivertune import SFT
+from slivertune.sft.linear import CHUNK_ROWS, chunked_gradient, sampled_gradient
+from tests.helpers.models import (
+    assert_same_bits,
+    assert_same_tree,
+    bits,
+    differing,
+    tiny_llama,
+    token_batches,
+    twin,
+    weights,
+)
+from tests.helpers.tolerance import assert_step_close, assert_sums_close, sum_limit, unit_roundoff, with_exact
+from tests.sft import runs
+from tests.sft.runs import assert_keeps_state_dict, in_4_bits, sft_over
 
 SELECTIONS = {"AG": ("accumulated_gradient", 1e-2), "MA": ("momentum", 3e-2)}
 
 
 def make(model: nn.Module, selection: str, form: str, **options: Any) -> SFT:
     kind, lr = SELECTIONS[selection]
-    config = SFTConfig(
-        selection=kind, form=form, reselection_interval=7, estimation_steps=3, **{"density": 0.1, **options}
+    return sft_over(
+        model,
+        selection=kind,
+        form=form,
+        lr=lr,
+        weight_decay=0.5,
+        **{"reselection_interval": 7, "estimation_steps": 3, **options},
     )
-    return SFT(model, config=config, lr=lr, total_steps=40, weight_decay=0.5)
 
 
 def made(model: nn.Module, *args: Any, **options: Any) -> tuple[Any, SFT]:
@@ -71,13 +91,12 @@ def test_the_layer_form_equals_the_optimizer_form_to_the_bit(
     in_layers = make(other, selection, "layer", packed=packed)
     assert train(model, in_weights, 25, autocast=autocast) == train(other, in_layers, 25, autocast=autocast)
     assert_same_tree(in_weights.state_dict(), in_layers.state_dict())
-    for name, value in before.items():
-        assert torch.equal(bits(other.get_parameter(name)), bits(value)), f"the layer form changed {name}"
+    now = weights(other)
+    assert differing({name: now[name] for name in before}, before) == [], "changed by the layer form"
     in_weights.detach()
     in_layers.detach()
-    for name, value in weights(model).items():
-        assert torch.equal(bits(other.get_parameter(name)), bits(value))
-    assert any(not torch.equal(bits(value), bits(before[name])) for name, value in weights(model).items())
+    assert_same_bits(model, other)
+    assert differing(weights(model), before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -246,9 +265,7 @@ def test_over_4_bit_weights_output_and_input_gradient_are_those_of_the_dequantis
     assert torch.equal(bits(ours.grad), bits(theirs.grad))
     dense = (output_gradient.flatten(0, 1).t() @ inputs.flatten(0, 1)).flatten()[delta.indices.long()].float()
     assert torch.equal(optimizer.param_groups[0]["params"][0].grad, dense)
-    after = model.state_dict()
-    assert codes.keys() == after.keys()
-    assert all(torch.equal(bits(after[name]), bits(value)) for name, value in codes.items())
+    assert_keeps_state_dict(model, codes)
 
 
 def test_a_4_bit_layer_computes_in_its_own_dtype_and_answers_in_the_inputs() -> None:
@@ -269,44 +286,28 @@ def test_4_bit_training_learns_and_resumes_to_the_bit(selection: str) -> None:
     model = quantised()
     inputs, goal = torch.randn(64, 64, dtype=torch.bfloat16), torch.randn(64, 8, dtype=torch.bfloat16)
 
-    def steps(each: nn.Module, optimizer: SFT, count: int) -> list[float]:
-        losses = []
-        for _ in range(count):
-            loss = (each(inputs) - goal).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
+    def loss_over(each: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda wanted: (each(inputs) - wanted).float().square().mean()
 
     optimizer = make(model, selection, "auto", targets=["0", "2", "3"], density=0.2)
-    losses = steps(model, optimizer, 19)
+    losses = runs.train(loss_over(model), optimizer, 19 * [goal])
     # The pair to load into: the same pretrained codes, and the plain layer as the checkpoint has it.
     torch.manual_seed(3)
     other, resumed = made(quantised(), selection, "auto", targets=["0", "2", "3"], density=0.2)
     resumed.load_state_dict(optimizer.state_dict())
-    assert steps(model, optimizer, 19) == steps(other, resumed, 19)
+    assert runs.train(loss_over(model), optimizer, 19 * [goal]) == runs.train(loss_over(other), resumed, 19 * [goal])
     assert_same_tree(optimizer.state_dict(), resumed.state_dict())
-    assert steps(model, optimizer, 1)[0] < 0.8 * losses[0]
+    assert runs.train(loss_over(model), optimizer, [goal])[0] < 0.8 * losses[0]
 
 
 def test_a_quantised_llama_is_trained_in_its_layers_by_default() -> None:
-    model = tiny_llama(torch.bfloat16)
-    for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and "layers" in path:
-            quantised_layer = bitsandbytes.nn.Linear4bit(
-                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
-            )
-            quantised_layer.weight.data.copy_(module.weight.data)
-            model.set_submodule(path, quantised_layer)
-    model = model.to("cpu").train()
+    model = in_4_bits(tiny_llama(torch.bfloat16))
     codes = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = make(model, "AG", "auto", packed=True)
     assert len(optimizer.deltas()) == 21
     losses = train(model, optimizer, 20)
     assert sum(losses[-10:]) < sum(losses[:10])
-    after = model.state_dict()
-    assert codes.keys() == after.keys()
-    assert all(torch.equal(bits(after[name]), bits(value)) for name, value in codes.items())
+    assert_keeps_state_dict(model, codes)
 
 
 def test_merging_into_4_bit_is_refused() -> None:
@@ -340,3 +341,52 @@ def test_codes_that_were_repacked_for_inference_are_refused() -> None:
 def test_what_the_layer_form_cannot_do_it_says(targets: list[str], options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make(tiny_llama(torch.bfloat16), "AG", "layer", targets=targets, **options)
+
+
+def case(rows: int, dtype: torch.dtype, density: float = 0.02) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output_gradient, inputs = torch.randn(24, rows).to(dtype), torch.randn(24, 50).to(dtype)
+    count = max(1, int(density * rows * 50))
+    return output_gradient, inputs, torch.randperm(rows * 50)[:count].sort().values.int()
+
+
+def assert_products_close(
+    found: torch.Tensor, output_gradient: torch.Tensor, inputs: torch.Tensor, indices: torch.Tensor | None = None
+) -> None:
+    """Entries of the dense gradient, whose kernel may sum fewer rows in another order and round once to their dtype."""
+    exact = output_gradient.double().t() @ inputs.double()
+    size = output_gradient.double().abs().t() @ inputs.double().abs()
+    exact, size = (each.flatten() if indices is None else each.flatten()[indices.long()] for each in (exact, size))
+    limit = sum_limit(len(inputs), torch.float32, size) + 2 * unit_roundoff(inputs.dtype) * exact.abs()
+    assert found.shape == exact.shape and bool(((found.double() - exact).abs() <= limit).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 100, CHUNK_ROWS, CHUNK_ROWS + 1, 3 * CHUNK_ROWS - 5])
+def test_entries_are_those_of_the_dense_gradient(rows: int, dtype: torch.dtype) -> None:
+    output_gradient, inputs, indices = case(rows, dtype)
+    seen = []
+    gradient = chunked_gradient(
+        output_gradient, inputs, indices, lambda chunk, start: seen.append((start, chunk.clone()))
+    )
+    assert gradient.dtype == torch.float32
+    assert_products_close(gradient, output_gradient, inputs, indices)
+    assert len(seen) == -(-rows // CHUNK_ROWS)
+    assert all(chunk.numel() <= CHUNK_ROWS * 50 for _, chunk in seen)
+    assert [start for start, _ in seen] == [0, *[start + chunk.numel() for start, chunk in seen][:-1]]
+    whole = torch.cat([chunk for _, chunk in seen])
+    assert_products_close(whole, output_gradient, inputs)
+    assert torch.equal(gradient, whole[indices.long()].float())
+
+
+def test_rows_without_an_active_weight_cost_nothing_wrong() -> None:
+    output_gradient, inputs, _ = case(3 * CHUNK_ROWS, torch.float32)
+    indices = torch.tensor([3, 2 * CHUNK_ROWS * 50 + 7], dtype=torch.int32)
+    assert_products_close(chunked_gradient(output_gradient, inputs, indices), output_gradient, inputs, indices)
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_sampled_products_are_the_same_sums_in_another_order(rows: int) -> None:
+    output_gradient, inputs, indices = case(rows, torch.float32)
+    dense = (output_gradient.t() @ inputs).flatten()[indices.long()]
+    sizes = (output_gradient.double().abs().t() @ inputs.double().abs()).flatten()[indices.long()]
+    assert_sums_close(sampled_gradient(output_gradient, inputs, indices), dense, len(inputs), sizes)

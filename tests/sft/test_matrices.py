@@ -1,16 +1,16 @@
 """What a block multiplies by is a target, whatever kind of module holds it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 import transformers
 from torch import nn
 
-from slivertune import SFT, SFTConfig, deltas
+from slivertune import deltas
 from slivertune.deltas.merge import merge, unmerge
 from tests.helpers.models import (
     EXPERTS,
@@ -24,11 +24,11 @@ from tests.helpers.models import (
     twin,
     weights,
 )
+from tests.sft.runs import in_4_bits, sft_over, train
 
 hf: Any = transformers  # half of its classes carry types
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 32,
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
@@ -49,49 +49,41 @@ LATENT: dict[str, Any] = {
 }
 
 
-def make(model: nn.Module, **options: Any) -> SFT:
-    return SFT(model, config=SFTConfig(**{"density": 0.1, **options}), lr=1e-2, total_steps=40)
+make = partial(sft_over, reselection_interval=20, estimation_steps=5)
 
 
-def qwen3_moe() -> nn.Module:
-    config = hf.Qwen3MoeConfig(**SMALL, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=8)
-    model: nn.Module = hf.Qwen3MoeForCausalLM(config)
+def built(kind: Any, config: Any, **options: Any) -> nn.Module:
+    model: nn.Module = kind(config(vocab_size=32, **options))
     return model
 
 
-def deepseek_v3() -> nn.Module:
-    config = hf.DeepseekV3Config(
-        **SMALL, **LATENT, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=12, head_dim=4
-    )
-    model: nn.Module = hf.DeepseekV3ForCausalLM(config)
-    return model
-
-
-def jetmoe() -> nn.Module:
-    config = hf.JetMoeConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_key_value_heads=2,
-        kv_channels=8,
-        intermediate_size=24,
-        num_local_experts=4,
-    )
-    model: nn.Module = hf.JetMoeForCausalLM(config)
-    return model
-
-
-def xlnet() -> nn.Module:
-    model: nn.Module = hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=32, d_model=16, n_layer=2, n_head=2, d_inner=24))
-    return model
-
-
-def recurrent_gemma() -> nn.Module:
-    config = hf.RecurrentGemmaConfig(
-        vocab_size=32, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=24, lru_width=16
-    )
-    model: nn.Module = hf.RecurrentGemmaForCausalLM(config)
-    return model
+MIXTURE: dict[str, Any] = {**SMALL, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+qwen3_moe = partial(built, hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig, **MIXTURE, num_experts=3, head_dim=8)
+deepseek_v3 = partial(
+    built, hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config, **MIXTURE, **LATENT, n_routed_experts=4, head_dim=4
+)
+jetmoe = partial(
+    built,
+    hf.JetMoeForCausalLM,
+    hf.JetMoeConfig,
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_key_value_heads=2,
+    kv_channels=8,
+    intermediate_size=24,
+    num_local_experts=4,
+)
+xlnet = partial(built, hf.XLNetLMHeadModel, hf.XLNetConfig, d_model=16, n_layer=2, n_head=2, d_inner=24)
+recurrent_gemma = partial(
+    built,
+    hf.RecurrentGemmaForCausalLM,
+    hf.RecurrentGemmaConfig,
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=24,
+    lru_width=16,
+)
 
 
 class TransformerBlock(nn.Module):
@@ -100,12 +92,6 @@ class TransformerBlock(nn.Module):
         self.attention = nn.MultiheadAttention(8, 2, kdim=6, vdim=4)
         self.self_attention = nn.MultiheadAttention(8, 2)
         self.convolution = nn.Conv1d(8, 8, 3)
-
-
-def torchs_own() -> nn.Module:
-    model = nn.Module()
-    model.layers = nn.ModuleList([TransformerBlock()])
-    return model
 
 
 class DbrxLikeExpertGLU(nn.Module):
@@ -125,9 +111,9 @@ class DbrxLikeBlock(nn.Module):
         self.experts = DbrxLikeExpertGLU()
 
 
-def dbrx_like() -> nn.Module:
+def of_one(block: type[nn.Module]) -> nn.Module:
     model = nn.Module()
-    model.layers = nn.ModuleList([DbrxLikeBlock()])
+    model.layers = nn.ModuleList([block()])
     return model
 
 
@@ -150,11 +136,11 @@ def dbrx_like() -> nn.Module:
             "rg_lru.input_gate_bias temporal_block.conv_1d.weight",
         ),
         (
-            torchs_own,
+            partial(of_one, TransformerBlock),
             "attention.q_proj_weight attention.k_proj_weight attention.v_proj_weight self_attention.in_proj_weight",
             "convolution.weight self_attention.in_proj_bias",
         ),
-        (dbrx_like, "experts.w1", "experts.gate_bias"),
+        (partial(of_one, DbrxLikeBlock), "experts.w1", "experts.gate_bias"),
     ],
 )
 def test_by_default_what_a_block_multiplies_by_is_trained(
@@ -163,12 +149,9 @@ def test_by_default_what_a_block_multiplies_by_is_trained(
     model = build()
     every = [name for name, _ in model.named_parameters()]
     found = make(model).deltas()
-    for end in wanted.split():
-        named = [name for name in every if name.endswith(f".{end}")]
-        assert named and set(named) <= found.keys(), end
-    for end in unwanted.split():
-        named = [name for name in every if name.endswith(f".{end}")]
-        assert named and not set(named) & found.keys(), end
+    for end in (*wanted.split(), *unwanted.split()):
+        named = {name for name in every if name.endswith(f".{end}")}
+        assert named and named & found.keys() == (named if end in wanted.split() else set()), end
 
 
 @pytest.mark.parametrize(
@@ -209,12 +192,7 @@ def test_training_experts_with_reselection_learns_and_leaves_what_is_frozen(sele
     before = weights(model)
     optimizer = make(model, selection=selection, packed=packed, reselection_interval=6, estimation_steps=2)
     first = {name: delta.indices for name, delta in optimizer.deltas().items()}
-    losses = []
-    for batch in token_batches(1) * 20:
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, optimizer, token_batches(1) * 20)
     assert losses[-1] < 0.99 * losses[0]
     for name, delta in optimizer.deltas().items():
         assert not torch.equal(delta.indices, first[name])
@@ -231,13 +209,12 @@ def test_deltas_of_experts_are_saved_applied_and_taken_off(build: Any, tmp_path:
     model = build(torch.bfloat16)
     base = twin(model)
     optimizer = make(model)
-    for batch in token_batches(6):
-        model(**batch).loss.backward()
-        optimizer.step()
+    train(model, optimizer, token_batches(6))
     optimizer.save_pretrained(tmp_path / "deltas")
     other = twin(base)
+    optimizer.detach()
     with deltas.apply(other, tmp_path / "deltas"):
-        assert_same_bits(_without_deltas(model, optimizer), other)
+        assert_same_bits(model, other)
     assert_same_bits(other, base)
 
 
@@ -247,9 +224,7 @@ def test_deltas_of_stored_stacks_are_merged_and_unmerged_and_others_name_their_w
         model: Any = build(torch.bfloat16)
         model.save_pretrained(tmp_path / name)
         optimizer = make(model)
-        for batch in token_batches(4):
-            model(**batch).loss.backward()
-            optimizer.step()
+        train(model, optimizer, token_batches(4))
         optimizer.save_pretrained(tmp_path / f"{name}-deltas")
         optimizer.detach()
         if name == "mixtral":
@@ -263,23 +238,6 @@ def test_deltas_of_stored_stacks_are_merged_and_unmerged_and_others_name_their_w
             assert (tmp_path / "base" / file.name).read_bytes() == file.read_bytes()
 
 
-def _without_deltas(model: nn.Module, optimizer: SFT) -> nn.Module:
-    optimizer.detach()
-    return model
-
-
-def in_4_bits(model: nn.Module) -> nn.Module:
-    """As bitsandbytes loads a model: linear layers of the blocks in 4 bits, all else as it was."""
-    for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and "layers" in path:
-            layer = bitsandbytes.nn.Linear4bit(
-                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
-            )
-            layer.weight.data.copy_(module.weight.data)
-            model.set_submodule(path, layer)
-    return model.to("cpu").train()
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_beside_4_bit_layers_experts_are_trained_in_16_bits(frozen: bool) -> None:
     """As PEFT prepares models for QLoRA, everything is frozen; then `requires_grad` tells nothing of the experts."""
@@ -290,17 +248,10 @@ def test_beside_4_bit_layers_experts_are_trained_in_16_bits(frozen: bool) -> Non
     optimizer = make(model)
     experts = [name for name in optimizer.deltas() if ".experts." in name]
     assert len(experts) == 4 and len(optimizer.deltas()) == 12
-    batch = token_batches(1)[0]
-    losses = []
-    for _ in range(8):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(model, optimizer, token_batches(1) * 8)
     assert losses[-1] < losses[0]
     after = model.state_dict()
-    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert changed == set(experts)
+    assert {name for name, value in before.items() if not torch.equal(value, after[name])} == set(experts)
     with pytest.raises(ValueError, match=r'MixtralExperts; .*"auto" beside 4-bit layers'):
         make(in_4_bits(tiny_mixtral(torch.bfloat16)), form="layer")
 

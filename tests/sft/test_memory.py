@@ -5,6 +5,7 @@ import torch
 
 from slivertune import SFT, Ledger, SFTConfig
 from tests.helpers.models import tiny_llama, token_batches
+from tests.sft.runs import sft_over, train
 
 GAMMA, INTERVAL = 3, 7
 
@@ -63,8 +64,7 @@ def test_an_estimation_phase_costs_what_it_says_and_ends() -> None:
         optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)
         seen = []
         for batch in token_batches(16):
-            model(**batch).loss.backward()
-            optimizer.step()
+            train(model, optimizer, [batch])
             seen.append(ledger.current().state / optimizer.num_weights)
     # Updates 3, 7 and 14 end a phase; between its updates the candidates take 16 bytes.
     assert seen == [20 + 16 * (t in (1, 2, 5, 6, 12, 13)) for t in range(1, 17)]
@@ -75,8 +75,9 @@ def test_the_layer_form_never_holds_a_dense_gradient(interval: int | None, share
     """Rows beyond one chunk: what is alive during backward stays below the dense gradient."""
     rows, columns = 8192, 96
     layer = torch.nn.Linear(columns, rows, bias=False)
-    config = SFTConfig(density=0.01, form="layer", targets=["weight"], reselection_interval=interval)
-    optimizer = SFT(layer, config=config, lr=1e-2, total_steps=40)
+    optimizer = sft_over(
+        layer, density=0.01, form="layer", targets=["weight"], reselection_interval=interval, estimation_steps=5
+    )
     inputs = torch.randn(2, columns)
     loss = layer(inputs).sum()
     with Ledger(layer) as ledger:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from slivertune import SFT, SFTConfig
+from slivertune import SFT
 from tests.helpers.models import bits
 from tests.helpers.tolerance import assert_sums_close, sum_limit, unit_roundoff
 from tests.sft.reference import NAMES, SHAPES, NaiveSFT, Prescribed, prescribed_gradients, reselection_times
+from tests.sft.runs import sft_over, train
 
 TOTAL = 40
 
@@ -28,30 +29,35 @@ def build(
     model: Prescribed, case: dict[str, Any], *, interval: int | None = 8, gamma: int = 3, alpha: float = 0.5
 ) -> tuple[SFT, NaiveSFT]:
     """The optimizer over a model, and the reference that begins with the same positions."""
-    options = {key: value for key, value in case.items() if key not in ("selection", "max_norm")}
-    config = SFTConfig(
+    before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
+    optimizer = sft_over(
+        model,
         density=0.15,
-        selection=case["selection"],
         reselection_interval=interval,
         estimation_steps=gamma,
         replacement_rate=alpha,
         targets=NAMES,
         max_grad_norm=case.get("max_norm"),
+        **{key: value for key, value in case.items() if key != "max_norm"},
     )
-    before = {name: model.get_parameter(name).detach().clone() for name in NAMES}
-    optimizer = SFT(model, config=config, total_steps=TOTAL, **options)
     active = {name: delta.indices.long() for name, delta in optimizer.deltas().items()}
-    defaults = {"betas": (0.9, 0.999), "weight_decay": 0.0, "momentum": 0.0}
-    eps = {"eps": 1e-30 if case["selection"] == "momentum" else 1e-8}
-    naive = NaiveSFT(
-        before, active, interval=interval, gamma=gamma, alpha=alpha, total=TOTAL, **{**defaults, **eps, **case}
-    )
-    return optimizer, naive
+    options = {
+        "betas": (0.9, 0.999),
+        "eps": 1e-30 if case["selection"] == "momentum" else 1e-8,
+        "weight_decay": 0.0,
+        "momentum": 0.0,
+        **case,
+    }
+    return optimizer, NaiveSFT(before, active, interval=interval, gamma=gamma, alpha=alpha, total=TOTAL, **options)
 
 
-def norm_terms(optimizer: SFT, micro_batches: int) -> int:
-    """Length of the sum whose root is the norm, with those of the micro-batches."""
-    return micro_batches + sum(delta.indices.numel() for delta in optimizer.deltas().values())
+def train_both(model: Prescribed, optimizer: SFT, naive: NaiveSFT, count: int, *, check: bool = False) -> None:
+    """So many updates of the optimizer and of the reference; compared after each, if asked for."""
+    for gradients in prescribed_gradients(count):
+        train(model, optimizer, [gradients])
+        naive.update([gradients])
+        if check:
+            assert_equal_to_reference(model, optimizer, naive)
 
 
 def assert_equal_to_reference(model: Prescribed, optimizer: SFT, naive: NaiveSFT) -> None:
@@ -101,7 +107,8 @@ def test_every_update_equals_the_plain_reference(case: str, dtype: torch.dtype, 
             assert not set(chosen[0]) & set(optimizer.deltas()["first.weight"].indices.tolist())
         assert optimizer.updates == update + 1
         assert optimizer.grad_norm is not None
-        limit = sum_limit(norm_terms(optimizer, micro_batches), torch.float32)
+        # The sum whose root is the norm, with those of the micro-batches.
+        limit = sum_limit(micro_batches + optimizer.num_weights, torch.float32)
         assert float(optimizer.grad_norm) == pytest.approx(norm, rel=limit)
         assert_equal_to_reference(model, optimizer, naive)
         chosen.append(optimizer.deltas()["first.weight"].indices.tolist())
@@ -114,11 +121,7 @@ def test_every_update_equals_the_plain_reference(case: str, dtype: torch.dtype, 
 def test_phases_that_overlap_take_gamma_updates_each(interval: int, gamma: int) -> None:
     model = Prescribed(SHAPES)
     optimizer, naive = build(model, CASES["AG"], interval=interval, gamma=gamma)
-    for gradients in prescribed_gradients(20):
-        model(gradients).backward()
-        optimizer.step()
-        naive.update([gradients])
-        assert_equal_to_reference(model, optimizer, naive)
+    train_both(model, optimizer, naive, 20, check=True)
 
 
 @pytest.mark.parametrize("case", ["AG", "MA"])
@@ -126,16 +129,18 @@ def test_phases_that_overlap_take_gamma_updates_each(interval: int, gamma: int) 
 def test_where_little_is_frozen_no_more_is_replaced_than_there_is(case: str, density: float) -> None:
     model = Prescribed(SHAPES)
     options = CASES[case]
-    config = SFTConfig(
-        density=density, selection=options["selection"], reselection_interval=8, estimation_steps=3, targets=NAMES
+    optimizer = sft_over(
+        model,
+        density=density,
+        selection=options["selection"],
+        reselection_interval=8,
+        estimation_steps=3,
+        targets=NAMES,
+        lr=options["lr"],
+        total_steps=TOTAL,
     )
-    optimizer = SFT(model, config=config, lr=options["lr"], total_steps=TOTAL)
     before = {name: set(delta.indices.tolist()) for name, delta in optimizer.deltas().items()}
-    for update, gradients in enumerate(prescribed_gradients(8), 1):
-        model(gradients).backward()
-        optimizer.step()
-        if update == (3 if case == "AG" else 8):
-            break
+    train(model, optimizer, prescribed_gradients(8)[: 3 if case == "AG" else 8])
     for name, delta in optimizer.deltas().items():
         size = model.get_parameter(name).numel()
         assert delta.num_weights == len(before[name])
@@ -149,8 +154,7 @@ def test_without_reselection_the_first_positions_stay(case: str) -> None:
     optimizer, naive = build(model, CASES[case], interval=None)
     first = optimizer.deltas()
     for gradients in prescribed_gradients(20):
-        model(gradients).backward()
-        optimizer.step()
+        train(model, optimizer, [gradients])
         naive.update([gradients])
         assert not optimizer.is_estimating
     assert_equal_to_reference(model, optimizer, naive)
@@ -164,8 +168,7 @@ def test_after_every_step_indices_are_sorted_unique_and_as_many_as_before(case: 
     optimizer, _ = build(model, CASES[case])
     counts = {name: round(0.15 * model.get_parameter(name).numel()) for name in NAMES}
     for gradients in prescribed_gradients(TOTAL, torch.bfloat16):
-        model(gradients).backward()
-        optimizer.step()
+        train(model, optimizer, [gradients])
         for name, delta in optimizer.deltas().items():
             assert delta.num_weights == counts[name]
             assert delta.indices.tolist() == sorted(set(delta.indices.tolist()))
@@ -179,8 +182,7 @@ def test_a_dropped_weight_gets_its_pretrained_bits_back() -> None:
     for gradients in prescribed_gradients(TOTAL, torch.bfloat16):
         was_active = {name: set(delta.indices.tolist()) for name, delta in optimizer.deltas().items()}
         changed = {name: bits(model.get_parameter(name)).clone() for name in NAMES}
-        model(gradients).backward()
-        optimizer.step()
+        train(model, optimizer, [gradients])
         for name, delta in optimizer.deltas().items():
             dropped = torch.tensor(sorted(was_active[name] - set(delta.indices.tolist())), dtype=torch.long)
             now, then = model.get_parameter(name).detach().flatten()[dropped], before[name].flatten()[dropped]
@@ -226,8 +228,7 @@ def test_gradients_that_the_loop_throws_away_leave_no_trace(case: str, drop: str
             model({name: 100 * value for name, value in unwanted.items()}).backward()
         optimizer.zero_grad() if drop == "optimizer.zero_grad" else model.zero_grad()
         model(gradients).backward()
-        other(gradients).backward()
-        optimizer.step()
+        train(other, optimizer, [gradients])
         undisturbed.step()
         for name in NAMES:
             assert torch.equal(bits(model.get_parameter(name)), bits(other.get_parameter(name)))
@@ -264,9 +265,7 @@ def test_detach_leaves_a_model_as_it_was_before(merge: bool) -> None:
     model.bystander.requires_grad_(False)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer, _ = build(model, CASES["AG"])
-    for gradients in prescribed_gradients(12, torch.bfloat16):
-        model(gradients).backward()
-        optimizer.step()
+    train(model, optimizer, prescribed_gradients(12, torch.bfloat16))
     trained = {name: value.detach().clone() for name, value in model.named_parameters() if name in before}
     optimizer.detach(merge=merge)
     wanted = trained if merge else before

@@ -3,23 +3,22 @@ import statistics
 import pytest
 import torch
 
-from slivertune import SFT, SFTConfig
+from slivertune.sft.growth import Estimate
 from slivertune.sft.moments import PackedAdamMoments
-from slivertune.sft.packing import TILE, PackedPositions, rounded_at_random, rounding_generator
+from slivertune.sft.packing import TILE, Positions, rounded_at_random, rounding_generator
 from tests.helpers.models import tiny_llama, token_batches
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+from tests.sft.runs import sft_over, train
 
 
 @pytest.mark.parametrize("size", [1, 100, TILE, TILE + 1, 5 * TILE + 77])
 def test_positions_come_back_as_they_were(size: int) -> None:
-    count = max(1, size // 50)
-    indices = torch.randperm(size)[:count].sort().values.int()
+    indices = torch.randperm(size)[: max(1, size // 50)].sort().values.int()
     edges = [at for at in (0, TILE - 1, TILE, TILE + TILE // 2, size - 1) if 0 <= at < size]
     indices = torch.cat([indices, torch.tensor(edges, dtype=torch.int32)]).unique()
-    packed = PackedPositions(indices, size)
+    packed = Positions(indices, size, packed=True)
     assert packed.get().dtype == torch.int32 and torch.equal(packed.get(), indices)
-    num_bytes = sum(tensor.nbytes for tensor in packed.tensors())
-    assert num_bytes == 2 * indices.numel() + 4 * -(-size // TILE)
+    assert sum(tensor.nbytes for tensor in packed.tensors) == 2 * indices.numel() + 4 * -(-size // TILE)
     packed.set(indices[::2])
     assert torch.equal(packed.get(), indices[::2])
 
@@ -57,12 +56,10 @@ def test_the_rounding_differs_between_tensors_updates_and_seeds_and_repeats() ->
 def test_packed_ages_are_those_of_the_unpacked_run() -> None:
     """Positions may differ in time, as bf16 deltas rank differently; who is how old follows from when it was grown."""
     model = Prescribed(SHAPES)
-    config = SFTConfig(density=0.2, reselection_interval=5, estimation_steps=3, targets=NAMES, packed=True)
-    optimizer = SFT(model, config=config, lr=1e-2, total_steps=40)
+    optimizer = sft_over(model, density=0.2, reselection_interval=5, estimation_steps=3, targets=NAMES, packed=True)
     ages = {name: dict.fromkeys(delta.indices.tolist(), 0) for name, delta in optimizer.deltas().items()}
     for gradients in prescribed_gradients(30):
-        model(gradients).backward()
-        optimizer.step()
+        train(model, optimizer, [gradients])
         for name, state in optimizer.state_dict()["state"].items():
             now = state["cohort_ages"][state["cohort"].long()].tolist()
             positions = state["indices"].tolist()
@@ -72,18 +69,16 @@ def test_packed_ages_are_those_of_the_unpacked_run() -> None:
 
 
 def test_cohorts_beyond_256_lose_the_oldest_alone() -> None:
-    moments = PackedAdamMoments(300, torch.device("cpu"))
+    moments = PackedAdamMoments(300, (0.9, 0.999), torch.device("cpu"))
     moments.cohort = torch.arange(256).repeat(2)[:300].to(torch.uint8)
     moments.cohort_ages = torch.arange(5, 256 + 5, dtype=torch.int32)
     ages = moments.cohort_ages[moments.cohort.long()]
     kept = torch.ones(300, dtype=torch.bool)
     kept[299] = False
-    from slivertune.sft.growth import Estimate
-
     seeds = Estimate(
         indices=torch.tensor([7], dtype=torch.int32), mean=torch.ones(1), mean_square=torch.ones(1), num_steps=3
     )
-    moments.replace(torch.nonzero(kept).view(-1), 1, seeds, torch.arange(300), {"betas": (0.9, 0.999)})
+    moments.replace(torch.nonzero(kept).view(-1), seeds, torch.arange(300), {"betas": (0.9, 0.999)})
     after = moments.cohort_ages[moments.cohort.long()]
     assert moments.cohort_ages.numel() == 256 and after[299] == 3
     young = ages[:299] < ages.max()
@@ -102,10 +97,16 @@ def test_the_loss_of_packed_runs_is_within_the_noise_of_unpacked_ones(selection:
     for packed, losses in results.items():
         for seed in range(4):
             model = tiny_llama(torch.bfloat16)
-            config = SFTConfig(
-                density=0.05, selection=selection, reselection_interval=10, estimation_steps=3, packed=packed, seed=seed
+            optimizer = sft_over(
+                model,
+                density=0.05,
+                selection=selection,
+                reselection_interval=10,
+                estimation_steps=3,
+                packed=packed,
+                seed=seed,
+                lr=1e-2 if selection[0] == "a" else 3e-2,
             )
-            optimizer = SFT(model, config=config, lr=1e-2 if selection[0] == "a" else 3e-2, total_steps=40)
             for _ in range(40):
                 for batch in batches:
                     (model(**batch).loss / 3).backward()

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from slivertune import SFT, SFTConfig
+from slivertune import SFT
 from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama, token_batches, weights
 from tests.sft.reference import NAMES, SHAPES, Prescribed, prescribed_gradients
+from tests.sft.runs import over, sft_over, train
 
 TOTAL = 18
 SELECTIONS = {
@@ -22,20 +23,16 @@ SELECTIONS = {
 
 
 def build(model: nn.Module, selection: str) -> tuple[SFT, LambdaLR]:
-    config = SFTConfig(
-        density=0.1, reselection_interval=6, estimation_steps=4, replacement_rate=0.5, **SELECTIONS[selection]
-    )
-    extra: dict[str, Any] = {"momentum": 0.5} if selection.startswith("MA") else {}
-    optimizer = SFT(model, config=config, lr=1e-2, total_steps=TOTAL, weight_decay=0.1, **extra)
+    momentum = 0.5 if selection.startswith("MA") else 0.0
+    options = {"momentum": momentum, "weight_decay": 0.1, "replacement_rate": 0.5, **SELECTIONS[selection]}
+    optimizer = sft_over(model, total_steps=TOTAL, **options)
     return optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def train(model: nn.Module, optimizer: SFT, schedule: LambdaLR, first: int, last: int) -> None:
+def run(model: nn.Module, optimizer: SFT, schedule: LambdaLR, first: int, last: int) -> None:
     batches = token_batches(2 * TOTAL)
     for update in range(first, last):
-        for batch in batches[2 * update : 2 * update + 2]:
-            (model(**batch).loss / 2).backward()
-        optimizer.step()
+        train(model, optimizer, batches[2 * update : 2 * update + 2], micro=2)
         schedule.step()
 
 
@@ -55,7 +52,7 @@ def test_resume_is_exact_at_every_update(selection: str, dtype: torch.dtype) -> 
     saved = []
     for update in range(TOTAL):
         saved.append(through_a_file([optimizer.state_dict(), schedule.state_dict(), model.state_dict()]))
-        train(model, optimizer, schedule, update, update + 1)
+        run(model, optimizer, schedule, update, update + 1)
     open_phases = [bool(s[0]["state"]) and any("estimates" in w for w in s[0]["state"].values()) for s in saved]
     assert any(open_phases) == selection.startswith("AG")
     for update in range(TOTAL):
@@ -67,7 +64,7 @@ def test_resume_is_exact_at_every_update(selection: str, dtype: torch.dtype) -> 
         resumed.load_state_dict(saved[update][0])
         its_schedule.load_state_dict(saved[update][1])
         assert_same_tree(resumed.state_dict(), saved[update][0])
-        train(other, resumed, its_schedule, update, TOTAL)
+        run(other, resumed, its_schedule, update, TOTAL)
         assert_same_tree(resumed.state_dict(), optimizer.state_dict())
         resumed.detach(merge=True)
         for name, value in weights(other).items():
@@ -78,15 +75,15 @@ def test_a_new_optimizer_over_the_checkpoints_weights_resumes_too() -> None:
     """The order of the HF Trainer: the model's weights are loaded before the optimizer is built."""
     model = tiny_llama(torch.bfloat16)
     optimizer, schedule = build(model, "AG")
-    train(model, optimizer, schedule, 0, 8)
+    run(model, optimizer, schedule, 0, 8)
     state, model_state = through_a_file([optimizer.state_dict(), model.state_dict()])
     other = tiny_llama(torch.bfloat16)
     other.load_state_dict(model_state)
     resumed, its_schedule = build(other, "AG")
     resumed.load_state_dict(state)
     its_schedule.load_state_dict(schedule.state_dict())
-    train(model, optimizer, schedule, 8, TOTAL)
-    train(other, resumed, its_schedule, 8, TOTAL)
+    run(model, optimizer, schedule, 8, TOTAL)
+    run(other, resumed, its_schedule, 8, TOTAL)
     assert_same_bits(model, other)
     optimizer.detach(merge=False)
     resumed.detach(merge=False)
@@ -98,7 +95,7 @@ def test_loading_over_a_run_in_progress_leaves_nothing_of_it() -> None:
     model = tiny_llama(torch.bfloat16)
     optimizer, schedule = build(model, "AG")
     start = through_a_file(optimizer.state_dict())
-    train(model, optimizer, schedule, 0, 11)
+    run(model, optimizer, schedule, 0, 11)
     optimizer.load_state_dict(start)
     assert_same_tree(optimizer.state_dict(), start)
     fresh = tiny_llama(torch.bfloat16)
@@ -108,28 +105,21 @@ def test_loading_over_a_run_in_progress_leaves_nothing_of_it() -> None:
 
 def test_the_state_does_not_share_memory_with_what_was_loaded() -> None:
     model = Prescribed(SHAPES)
-    config = SFTConfig(density=0.2, targets=NAMES, reselection_interval=6, estimation_steps=4)
-    optimizer = SFT(model, config=config, lr=1e-2, total_steps=20)
+    optimizer = sft_over(model, density=0.2, targets=NAMES, reselection_interval=6, estimation_steps=4, total_steps=20)
     batches = prescribed_gradients(8)
-    for gradients in batches[:3]:
-        model(gradients).backward()
-        optimizer.step()
+    train(model, optimizer, batches[:3])
     state = through_a_file(optimizer.state_dict())
     copy = through_a_file(state)
     optimizer.load_state_dict(state)
-    for gradients in batches[3:]:
-        model(gradients).backward()
-        optimizer.step()
+    train(model, optimizer, batches[3:])
     assert_same_tree(state, copy)
 
 
 def test_tied_weights_are_trained_and_resumed_as_one(tmp_path: Path) -> None:
     def make() -> tuple[nn.Module, SFT]:
         model = tiny_llama(torch.bfloat16, tied=True)
-        config = SFTConfig(
-            density=0.2, targets=["embed_tokens"], embeddings=True, reselection_interval=6, estimation_steps=2
-        )
-        return model, SFT(model, config=config, lr=1e-2, total_steps=TOTAL)
+        options = {"targets": ["embed_tokens"], "embeddings": True, "estimation_steps": 2, "total_steps": TOTAL}
+        return over(model, density=0.2, **options)
 
     model, optimizer = make()
     reference = tiny_llama(torch.bfloat16, tied=True)
@@ -149,7 +139,5 @@ def test_tied_weights_are_trained_and_resumed_as_one(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
     other, resumed = make()
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    for batch in batches[7:]:
-        other(**batch).loss.backward()
-        resumed.step()
+    train(other, resumed, batches[7:])
     assert_same_bits(model, other)

@@ -6,6 +6,7 @@ from torch import nn
 
 from slivertune import SFT, SFTConfig
 from tests.helpers.models import tiny_bert, tiny_gpt2, tiny_llama
+from tests.sft.runs import sft_over
 
 LLAMA_LINEAR = [
     f"model.layers.{block}.{part}.weight"
@@ -18,7 +19,7 @@ LLAMA_LINEAR = [
 
 
 def names(model: nn.Module, **options: Any) -> list[str]:
-    return list(SFT(model, config=SFTConfig(**{"density": 0.1, **options}), lr=1.0, total_steps=9).deltas())
+    return list(sft_over(model, **options).deltas())
 
 
 def test_by_default_the_linear_layers_of_the_blocks_are_trained() -> None:
@@ -81,8 +82,7 @@ def test_the_number_of_weights_is_what_was_asked_for(options: dict[str, Any], co
     assert optimizer.num_weights == count
     share = count / sum(rows * columns for rows, columns in shapes)
     for delta in optimizer.deltas().values():
-        size = delta.shape[0] * delta.shape[1]
-        assert abs(delta.num_weights - share * size) <= 1
+        assert abs(delta.num_weights - share * (delta.shape[0] * delta.shape[1])) <= 1
 
 
 def test_the_default_rank_is_lowered_to_what_fits_and_one_that_was_asked_for_is_not() -> None:

@@ -1,37 +1,33 @@
 """Which tensors of a model or checkpoint deltas belong to, and what their sum adds to each. Nothing is written here."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.delta import Overlap, SparseDelta, sum_deltas
 from slivertune.deltas.delta_file import PLAIN_DTYPES, DeltaFile, check_base, load, name_of
 from slivertune.deltas.names import NameIndex
-from slivertune.deltas.overlap import Overlap, sum_deltas
 from slivertune.deltas.sparse_file import DeltaFileError
 
 Source = Mapping[str, SparseDelta] | DeltaFile | str | Path
 """Deltas in memory, read from a folder, or the folder."""
 
 
-class Destination(Protocol):
+@dataclass(frozen=True, slots=True)
+class Destination(ABC):
     """A tensor that deltas can be added to."""
 
-    @property
-    def name(self) -> str:
-        """Its name where it lies."""
+    name: str
+    """Its name where it lies."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    """Its extents."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its extents."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its dtype."""
-
+    @abstractmethod
     def sha256(self) -> str:
         """Hash of its bits."""
 
@@ -106,8 +102,7 @@ def add_up(
     Raises:
         DeltaFileError: If a tensor is absent, quantised, of another shape or dtype, or not the base.
     """
-    index = NameIndex(targets)
-    found = [(file, name, target) for file in files for name, target in _pairs(file, targets, index, info)]
+    found = [(file, *pair) for file in files for pair in _pairs(file, targets, NameIndex(targets), info)]
     # What costs a reading of the tensors comes last.
     checked = {id(target): target for file, name, target in found if hash_base and _is_plain(file, name)}
     hashes = {key: target.sha256() for key, target in checked.items()}
@@ -116,11 +111,7 @@ def add_up(
         if _is_plain(file, name):
             check_base(file.source, name, file.base[name], dtype=target.dtype, sha256=hashes.get(id(target)))
         deltas_of.setdefault(id(target), (target, []))[1].append(file.deltas[name])
-    additions = []
-    for key, (target, deltas) in deltas_of.items():
-        total, overlap = sum_deltas(deltas)
-        additions.append(Addition(target, total, overlap, hashes.get(key)))
-    return additions
+    return [Addition(target, *sum_deltas(deltas), hashes.get(key)) for key, (target, deltas) in deltas_of.items()]
 
 
 def add_rounded(name: str, pretrained: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -179,10 +170,9 @@ def _targets_of(file: DeltaFile, name: str, targets: Mapping[str, D], index: Nam
     aliases = (name, *(file.base[name].tied_names if name in file.base else ()))
     found = [targets[match] for alias in aliases if (match := index.find(alias)) is not None]
     if not found:
-        trained_on = f" ({file.base_model_name})" if file.base_model_name else ""
         raise DeltaFileError(
             f"{file.source}: {name!r} names no tensor of {info.name}, or several; use the model that the deltas were "
-            f"trained on{trained_on}{info.unknown}"
+            f"trained on{f' ({file.base_model_name})' if file.base_model_name else ''}{info.unknown}"
         )
     distinct = list({id(target): target for target in found}.values())
     if len(distinct) > 1 and not info.has_copies:
@@ -194,8 +184,7 @@ def _targets_of(file: DeltaFile, name: str, targets: Mapping[str, D], index: Nam
 
 
 def _check_target(file: DeltaFile, name: str, delta: SparseDelta, target: Destination, info: TargetInfo) -> None:
-    where = f"{file.source}: {name!r}"
-    here = name_of(target.dtype)
+    where, here = f"{file.source}: {name!r}", name_of(target.dtype)
     if here not in PLAIN_DTYPES:
         raise DeltaFileError(f"{where}: {info.name} holds {here} there; {info.quantized}")
     if target.shape != delta.shape:

@@ -9,11 +9,10 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from slivertune.deltas.additions import Addition, Source, TargetInfo, add_rounded, add_up, read_sources
-from slivertune.deltas.base_hash import hash_tensor
-from slivertune.deltas.delta import read_flat, write_flat
+from slivertune.deltas.additions import Addition, Destination, Source, TargetInfo, add_rounded, add_up, read_sources
+from slivertune.deltas.delta import Overlap, read_flat, total_overlap, write_flat
 from slivertune.deltas.delta_file import memory_of
-from slivertune.deltas.overlap import Overlap, total_overlap
+from slivertune.deltas.hashes import hash_tensor
 
 
 def apply(
@@ -105,20 +104,18 @@ class AppliedDeltas:
         self.remove()
 
     def _add(self, addition: Addition[_Weight]) -> None:
-        weight = addition.target.parameter
+        name, weight = addition.target.name, addition.target.parameter
         indices = addition.delta.indices.to(weight.device)
         pretrained = read_flat(weight, indices)
-        changed = add_rounded(addition.target.name, pretrained, addition.delta.values.to(weight.device))
+        changed = add_rounded(name, pretrained, addition.delta.values.to(weight.device))
         # First on the list, so that an interruption between the two lines is undone as well.
-        self._changes.append(_Change(addition.target.name, weight, indices, pretrained, hash_tensor(changed)))
+        self._changes.append(_Change(name, weight, indices, pretrained, hash_tensor(changed)))
         write_flat(weight, indices, changed)
 
     def _restore(self) -> None:
         while self._changes:
-            change = self._changes[-1]
-            write_flat(
-                change.weight, change.indices.to(change.weight.device), change.pretrained.to(change.weight.device)
-            )
+            change, device = self._changes[-1], self._changes[-1].weight.device
+            write_flat(change.weight, change.indices.to(device), change.pretrained.to(device))
             self._changes.pop()
 
 
@@ -147,17 +144,8 @@ class _Change:
 
 
 @dataclass(frozen=True, slots=True)
-class _Weight:
-    name: str
+class _Weight(Destination):
     parameter: nn.Parameter
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.parameter.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.parameter.dtype
 
     def sha256(self) -> str:
         return hash_tensor(self.parameter)
@@ -169,5 +157,6 @@ def _weights_of(model: nn.Module) -> dict[str, _Weight]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "full_tensor"):
             raise ValueError(f"{name!r} is sharded; apply deltas before the model is sharded (fully_shard)")
-        weights[name] = of_memory.setdefault(memory_of(parameter), _Weight(name, parameter))
+        weight = _Weight(name, parameter.dtype, tuple(parameter.shape), parameter)
+        weights[name] = of_memory.setdefault(memory_of(parameter), weight)
     return weights

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from slivertune.core.atomic import atomic_file, atomic_new_folder, check_absent
-from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.sparse_file import DeltaFileError, check_entries, read_sparse_file, write_sparse_file
 
 DELTA_FILE = "sft_delta.safetensors"
@@ -93,7 +93,13 @@ def save_pretrained(
     for name, delta in deltas.items():
         _check_fits(name, delta, base)
         check_entries(f"delta of {name!r}", delta.indices, delta.values, delta.shape)
-        _check_values(name, delta, base[name], base_values.get(name))
+        values = base_values.get(name)
+        if values is not None and (values.shape != delta.values.shape or values.dtype != base[name].dtype):
+            raise ValueError(
+                f"base_values of {name!r} are {tuple(values.shape)} in {name_of(values.dtype)}, the delta has "
+                f"{tuple(delta.values.shape)} and the base {name_of(base[name].dtype)}; give the pretrained values "
+                "there"
+            )
 
     def write(path: Path) -> None:
         write_sparse_file(
@@ -202,20 +208,21 @@ def _describe(
         entries = (delta.indices, base_values[name]) if name in base_values else None
         tied = tuple(other for other in names_of_memory[memory_of(base[name])] if other != name)
         sha256 = base_hashes.get(name) or hash_tensor(base[name], entries)
-        identity = BaseTensor(name_of(base[name].dtype), sha256, tied)
-        table[name] = {"shape": list(delta.shape), **asdict(identity)}
+        table[name] = {"shape": list(delta.shape), **asdict(BaseTensor(name_of(base[name].dtype), sha256, tied))}
     return table
 
 
 def _base_tensor(path: Path, name: str, said: Mapping[str, Any]) -> BaseTensor:
     dtype, sha256, tied = said.get("dtype"), said.get("sha256"), said.get("tied_names")
     if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise DeltaFileError(f"{path}: {name!r} has base dtype {str(dtype)[:30]!r}, it must be one of torch's")
-    if not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise DeltaFileError(f"{path}: {name!r} has base hash {str(sha256)[:70]!r}, it must be 64 hexadecimal digits")
-    if not isinstance(tied, list) or not all(isinstance(other, str) for other in tied):
-        raise DeltaFileError(f"{path}: {name!r} has tied_names {str(tied)[:60]!r}, it must be a list of names")
-    return BaseTensor(dtype, sha256, tuple(tied))
+        problem = f"base dtype {str(dtype)[:30]!r}, it must be one of torch's"
+    elif not isinstance(sha256, str) or not re.fullmatch("[0-9a-f]{64}", sha256):
+        problem = f"base hash {str(sha256)[:70]!r}, it must be 64 hexadecimal digits"
+    elif not isinstance(tied, list) or not all(isinstance(other, str) for other in tied):
+        problem = f"tied_names {str(tied)[:60]!r}, it must be a list of names"
+    else:
+        return BaseTensor(dtype, sha256, tuple(tied))
+    raise DeltaFileError(f"{path}: {name!r} has {problem}")
 
 
 def _check_fits(name: str, delta: SparseDelta, base: Mapping[str, torch.Tensor]) -> None:
@@ -225,14 +232,6 @@ def _check_fits(name: str, delta: SparseDelta, base: Mapping[str, torch.Tensor])
     if dtype in PLAIN_DTYPES and shape != delta.shape:
         raise DeltaFileError(
             f"{name!r} has a delta for shape {delta.shape}, the base tensor has {shape}; use the base of the deltas"
-        )
-
-
-def _check_values(name: str, delta: SparseDelta, base: torch.Tensor, values: torch.Tensor | None) -> None:
-    if values is not None and (values.shape != delta.values.shape or values.dtype != base.dtype):
-        raise ValueError(
-            f"base_values of {name!r} are {tuple(values.shape)} in {name_of(values.dtype)}, the delta has "
-            f"{tuple(delta.values.shape)} and the base {name_of(base.dtype)}; give the pretrained values there"
         )
 
 

@@ -16,9 +16,9 @@ import torch
 
 from slivertune.core.atomic import atomic_new_folder, check_absent
 from slivertune.deltas.additions import Addition, Source, TargetInfo, add_rounded, add_up, read_sources
-from slivertune.deltas.base_hash import CHUNK_BYTES
+from slivertune.deltas.delta import Overlap, total_overlap
 from slivertune.deltas.delta_file import DeltaFile, name_of
-from slivertune.deltas.overlap import Overlap, total_overlap
+from slivertune.deltas.hashes import CHUNK_BYTES
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER, PlainCheckpoint, StoredTensor, open_checkpoint
 from slivertune.deltas.sparse_file import DeltaFileError, read_sparse_file, write_sparse_file
 
@@ -91,12 +91,16 @@ def merge(
     additions = add_up(files, base.tensors, _target_info(checkpoint, allow_quantized_base), hash_base=True)
     touched_bytes = sum(addition.delta.indices.nbytes + addition.delta.values.nbytes for addition in additions)
     with atomic_new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
-        undo = _Undo(_copy(base, new, progress))
+        hashes = _copy(base, new, progress)
+        merged: list[tuple[StoredTensor, torch.Tensor]] = []
         for number, addition in enumerate(additions):
             progress("adding", number, len(additions))
-            undo.add(addition, *_add(base.moved(addition.target, new), addition))
+            tensor = base.moved(addition.target, new)
+            pretrained = tensor.read(addition.delta.indices)
+            tensor.write(addition.delta.indices, add_rounded(tensor.name, pretrained, addition.delta.values))
+            merged.append((tensor, pretrained))
         progress("writing", 0, 0)
-        _write_undo(new / UNDO_FOLDER, undo, files, additions)
+        _write_undo(new / UNDO_FOLDER, hashes, files, additions, merged)
     return Merged({addition.target.name: addition.overlap for addition in additions}, base.left_out)
 
 
@@ -123,7 +127,9 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
     progress("checking", 0, 0)
     for name, said in undo.table.items():
         _check_merged(path, name, said, merged)
-    hashes = _hashes_of_files(path, undo.fields)
+    hashes = undo.fields.get("base_files")
+    if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
+        raise DeltaFileError(f"{path}: base_files must be a table of names and hashes; the file is damaged")
     with atomic_new_folder(output, needs_bytes=_size(merged)) as new:
         found = _copy(merged, new, progress)
         for number, (name, (indices, values)) in enumerate(undo.entries.items()):
@@ -133,8 +139,10 @@ def unmerge(checkpoint: str | Path, output: str | Path, *, progress: Progress = 
             if tensor.sha256() != undo.table[name].get("base_sha256"):
                 raise DeltaFileError(f"{path}: {name!r} does not become the base's; the file is damaged, take the base")
         progress("checking", 0, 0)
-        changed = {str(merged.tensors[name].shard.relative_to(checkpoint)) for name in undo.entries}
-        _check_files(checkpoint, hashes, found | {name: _hash_file(new / name) for name in changed})
+        for name in {str(merged.tensors[name].shard.relative_to(checkpoint)) for name in undo.entries}:
+            with (new / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        _check_files(checkpoint, hashes, found)
         progress("writing", 0, 0)
 
 
@@ -172,51 +180,39 @@ def _copy(base: PlainCheckpoint, new: Path, progress: Progress) -> dict[str, str
     return hashes
 
 
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _add(tensor: StoredTensor, addition: Addition[StoredTensor]) -> tuple[StoredTensor, torch.Tensor]:
-    delta = addition.delta
-    pretrained = tensor.read(delta.indices)
-    tensor.write(delta.indices, add_rounded(tensor.name, pretrained, delta.values))
-    return tensor, pretrained
-
-
-class _Undo:
-    """Collects what unmerging needs.
+def _write_undo(
+    folder: Path,
+    hashes: Mapping[str, str],
+    files: Sequence[DeltaFile],
+    additions: Sequence[Addition[StoredTensor]],
+    merged: Sequence[tuple[StoredTensor, torch.Tensor]],
+) -> None:
+    """Write what unmerging needs, and a report.
 
     Args:
+        folder: Is made for both.
         hashes: SHA-256 of every file of the base.
+        files: The deltas.
+        additions: What was added.
+        merged: For each addition the tensor that holds the sum, and the base's values of the touched entries.
     """
-
-    def __init__(self, hashes: Mapping[str, str]) -> None:
-        self.hashes = hashes
-        self.entries: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.table: dict[str, dict[str, object]] = {}
-
-    def add(self, addition: Addition[StoredTensor], merged: StoredTensor, pretrained: torch.Tensor) -> None:
-        self.entries[merged.name] = (addition.delta.indices, pretrained)
-        self.table[merged.name] = {
-            "shape": list(merged.shape),
-            "dtype": name_of(merged.dtype),
-            "base_sha256": addition.sha256 or addition.target.sha256(),
-            "merged_sha256": merged.sha256(),
-        }
-
-
-def _write_undo(
-    folder: Path, undo: _Undo, files: Sequence[DeltaFile], additions: Sequence[Addition[StoredTensor]]
-) -> None:
     folder.mkdir()
+    added = [(addition, *pair) for addition, pair in zip(additions, merged, strict=True)]
     write_sparse_file(
         folder / UNDO_FILE,
         kind=_KIND,
         version=VERSION,
-        entries=undo.entries,
-        table=undo.table,
-        fields={"base_files": undo.hashes},
+        entries={tensor.name: (addition.delta.indices, values) for addition, tensor, values in added},
+        table={
+            tensor.name: {
+                "shape": list(tensor.shape),
+                "dtype": name_of(tensor.dtype),
+                "base_sha256": addition.sha256 or addition.target.sha256(),
+                "merged_sha256": tensor.sha256(),
+            }
+            for addition, tensor, _ in added
+        },
+        fields={"base_files": hashes},
     )
     report = {
         "deltas": [file.source for file in files],
@@ -246,19 +242,11 @@ def _check_merged(path: Path, name: str, said: dict[str, object], merged: PlainC
         )
 
 
-def _hashes_of_files(path: Path, fields: Mapping[str, object]) -> dict[str, str]:
-    hashes = fields.get("base_files")
-    if not isinstance(hashes, dict) or not all(isinstance(each, str) for each in hashes.values()):
-        raise DeltaFileError(f"{path}: base_files must be a table of names and hashes; the file is damaged")
-    return hashes
-
-
 def _check_files(checkpoint: Path, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
     """Files that were added since are let through."""
     for name, sha256 in expected.items():
         if found.get(name) != sha256:
-            what = "changed" if name in found else "removed"
             raise DeltaFileError(
-                f"{checkpoint / name} was {what} since it was merged, so the base can't be restored; bring the file "
-                "back as it was, or take the base"
+                f"{checkpoint / name} was {'changed' if name in found else 'removed'} since it was merged, so the base "
+                "can't be restored; bring the file back as it was, or take the base"
             )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from slivertune.core.atomic import recover
-from slivertune.deltas.delta_file import DeltaFile, load
+from slivertune.deltas.delta_file import load
 from slivertune.deltas.merge import REPORT_FILE, Progress, merge, unmerge
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
 
@@ -31,7 +31,12 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
         FileNotFoundError: If the base is not there.
     """
     files = [load(folder) for folder in deltas]
-    checkpoint = find_checkpoint(base or _named_base(files))
+    names = {base} if base else {file.base_model_name for file in files}
+    if len(names) != 1 or None in names:
+        raise ValueError(
+            f"the deltas name {sorted(map(str, names))} as their base; say which it is with --model_name_or_path"
+        )
+    checkpoint = find_checkpoint(str(names.pop()))
     with _progress() as show:
         merged = merge(checkpoint, files, output, allow_quantized_base=allow_quantized_base, progress=show)
     overlap = merged.overlap
@@ -81,15 +86,6 @@ def find_checkpoint(name: str) -> Path:
             f"model_name_or_path={name!r} is neither a folder nor a model in the hub's cache; check the spelling, or "
             "load it first with `hf download`"
         ) from error
-
-
-def _named_base(files: Sequence[DeltaFile]) -> str:
-    names = {file.base_model_name for file in files}
-    if len(names) != 1 or None in names:
-        raise ValueError(
-            f"the deltas name {sorted(map(str, names))} as their base; say which it is with --model_name_or_path"
-        )
-    return str(names.pop())
 
 
 @contextmanager

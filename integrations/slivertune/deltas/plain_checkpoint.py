@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 
-from slivertune.deltas.base_hash import CHUNK_BYTES
+from slivertune.deltas.additions import Destination
+from slivertune.deltas.hashes import CHUNK_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -36,14 +37,11 @@ _WEIGHT_INDICES = (".safetensors.index.json", ".bin.index.json")
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(Destination):
     """A tensor in a safetensors file."""
 
-    name: str
     shard: Path
     """The file."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     start: int
     """First byte in the file."""
     num_bytes: int
@@ -98,14 +96,7 @@ class PlainCheckpoint:
 
     def moved(self, tensor: StoredTensor, folder: Path) -> StoredTensor:
         """The tensor in a copy of the checkpoint."""
-        return StoredTensor(
-            tensor.name,
-            folder / tensor.shard.relative_to(self.folder),
-            tensor.dtype,
-            tensor.shape,
-            tensor.start,
-            tensor.num_bytes,
-        )
+        return replace(tensor, shard=folder / tensor.shard.relative_to(self.folder))
 
 
 def open_checkpoint(folder: Path) -> PlainCheckpoint:
@@ -175,7 +166,7 @@ def _tensors(shard: Path) -> dict[str, StoredTensor]:
         begin, end = entry["data_offsets"]
         # What torch has no dtype for is never touched, and only has to be known as no float.
         dtype = _DTYPES.get(entry["dtype"], torch.uint8)
-        tensors[name] = StoredTensor(name, shard, dtype, tuple(entry["shape"]), 8 + size + begin, end - begin)
+        tensors[name] = StoredTensor(name, dtype, tuple(entry["shape"]), shard, 8 + size + begin, end - begin)
     return tensors
 
 
@@ -195,20 +186,14 @@ def _check_not_quantized(folder: Path) -> None:
 def _other_files(folder: Path, shards: set[str]) -> tuple[list[Path], list[Path]]:
     files: list[Path] = []
     left_out: list[Path] = []
-    index = {INDEX_FILE} - ({INDEX_FILE} if shards == {SINGLE_FILE} else set())
+    own = shards if shards == {SINGLE_FILE} else shards | {INDEX_FILE}
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)
-        if not path.is_file() or any(_is_foreign(part) for part in relative.parts):
-            continue
-        belongs = str(relative) in shards | index
-        is_weight = path.name.endswith(_WEIGHT_ENDINGS + _WEIGHT_INDICES)
-        (files if belongs or not is_weight else left_out).append(relative)
+        # A training's checkpoints beside its result, and version control.
+        if path.is_file() and not any(p.startswith((".", "checkpoint-")) or p == UNDO_FOLDER for p in relative.parts):
+            is_weight = path.name.endswith(_WEIGHT_ENDINGS + _WEIGHT_INDICES)
+            (left_out if is_weight and str(relative) not in own else files).append(relative)
     return files, left_out
-
-
-def _is_foreign(part: str) -> bool:
-    # A training's checkpoints beside its result, and version control.
-    return part.startswith((".", "checkpoint-")) or part == UNDO_FOLDER
 
 
 def _json(path: Path) -> dict[str, Any]:

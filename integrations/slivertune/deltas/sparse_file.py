@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slivertune.deltas.delta import INDEX_LIMIT
-from slivertune.deltas.file_hash import FIELD, UNKNOWN, has_its_hash, write_file_hash
+from slivertune.deltas.hashes import FIELD, UNKNOWN, has_its_hash, write_file_hash
 
 _NAME_OF_DTYPE = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
 _MAX_DIMENSIONS = 8
@@ -181,15 +181,12 @@ def _table(path: Path, table: Any) -> dict[str, dict[str, Any]]:
         # Few and small enough that their product is quickly told, whoever wrote them.
         extents: list[Any] = shape if isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS else [None]
         if not all(type(extent) is int and 0 < extent < INDEX_LIMIT for extent in extents):
-            raise DeltaFileError(
-                f"{path}: {name!r} has shape {_brief(shape)}, it must be at most {_MAX_DIMENSIONS} positive integers "
-                f"under {INDEX_LIMIT}; {_DAMAGED}"
-            )
-        if math.prod(extents) >= INDEX_LIMIT:
-            raise DeltaFileError(
-                f"{path}: {name!r} has shape {_brief(shape)}, beyond the {INDEX_LIMIT - 1} elements that int32 indices "
-                f"reach; {_DAMAGED}"
-            )
+            rule = f"it must be at most {_MAX_DIMENSIONS} positive integers under {INDEX_LIMIT}"
+        elif math.prod(extents) >= INDEX_LIMIT:
+            rule = f"beyond the {INDEX_LIMIT - 1} elements that int32 indices reach"
+        else:
+            continue
+        raise DeltaFileError(f"{path}: {name!r} has shape {_brief(shape)}, {rule}; {_DAMAGED}")
     return {name: {**said, "shape": tuple(said["shape"])} for name, said in table.items()}
 
 
@@ -197,9 +194,8 @@ def _check_keys(path: Path, keys: set[str], table: Mapping[str, Any]) -> None:
     expected = {f"{name}.{part}" for name in table for part in ("indices", "values")}
     for what, names in (("lacks", expected - keys), ("has, beyond its table,", keys - expected)):
         if names:
-            first = sorted(names)[0]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise DeltaFileError(f"{path} {what} the tensor {first!r}{more}; {_DAMAGED}")
+            raise DeltaFileError(f"{path} {what} the tensor {min(names)!r}{more}; {_DAMAGED}")
 
 
 def _check_layout(path: Path, file: Any, name: str, said: Mapping[str, Any], value_key: str | None) -> None:

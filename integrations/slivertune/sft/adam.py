@@ -11,8 +11,7 @@ _VANISHED = 26
 
 def age_limit(betas: tuple[float, float]) -> int:
     """The age at which bias correction has ended for both moments, and at which ages stop counting."""
-    slowest = max(*betas, 0.5)
-    return math.ceil(_VANISHED * math.log(2) / -math.log(slowest))
+    return math.ceil(_VANISHED * math.log(2) / -math.log(max(*betas, 0.5)))
 
 
 def age_dtype(betas: tuple[float, float]) -> torch.dtype:
@@ -23,8 +22,7 @@ def age_dtype(betas: tuple[float, float]) -> torch.dtype:
 @functools.lru_cache(maxsize=8)
 def _corrections(beta: float, limit: int, device: torch.device) -> torch.Tensor:
     """1 - beta**age for all ages up to the limit, computed in fp64; fp32, shape (limit + 1,)."""
-    ages = torch.arange(limit + 1, dtype=torch.float64)
-    return (1 - beta**ages).float().to(device)
+    return (1 - beta ** torch.arange(limit + 1, dtype=torch.float64)).float().to(device)
 
 
 def adamw_(
@@ -32,7 +30,7 @@ def adamw_(
     gradient: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
-    age: torch.Tensor,
+    ages: torch.Tensor,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -41,7 +39,7 @@ def adamw_(
 ) -> None:
     """One AdamW update of every element, in place; bias is corrected by each element's own age.
 
-    m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, a = a + 1,
+    m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
     delta = (1 - lr wd) delta - lr (m / (1 - b1^a)) / (sqrt(v / (1 - b2^a)) + eps).
 
     Args:
@@ -49,28 +47,12 @@ def adamw_(
         gradient: fp32, shape (n,).
         exp_avg: m, fp32, shape (n,).
         exp_avg_sq: v, fp32, shape (n,).
-        age: int16 or int32, shape (n,): updates that each element has had, at most `age_limit(betas)`.
+        ages: a, int32, shape (n,): updates that each element has had, this one included; at most `age_limit(betas)`.
         lr: Learning rate.
         betas: b1 and b2.
         eps: Added to the denominator.
         weight_decay: wd, decoupled.
     """
-    age.add_(1).clamp_(max=age_limit(betas))
-    update_at_ages_(delta, gradient, exp_avg, exp_avg_sq, age.int(), lr, betas, eps, weight_decay)
-
-
-def update_at_ages_(
-    delta: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    ages: torch.Tensor,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """The update of `adamw_` for elements whose ages, int32, count it already."""
     limit = age_limit(betas)
     exp_avg.lerp_(gradient, 1 - betas[0])
     exp_avg_sq.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])

@@ -1,6 +1,5 @@
 """Whether a saved state belongs to this optimizer: checked whole before anything is changed. Pure."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,11 +27,10 @@ def check_header(saved: Mapping[str, Any], identity: Mapping[str, Any], num_para
         StateMismatchError: Naming the first thing that differs.
     """
     check_form(saved, "sft", "SFT", (VERSION,))
-    header = saved["sft"]
-    selection, names = identity["selection"], identity["tensors"]
-    if header.get("selection") != selection:
+    its_selection, selection, names = saved["sft"].get("selection"), identity["selection"], identity["tensors"]
+    if its_selection != selection:
         raise StateMismatchError(
-            f"the saved state was selected by {header.get('selection')!r}, this optimizer by {selection!r}; "
+            f"the saved state was selected by {its_selection!r}, this optimizer by {selection!r}; "
             "build it with the settings of the saved run"
         )
     if len(saved["param_groups"]) != num_param_groups:
@@ -60,21 +58,21 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any]) -> None:
     """
     name, target = weight.name, weight.target
     num_active = len(state["indices"]) if "indices" in state else 0
+    shapes = weight.moments.expected_shapes(num_active, target.shape)
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "indices": ((num_active,), torch.int32),
         "delta": ((num_active,), weight.phi.dtype),
+        **{key: (shapes[key], tensor.dtype) for key, tensor in weight.moments.tensors().items()},
+        **({} if target.is_4bit else {"base": ((num_active,), target.parameter.dtype)}),
     }
-    shapes = weight.moments.expected_shapes(num_active, target.shape)
-    expected |= {key: (shapes[key], tensor.dtype) for key, tensor in weight.moments.tensors().items()}
-    if not target.is_4bit:
-        expected["base"] = ((num_active,), target.parameter.dtype)
     _check_tensors(name, state, expected)
     ages = state.get("age", state.get("cohort_ages"))
     if ages is not None and bool((ages < 0).any()):
         raise StateMismatchError(f"the saved state of {name} has negative ages; the checkpoint is damaged")
     if "cohort" in expected and num_active and int(state["cohort"].max()) >= len(state["cohort_ages"]):
         raise StateMismatchError(f"the saved state of {name} has cohorts without an age; the checkpoint is damaged")
-    for estimate in state.get("estimates", {}).values():
+    estimates = state.get("estimates", {}).values()
+    for estimate in estimates:
         candidates = estimate.get("indices")
         extent = (len(candidates) if isinstance(candidates, torch.Tensor) else 0,)
         floats = dict.fromkeys(("sum", "sum_of_squares"), (extent, weight.phi.dtype))
@@ -82,9 +80,8 @@ def check_weight(weight: SparseWeight, state: Mapping[str, Any]) -> None:
         if not isinstance(estimate.get("num_steps"), int):
             raise StateMismatchError(f"the saved state of {name} is damaged: its estimate has no number of updates")
     try:
-        check_positions(state["indices"], math.prod(target.shape))
-        for estimate in state.get("estimates", {}).values():
-            check_positions(estimate["indices"], math.prod(target.shape))
+        for each in (state, *estimates):
+            check_positions(each["indices"], target.num_elements)
     except ValueError as error:
         raise StateMismatchError(f"the saved state of {name}: {error}") from error
     if not target.is_4bit:
@@ -114,11 +111,9 @@ def _check_base(weight: SparseWeight, state: Mapping[str, Any]) -> None:
     present = weight.pretrained.read(indices)
     own_base = weight.base_values()
     if weight.merged and own_base is not None:
-        own = contains(weight.indices, indices)
-        present[own] = own_base[contains(indices, weight.indices)]
+        present[contains(weight.indices, indices)] = own_base[contains(indices, weight.indices)]
     merged = (base.float() + delta).to(base.dtype)
-    num_foreign = int(((present != base) & (present != merged)).sum())
-    if num_foreign:
+    if num_foreign := int(((present != base) & (present != merged)).sum()):
         raise StateMismatchError(
             f"{num_foreign} of {indices.numel()} saved entries of {weight.name} belong to other pretrained values "
             "than the model has; load the weights that the saved run began with, or those of its checkpoint"

@@ -74,52 +74,57 @@ class SFTConfig:
     """Seed of the first choice; must be the same on all ranks."""
 
     def __post_init__(self) -> None:
-        self._check_amount()
         check_choice("selection", self.selection, get_args(SelectionCriterion))
         check_choice("form", self.form, get_args(Form))
         check_choice("phi_gradient", self.phi_gradient, get_args(PhiGradient))
         check_integer("estimation_steps", self.estimation_steps, 1)
-        if not 0 <= self.replacement_rate <= 1:
-            raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2")
         check_integer("seed", self.seed)
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm} must be positive; None does not clip")
-        self._check_targets()
-        self._check_interval()
-
-    def _check_amount(self) -> None:
-        given = [name for name in ("density", "num_weights", "equivalent_lora_rank") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} say the same thing, how many weights are trained; give one")
-        if self.density is not None and not (0 < self.density <= 1 and math.isfinite(self.density)):
-            raise ValueError(f"density={self.density} must be in (0, 1]; the paper trains 0.003 to 0.023 of a model")
-        for name in ("num_weights", "equivalent_lora_rank"):
+        for name in ("num_weights", "equivalent_lora_rank", "reselection_interval"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
-
-    def _check_targets(self) -> None:
-        if isinstance(self.targets, str):
-            raise ValueError(f"targets is the string {self.targets!r}; write a list of names, [{self.targets!r}]")
-        if self.targets is not None and not self.targets:
-            raise ValueError("targets is empty; name modules, parameters or classes, or leave it None for all blocks")
-        for target in self.targets or ():
-            if not _names_modules(target):
+        for is_broken, text in self._rules():
+            if is_broken:
+                raise ValueError(text)
+        targets: Sequence[object] = self.targets or ()
+        for target in targets:
+            if not (isinstance(target, str) or (isinstance(target, type) and issubclass(target, nn.Module))):
                 raise ValueError(f"targets has {target!r}; it takes names and classes of modules")
 
-    def _check_interval(self) -> None:
-        if self.reselection_interval is None:
-            return
-        check_integer("reselection_interval", self.reselection_interval, 1)
-        if self.selection == "accumulated_gradient" and self.reselection_interval <= self.estimation_steps:
-            raise ValueError(
-                f"reselection_interval={self.reselection_interval} must be greater than "
-                f"estimation_steps={self.estimation_steps}, which are the last updates of each interval; raise the one "
-                'or lower the other, or use selection="momentum", which has no estimation phase'
-            )
-
-
-def _names_modules(target: object) -> bool:
-    return isinstance(target, str) or (isinstance(target, type) and issubclass(target, nn.Module))
+    def _rules(self) -> tuple[tuple[bool, str], ...]:
+        """What settings have to fulfil; each with whether it is broken."""
+        given = [name for name in ("density", "num_weights", "equivalent_lora_rank") if getattr(self, name) is not None]
+        ends_before = self.reselection_interval is not None and self.reselection_interval <= self.estimation_steps
+        return (
+            (len(given) > 1, f"{' and '.join(given)} say the same thing, how many weights are trained; give one"),
+            (
+                self.density is not None and not 0 < self.density <= 1,
+                f"density={self.density} must be in (0, 1]; the paper trains 0.003 to 0.023 of a model",
+            ),
+            (
+                not 0 <= self.replacement_rate <= 1,
+                f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2",
+            ),
+            (
+                self.max_grad_norm is not None and not self.max_grad_norm > 0,
+                f"max_grad_norm={self.max_grad_norm} must be positive; None does not clip",
+            ),
+            (
+                isinstance(self.targets, str),
+                f"targets is the string {self.targets!r}; write a list of names, [{self.targets!r}]",
+            ),
+            (
+                self.targets is not None and not self.targets,
+                "targets is empty; name modules, parameters or classes, or leave it None for all blocks",
+            ),
+            (
+                self.selection == "accumulated_gradient" and ends_before,
+                (
+                    f"reselection_interval={self.reselection_interval} must be greater than "
+                    f"estimation_steps={self.estimation_steps}, which are the last updates of each interval; raise the "
+                    'one or lower the other, or use selection="momentum", which has no estimation phase'
+                ),
+            ),
+        )
 
 
 def checked_options(
@@ -146,28 +151,31 @@ def checked_options(
     Raises:
         ValueError: If one is out of range, or belongs to the other rule.
     """
-    if not (float(lr) >= 0 and math.isfinite(float(lr))):
-        raise ValueError(f"lr={lr} must be a finite number of at least 0")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay={weight_decay} must be at least 0")
-    if eps is not None and not eps >= 0:
-        raise ValueError(f"eps={eps} must be at least 0")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum={momentum} must be in [0, 1)")
-    if config.selection == "momentum":
-        if betas is not None:
-            raise ValueError(f'betas={betas} are AdamW\'s; selection="momentum" trains by SM3, which takes momentum=')
+    by_sm3 = config.selection == "momentum"
+    rules = (
+        (0 <= float(lr) < math.inf, f"lr={lr} must be a finite number of at least 0"),
+        (weight_decay >= 0, f"weight_decay={weight_decay} must be at least 0"),
+        (eps is None or eps >= 0, f"eps={eps} must be at least 0"),
+        (0 <= momentum < 1, f"momentum={momentum} must be in [0, 1)"),
+        (
+            not (by_sm3 and betas is not None),
+            f'betas={betas} are AdamW\'s; selection="momentum" trains by SM3, which takes momentum=',
+        ),
+        (
+            by_sm3 or not momentum,
+            f'momentum={momentum} is SM3\'s; selection="accumulated_gradient" trains by AdamW, with betas=',
+        ),
+        (all(0 <= beta < 1 for beta in betas or ()), f"betas={betas} must be in [0, 1)"),
+    )
+    for is_kept, text in rules:
+        if not is_kept:
+            raise ValueError(text)
+    if by_sm3:
         return {
             "lr": lr,
             "eps": SM3_EPS if eps is None else eps,
             "weight_decay": weight_decay,
             "momentum": momentum,
         }
-    if momentum:
-        raise ValueError(
-            f'momentum={momentum} is SM3\'s; selection="accumulated_gradient" trains by AdamW, with betas='
-        )
     first, second = ADAM_BETAS if betas is None else betas
-    if not (0 <= first < 1 and 0 <= second < 1):
-        raise ValueError(f"betas={betas} must be in [0, 1)")
     return {"lr": lr, "betas": (first, second), "eps": ADAM_EPS if eps is None else eps, "weight_decay": weight_decay}

@@ -32,7 +32,8 @@ class DeltaParameters(nn.Module):
         for name, phi in phis:
             self.register_parameter(name.replace(".", "/"), phi)
         self.witness = nn.Parameter(torch.zeros((), device=device))
-        self._serial = 0
+        self.serial = 0
+        """The number of the running update."""
 
     def begin(self) -> int:
         """Note that a gradient arrives.
@@ -43,13 +44,8 @@ class DeltaParameters(nn.Module):
         """
         if self.witness.grad is None:
             self.witness.grad = torch.full_like(self.witness, _WITNESS_GRADIENT)
-            self._serial += 1
-        return self._serial
-
-    @property
-    def serial(self) -> int:
-        """The number of the running update."""
-        return self._serial
+            self.serial += 1
+        return self.serial
 
     def scale(self) -> torch.Tensor:
         """What all gradients were multiplied by since they arrived (clipping, unscaling); fp32, no dimensions."""

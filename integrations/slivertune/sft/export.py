@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slivertune.deltas.base_hash import hash_tensor
 from slivertune.deltas.delta import SparseDelta
 from slivertune.deltas.delta_file import save_pretrained
+from slivertune.deltas.hashes import hash_tensor
 from slivertune.deltas.names import name_before
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.weight import SparseWeight
@@ -34,8 +34,8 @@ def copy_deltas(weights: Sequence[SparseWeight]) -> dict[str, SparseDelta]:
 
 def copy_base_values(weights: Sequence[SparseWeight]) -> dict[str, torch.Tensor]:
     """A copy of the pretrained values at the active positions, by parameter name; 4-bit weights are left out."""
-    found = {weight.name: weight.base_values() for weight in weights}
-    return {name: values.clone() for name, values in found.items() if values is not None}
+    found = ((weight.name, weight.base_values()) for weight in weights)
+    return {name: values.clone() for name, values in found if values is not None}
 
 
 def save(
@@ -60,9 +60,9 @@ def save(
     Raises:
         ValueError: If a delta is not finite.
     """
-    num_elements = {weight.name: weight.target.num_elements for weight in weights}
-    now = dict(model.named_parameters(remove_duplicate=False))
-    base: dict[str, torch.Tensor] = {name_before(name, num_elements): each for name, each in now.items()}
+    names = [weight.name for weight in weights]
+    named = model.named_parameters(remove_duplicate=False)
+    base: dict[str, torch.Tensor] = {name_before(name, names): parameter for name, parameter in named}
     in_shards = [weight for weight in weights if not weight.pretrained.is_whole]
     for weight in in_shards:
         like = torch.empty(weight.target.shape, dtype=weight.target.parameter.dtype, device="meta")

@@ -1,7 +1,6 @@
 """When the ranks' gradients become one: at the end of a backward, and in it while candidates are being chosen."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,10 +79,6 @@ class GradientSync:
             self._await_end()
         return self._delta_parameters.begin()
 
-    def forget(self) -> None:
-        """The gradients were dropped."""
-        self.has_own = False
-
     def show(self, at: int, gradient: torch.Tensor, start: int, active: torch.Tensor, serial: int) -> None:
         """Show a part of a dense gradient to the tensor's growth estimators; it is only read.
 
@@ -94,30 +89,26 @@ class GradientSync:
             active: int32, sorted: the tensor's trained positions.
             serial: The running update.
         """
-        is_end = start + gradient.numel() == self._weights[at].target.num_elements
         for end, estimator in self._weights[at].estimators.items():
             estimator.begin(serial)
             if estimator.has_candidates:
                 estimator.feed(gradient, start, active)
-            else:
-                feed = partial(estimator.feed, gradient, start, active, self.communicator)
-                self._in_order(ChunkKey(at, end, start, gradient.numel()), feed)
-                if is_end:
-                    estimator.end_backward()
+                continue
+            self._join_until(ChunkKey(at, end, start, gradient.numel()))
+            estimator.feed(gradient, start, active, self.communicator)
+            if start + gradient.numel() == self._weights[at].target.num_elements:
+                estimator.end_backward()
 
-    def _in_order(self, key: ChunkKey, act: Callable[[], None]) -> None:
+    def _join_until(self, key: ChunkKey) -> None:
+        """Join in what other ranks have that comes before."""
         while (first := self.communicator.earliest(key, self._weights[0].device)) != key:
-            self._join(first)
-        act()
-
-    def _join(self, key: ChunkKey) -> None:
-        weight = self._weights[key.weight]
-        estimator = weight.estimators[key.end]
-        weight.follow(weight.device)
-        estimator.begin(self._delta_parameters.begin())
-        estimator.join(key.start, key.length, weight.device, self.communicator)
-        if key.start + key.length == weight.target.num_elements:
-            estimator.end_backward()
+            weight = self._weights[first.weight]
+            estimator = weight.estimators[first.end]
+            weight.follow(weight.device)
+            estimator.begin(self._delta_parameters.begin())
+            estimator.join(first.start, first.length, weight.device, self.communicator)
+            if first.start + first.length == weight.target.num_elements:
+                estimator.end_backward()
 
     def _await_end(self) -> None:
         if self._waits_for_end or self.communicator.is_alone:
@@ -131,7 +122,7 @@ class GradientSync:
     def _end_backward(self) -> None:
         self._waits_for_end = False
         if self._lacks_candidates():
-            self._in_order(NOWHERE, lambda: None)
+            self._join_until(NOWHERE)
         if self.communicator.is_last():
             for bucket in _buckets(self._weights):
                 self._average(bucket)
@@ -156,7 +147,7 @@ def _gathered(weight: SparseWeight, serial: int) -> list[torch.Tensor]:
     Zeros where nothing arrived. The tensors are the living ones where that is possible.
     """
     own = torch.zeros(weight.num_active, device=weight.device) if weight.phi.grad is None else weight.phi.grad
-    running = [estimator.running(serial) for estimator in weight.estimators.values()]
+    running = (estimator.running(serial) for estimator in weight.estimators.values())
     return [own, *(each for each in running if each is not None)]
 
 
@@ -164,17 +155,16 @@ def _replace_gathered(weight: SparseWeight, averaged: Sequence[torch.Tensor], se
     """Put averages in place of what `_gathered` returned."""
     weight.phi.grad = averaged[0]
     claim(averaged[0], "gradients")
-    following = iter(averaged[1:])
-    for estimator in weight.estimators.values():
-        if estimator.has_candidates:
-            estimator.set_running(next(following), serial)
+    running = [each for each in weight.estimators.values() if each.has_candidates]
+    for estimator, gradients in zip(running, averaged[1:], strict=True):
+        estimator.set_running(gradients, serial)
 
 
 def _buckets(weights: Sequence[SparseWeight]) -> Iterator[list[SparseWeight]]:
     bucket: list[SparseWeight] = []
     size = 0
     for weight in weights:
-        candidates = [each.num_candidates for each in weight.estimators.values() if each.has_candidates]
+        candidates = (each.num_candidates for each in weight.estimators.values() if each.has_candidates)
         own = weight.num_active + sum(candidates)
         if bucket and size + own > BUCKET_ELEMENTS:
             yield bucket

@@ -41,11 +41,10 @@ class Estimate:
         Args:
             chosen: bool, shape (m,).
         """
-        positions = torch.nonzero(chosen).view(-1)
         return Estimate(
-            indices=self.indices.index_select(0, positions),
-            mean=self.mean.index_select(0, positions),
-            mean_square=self.mean_square.index_select(0, positions),
+            indices=self.indices.masked_select(chosen),
+            mean=self.mean.masked_select(chosen),
+            mean_square=self.mean_square.masked_select(chosen),
             num_steps=self.num_steps,
         )
 
@@ -66,8 +65,8 @@ class GrowthEstimator:
     def __init__(self, num_elements: int, num_active: int, *, num_spare: int = 0, packed: bool = False) -> None:
         num_inactive = num_elements - num_active
         self.num_candidates = min(num_active + num_spare, num_inactive)
-        pool_size = int((PACKED_POOL_FACTOR if packed else POOL_FACTOR) * num_active)
-        self._pool_size = min(max(pool_size, self.num_candidates), num_inactive)
+        pool_factor = PACKED_POOL_FACTOR if packed else POOL_FACTOR
+        self._pool_size = min(max(int(pool_factor * num_active), self.num_candidates), num_inactive)
         self._dtype = torch.bfloat16 if packed else torch.float32
         self._indices: torch.Tensor | None = None
         self._step: torch.Tensor | None = None
@@ -92,12 +91,10 @@ class GrowthEstimator:
             return
         self._serial = serial
         self._entrants = []
-        if self._step is None:
-            return
-        if self.has_candidates:
-            self._step.zero_()
-        else:
+        if not self.has_candidates:
             self._indices = self._step = None
+        elif self._step is not None:
+            self._step.zero_()
 
     @torch.no_grad()
     def feed(
@@ -230,8 +227,7 @@ class GrowthEstimator:
         """Move what is held."""
         for name in ("_indices", "_step", "_sum", "_sum_of_squares"):
             tensor = getattr(self, name)
-            if tensor is not None and tensor.device != device:
-                setattr(self, name, tensor.to(device))
+            setattr(self, name, None if tensor is None else tensor.to(device))
         self.claim()
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -264,8 +260,7 @@ class GrowthEstimator:
 def _within(indices: torch.Tensor, start: int, length: int) -> slice:
     """The part of some sorted positions that lies in a range."""
     bounds = torch.tensor([start, start + length], device=indices.device)
-    first, last = torch.searchsorted(indices.long(), bounds).tolist()
-    return slice(first, last)
+    return slice(*torch.searchsorted(indices.long(), bounds).tolist())
 
 
 def _largest_of_all(parts: list[tuple[torch.Tensor, torch.Tensor]], count: int) -> tuple[torch.Tensor, torch.Tensor]:

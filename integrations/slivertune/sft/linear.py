@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class DeltaLayer:
         self._is_active = True
         module = weight.target.module
         self._replaced = vars(module).get("forward")
-        self._original = module.forward
+        self._original: Callable[[torch.Tensor], torch.Tensor] = module.forward
         module.forward = self.forward
 
     def remove(self) -> None:
@@ -82,14 +83,12 @@ class DeltaLayer:
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The layer's output for inputs of shape (..., in)."""
         if not self._is_active:
-            output: torch.Tensor = self._original(inputs)
-            return output
+            return self._original(inputs)
         self.weight.follow(inputs.device)
         bias: Any = self.weight.target.module.bias
         dtype = self._compute_dtype(inputs)
-        compute_bias = None if bias is None else bias.to(dtype)
         apply: Callable[..., torch.Tensor] = _Product.apply
-        product = apply(inputs.to(dtype), self.weight.phi, compute_bias, self)
+        product = apply(inputs.to(dtype), self.weight.phi, None if bias is None else bias.to(dtype), self)
         return product.to(inputs.dtype) if self.weight.target.is_4bit else product
 
     def _compute_dtype(self, inputs: torch.Tensor) -> torch.dtype:
@@ -125,15 +124,12 @@ class DeltaLayer:
     def phi_gradient(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         """The gradient of phi, fp32; shows the dense one to the growth estimators, chunk by chunk."""
         serial = self._gradient_sync.begin()
-        if not self.weight.estimators:
-            compute = sampled_gradient if self._phi_gradient == "sampled" else chunked_gradient
-            return compute(output_gradient, inputs, self.weight.indices)
         active = self.weight.indices
-
-        def show(chunk: torch.Tensor, start: int) -> None:
-            self._gradient_sync.show(self._at, chunk, start, active, serial)
-
-        return chunked_gradient(output_gradient, inputs, active, show)
+        if self.weight.estimators:
+            show = partial(self._gradient_sync.show, self._at, active=active, serial=serial)
+            return chunked_gradient(output_gradient, inputs, active, show)
+        compute = sampled_gradient if self._phi_gradient == "sampled" else chunked_gradient
+        return compute(output_gradient, inputs, active)
 
 
 def dequantised(target: Target) -> torch.Tensor:
@@ -156,8 +152,7 @@ def dequantised(target: Target) -> torch.Tensor:
 
 
 def _with_sums(dense: torch.Tensor, indices: torch.Tensor, base: torch.Tensor, phi: torch.Tensor) -> torch.Tensor:
-    sums = base.float() + phi
-    return dense.put_(indices, sums.to(dense.dtype))
+    return dense.put_(indices, (base.float() + phi).to(dense.dtype))
 
 
 class _Product(torch.autograd.Function):
@@ -212,7 +207,8 @@ def chunked_gradient(
     # Chunks of one size: for a rest of a few rows, products are summed by another kernel, in another order.
     chunk_rows = math.ceil(num_rows / math.ceil(num_rows / CHUNK_ROWS))
     starts = list(range(0, num_rows, chunk_rows))
-    bounds = torch.searchsorted(indices.long(), _tensor([*starts, num_rows], indices.device) * num_columns).tolist()
+    edges = torch.tensor([*starts, num_rows], device=indices.device) * num_columns
+    bounds = torch.searchsorted(indices.long(), edges).tolist()
     gradient = torch.empty(indices.numel(), device=indices.device)
     buffer = inputs.new_empty(chunk_rows, num_columns)
     for start, first, last in zip(starts, bounds, bounds[1:], strict=False):
@@ -250,7 +246,3 @@ def sampled_gradient(output_gradient: torch.Tensor, inputs: torch.Tensor, indice
         )
         products: torch.Tensor = torch.sparse.sampled_addmm(pattern, output_gradient.t(), inputs, beta=0.0)
         return products.values()
-
-
-def _tensor(values: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=device)

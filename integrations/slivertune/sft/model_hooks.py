@@ -54,6 +54,7 @@ class ModelHooks:
     ) -> None:
         self._model = model
         self._weights = weights
+        self._owner = weights[0].target.module
         self._delta_parameters = delta_parameters
         self._gradient_sync = gradient_sync
         self._phi_gradient = phi_gradient
@@ -61,8 +62,7 @@ class ModelHooks:
         self._was_trainable = {name: p.requires_grad for name, p in model.named_parameters()}
         self.is_on = False
         """Whether the model has it."""
-        self._handles: list[RemovableHandle] = []
-        self._layers: list[DeltaLayer] = []
+        self._handles: list[RemovableHandle | DeltaLayer] = []
         self._required: dict[int, tuple[nn.Parameter, bool]] = {}
         """Parameters of the model, by identity, and whether each is to require a gradient."""
         self._trained: dict[int, str] = {}
@@ -78,11 +78,10 @@ class ModelHooks:
         self._model.requires_grad_(False)
         for at, weight in enumerate(self._weights):
             if weight.merged:
-                weight.target.parameter.requires_grad_(True)
-                hook = self._gradient_hook(at)
-                self._handles.append(weight.target.parameter.register_post_accumulate_grad_hook(hook))
+                parameter = weight.target.parameter.requires_grad_(True)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(at)))
             else:
-                self._layers.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
+                self._handles.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
         if not self._gradient_sync.communicator.is_alone:
             self._handles += self._gradient_sync.watch(self._model)
         # On a layer, as a model that is a container would count it among its layers and call it.
@@ -91,20 +90,18 @@ class ModelHooks:
         self._begin_to_guard()
 
     def _begin_to_guard(self) -> None:
-        trained = {id(weight.target.parameter): weight for weight in self._weights}
-        self._trained = {key: weight.name for key, weight in trained.items()}
+        self._trained = {id(weight.target.parameter): weight.name for weight in self._weights}
         deltas = [weight.phi for weight in self._weights]
-        required = [(each, id(each) in trained and trained[id(each)].merged) for each in self._model.parameters()]
-        required += [(each, True) for each in (*deltas, self._delta_parameters.witness)]
-        self._required = {id(each): (each, requires_grad) for each, requires_grad in required}
+        written = {id(weight.target.parameter) for weight in self._weights if weight.merged}
+        self._required = {id(each): (each, id(each) in written) for each in self._model.parameters()}
+        self._required |= {id(each): (each, True) for each in (*deltas, self._delta_parameters.witness)}
         # What SFT itself writes into the deltas leaves their versions alone.
         self._versions = [version_of(delta) for delta in deltas]
         # The model may outlive this, or go with it; optimizers' hooks are global, and would keep it alive for ever.
         alive = weakref.ref(self)
 
         def before_step(*args: Any) -> None:
-            hooks = alive()
-            if hooks is not None:
+            if (hooks := alive()) is not None:
                 hooks._refuse_foreign_step(args[0])
 
         step_hook = register_optimizer_step_pre_hook(before_step)
@@ -119,9 +116,7 @@ class ModelHooks:
         """Leave the model without any of it, still frozen."""
         for handle in self._handles:
             handle.remove()
-        for layer in self._layers:
-            layer.remove()
-        self._handles, self._layers, self._required, self._trained = [], [], {}, {}
+        self._handles, self._required, self._trained = [], {}, {}
         if hasattr(self._owner, DELTA_PARAMETERS_NAME):
             delattr(self._owner, DELTA_PARAMETERS_NAME)
         self.is_on = False
@@ -132,27 +127,18 @@ class ModelHooks:
             was_trainable = self._was_trainable.get(name_before(name, self._was_trainable))
             parameter.requires_grad_(parameter.requires_grad if was_trainable is None else was_trainable)
 
-    @property
-    def _owner(self) -> nn.Module:
-        return self._weights[0].target.module
-
     def _gradient_hook(self, at: int) -> Callable[[torch.Tensor], None]:
         # A tensor's hooks lie where Python's garbage collector does not look: they must not hold the tensor.
-        reference = weakref.ref(self)
+        alive = weakref.ref(self)
 
         def take(parameter: torch.Tensor) -> None:
-            hooks = reference()
-            if hooks is not None and parameter.grad is not None:
-                hooks._take(at, parameter.grad)
+            if (hooks := alive()) is not None and parameter.grad is not None:
+                weight, serial = hooks._weights[at], hooks._gradient_sync.begin()
+                weight.take(parameter.grad)
+                hooks._gradient_sync.show(at, parameter.grad.reshape(-1), 0, weight.indices, serial)
                 parameter.grad = None
 
         return take
-
-    def _take(self, at: int, gradient: torch.Tensor) -> None:
-        weight = self._weights[at]
-        serial = self._gradient_sync.begin()
-        weight.take(gradient)
-        self._gradient_sync.show(at, gradient.reshape(-1), 0, weight.indices, serial)
 
     def check(self) -> None:
         """Check that the model still has the tensors that SFT was built over.
@@ -168,8 +154,7 @@ class ModelHooks:
                     "parameters of the model only to be clipped and scaled: call detach() before anything else trains "
                     "the model, and set its weights in place of the deltas"
                 )
-        missing, added = dict(self._trained), []
-        modules = set()
+        missing, added, modules = dict(self._trained), [], set()
         for module, parameter in held_parameters(self._model):
             modules.add(id(module))
             if id(parameter) in self._required:
@@ -201,11 +186,11 @@ class ModelHooks:
         Raises:
             RuntimeError: Naming the parameter.
         """
-        found = {weight.name: weight.is_changed_in_shards() for weight in self._weights}
-        changed = {name: each for name, each in found.items() if each is not None}
+        found = [(weight.name, weight.is_changed_in_shards()) for weight in self._weights]
+        changed = [(name, each) for name, each in found if each is not None]
         # The device is waited for once.
-        if changed and bool(torch.stack(list(changed.values())).any()):
-            name = next(name for name, each in changed.items() if each)
+        if changed and bool(torch.stack([each for _, each in changed]).any()):
+            name = next(name for name, each in changed if each)
             raise RuntimeError(
                 f"trained entries of {name} were set by something else than SFT (load_state_dict of the model) after "
                 "the ranks had shared the weights out, which SFT can't follow there; put weights in before "
@@ -216,7 +201,7 @@ class ModelHooks:
         """See to a training forward."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.check()
-            self._freeze()
+            settle_requires_grad(self._required.values())
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Freeze again when the backward begins, in which checkpointed layers run once more.
@@ -228,14 +213,11 @@ class ModelHooks:
         tensors = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]
         followed = [leaf for leaf in tensors if leaf.requires_grad]
         for leaf in followed:
-            leaf.register_hook(lambda gradient: self._freeze())
+            leaf.register_hook(lambda gradient: settle_requires_grad(self._required.values()))
         if not followed and module.training:
             for leaf in tensors:
                 if leaf.is_leaf and not leaf.is_inference() and not isinstance(leaf, nn.Parameter):
                     leaf.requires_grad_(True)
-
-    def _freeze(self) -> None:
-        settle_requires_grad(self._required.values())
 
     def _refuse_foreign_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse the step of another optimizer that holds what SFT trains."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slivertune.sft.adam import adamw_, age_dtype, age_limit, seeded_moments, update_at_ages_
+from slivertune.sft.adam import adamw_, age_dtype, age_limit, seeded_moments
 from slivertune.sft.config import SFTConfig
 from slivertune.sft.growth import Estimate
 from slivertune.sft.packing import rounded_at_random
@@ -59,20 +59,14 @@ class Moments(ABC):
 
     @abstractmethod
     def replace(
-        self,
-        stay: torch.Tensor,
-        num_grown: int,
-        seeds: Estimate | None,
-        order: torch.Tensor,
-        options: Mapping[str, Any],
+        self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
     ) -> None:
         """Follow a reselection.
 
         Args:
             stay: int64, sorted: which of the old entries stay.
-            num_grown: Entries that are new, after the kept ones.
             seeds: What AG estimated for the new ones.
-            order: int64: sorts the kept and the new ones by position.
+            order: int64: sorts the kept and, after them, the new ones by position.
             options: Those of the param group.
         """
 
@@ -99,12 +93,24 @@ class AdamMoments(Moments):
         device: Where the state lies.
     """
 
-    names = ("exp_avg", "exp_avg_sq", "age")
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "age")
+    dtype = torch.float32
+    """Of the moments."""
 
     def __init__(self, num_active: int, betas: tuple[float, float], device: torch.device) -> None:
-        self.exp_avg = torch.zeros(num_active, device=device)
-        self.exp_avg_sq = torch.zeros(num_active, device=device)
+        self.exp_avg = torch.zeros(num_active, dtype=self.dtype, device=device)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self._begin_ages(num_active, betas, device)
+
+    def _begin_ages(self, num_active: int, betas: tuple[float, float], device: torch.device) -> None:
         self.age = torch.zeros(num_active, dtype=age_dtype(betas), device=device)
+
+    def _ages(self) -> torch.Tensor:
+        """Updates that each weight has had, int32."""
+        return self.age.int()
+
+    def _set_ages(self, ages: torch.Tensor) -> None:
+        self.age = ages.to(self.age.dtype)
 
     def update(
         self,
@@ -114,33 +120,64 @@ class AdamMoments(Moments):
         options: Mapping[str, Any],
         generator: torch.Generator | None = None,
     ) -> None:
-        """One AdamW update."""
+        """One AdamW update in fp32."""
+        betas = tuple(options["betas"])
+        # The last of the state is the ages, of weights or of cohorts.
+        getattr(self, self.names[-1]).add_(1).clamp_(max=age_limit(betas))
+        exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
         adamw_(
             delta,
             gradient,
-            self.exp_avg,
-            self.exp_avg_sq,
-            self.age,
+            exp_avg,
+            exp_avg_sq,
+            self._ages(),
             lr=float(options["lr"]),
-            betas=tuple(options["betas"]),
+            betas=betas,
             eps=options["eps"],
             weight_decay=options["weight_decay"],
         )
+        if self.dtype == torch.bfloat16:
+            assert generator is not None, "packed moments are rounded at random and need a generator"
+            self.exp_avg.copy_(rounded_at_random(exp_avg, generator))
+            self.exp_avg_sq.copy_(rounded_at_random(exp_avg_sq, generator))
 
     def replace(
-        self,
-        stay: torch.Tensor,
-        num_grown: int,
-        seeds: Estimate | None,
-        order: torch.Tensor,
-        options: Mapping[str, Any],
+        self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
     ) -> None:
         """Grown weights get the moments and the age that the phase gave them."""
         assert seeds is not None, "AdamW's grown weights need the moments of an estimation phase"
         mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
-        self.exp_avg = regrown(self.exp_avg, stay, mean, order)
-        self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square, order)
-        self.age = regrown(self.age, stay, self.age.new_full((num_grown,), seeds.num_steps), order)
+        self.exp_avg = regrown(self.exp_avg, stay, mean.to(self.dtype), order)
+        self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square.to(self.dtype), order)
+        ages = self._ages()
+        self._set_ages(regrown(ages, stay, ages.new_full(mean.shape, seeds.num_steps), order))
+
+
+class PackedAdamMoments(AdamMoments):
+    """AdamW's state in 5 bytes: two bf16 moments rounded at random, and the number of a cohort.
+
+    Weights that were grown together have one age, so a byte says which of up to 256 cohorts a weight belongs to. Where
+    there would be more, the two oldest become one, whose bias corrections differ least.
+    """
+
+    names = ("exp_avg", "exp_avg_sq", "cohort", "cohort_ages")
+    dtype = torch.bfloat16
+
+    def _begin_ages(self, num_active: int, betas: tuple[float, float], device: torch.device) -> None:
+        self.cohort = torch.zeros(num_active, dtype=torch.uint8, device=device)
+        self.cohort_ages = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def _ages(self) -> torch.Tensor:
+        return self.cohort_ages.index_select(0, self.cohort.int())
+
+    def _set_ages(self, ages: torch.Tensor) -> None:
+        cohort_ages, cohort = ages.unique(return_inverse=True)
+        self.cohort_ages = cohort_ages[:_MOST_COHORTS]
+        self.cohort = cohort.clamp_(max=_MOST_COHORTS - 1).to(torch.uint8)
+
+    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """One of each for every weight, and any number of cohorts."""
+        return {**super().expected_shapes(num_active, shape), "cohort_ages": (-1,)}
 
 
 class SM3Accumulators(Moments):
@@ -190,16 +227,11 @@ class SM3Accumulators(Moments):
             self.momentum_buffer.copy_(rounded_at_random(momentum_buffer, generator))
 
     def replace(
-        self,
-        stay: torch.Tensor,
-        num_grown: int,
-        seeds: Estimate | None,
-        order: torch.Tensor,
-        options: Mapping[str, Any],
+        self, stay: torch.Tensor, seeds: Estimate | None, order: torch.Tensor, options: Mapping[str, Any]
     ) -> None:
         """Grown weights begin without momentum; rows and columns go on."""
         if self.momentum_buffer is not None:
-            grown = self.momentum_buffer.new_zeros(num_grown)
+            grown = self.momentum_buffer.new_zeros(order.numel() - stay.numel())
             self.momentum_buffer = regrown(self.momentum_buffer, stay, grown, order)
 
     def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -208,76 +240,9 @@ class SM3Accumulators(Moments):
         return {**super().expected_shapes(num_active, shape), "rows": (num_rows,), "columns": (num_columns,)}
 
 
-class PackedAdamMoments(Moments):
-    """AdamW's state in 5 bytes: two bf16 moments rounded at random, and the number of a cohort.
-
-    Weights that were grown together have one age, so a byte says which of up to 256 cohorts a weight belongs to. Where
-    there would be more, the two oldest become one, whose bias corrections differ least.
-
-    Args:
-        num_active: Trained weights.
-        device: Where the state lies.
-    """
-
-    names = ("exp_avg", "exp_avg_sq", "cohort", "cohort_ages")
-
-    def __init__(self, num_active: int, device: torch.device) -> None:
-        self.exp_avg = torch.zeros(num_active, dtype=torch.bfloat16, device=device)
-        self.exp_avg_sq = torch.zeros(num_active, dtype=torch.bfloat16, device=device)
-        self.cohort = torch.zeros(num_active, dtype=torch.uint8, device=device)
-        self.cohort_ages = torch.zeros(1, dtype=torch.int32, device=device)
-
-    def update(
-        self,
-        delta: torch.Tensor,
-        gradient: torch.Tensor,
-        indices: torch.Tensor,
-        options: Mapping[str, Any],
-        generator: torch.Generator | None = None,
-    ) -> None:
-        """One AdamW update in fp32, stored in bf16."""
-        betas = tuple(options["betas"])
-        self.cohort_ages.add_(1).clamp_(max=age_limit(betas))
-        ages = self.cohort_ages.index_select(0, self.cohort.int())
-        exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
-        lr, eps, weight_decay = float(options["lr"]), options["eps"], options["weight_decay"]
-        update_at_ages_(delta, gradient, exp_avg, exp_avg_sq, ages, lr, betas, eps, weight_decay)
-        assert generator is not None, "packed moments are rounded at random and need a generator"
-        self.exp_avg.copy_(rounded_at_random(exp_avg, generator))
-        self.exp_avg_sq.copy_(rounded_at_random(exp_avg_sq, generator))
-
-    def replace(
-        self,
-        stay: torch.Tensor,
-        num_grown: int,
-        seeds: Estimate | None,
-        order: torch.Tensor,
-        options: Mapping[str, Any],
-    ) -> None:
-        """Grown weights get the moments that the phase gave them, and form a cohort."""
-        assert seeds is not None, "AdamW's grown weights need the moments of an estimation phase"
-        mean, square = seeded_moments(seeds.mean, seeds.mean_square, seeds.num_steps, tuple(options["betas"]))
-        self.exp_avg = regrown(self.exp_avg, stay, mean.to(torch.bfloat16), order)
-        self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square.to(torch.bfloat16), order)
-        ages = self.cohort_ages.index_select(0, self.cohort.int())
-        ages = regrown(ages, stay, ages.new_full((num_grown,), seeds.num_steps), order)
-        cohort_ages, cohort = ages.unique(return_inverse=True)
-        if cohort_ages.numel() > _MOST_COHORTS:
-            cohort_ages = cohort_ages[:_MOST_COHORTS]
-        self.cohort_ages = cohort_ages
-        self.cohort = cohort.clamp_(max=_MOST_COHORTS - 1).to(torch.uint8)
-
-    def expected_shapes(self, num_active: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """One of each for every weight, and any number of cohorts."""
-        return {**super().expected_shapes(num_active, shape), "cohort_ages": (-1,)}
-
-
 def new_moments(target: Target, num_active: int, config: SFTConfig, options: Mapping[str, Any]) -> Moments:
     """Fresh state of the update rule that goes with a way of selection."""
     device = target.parameter.device
     if config.selection == "momentum":
         return SM3Accumulators(target.shape, num_active, options["momentum"] > 0, config.packed, device)
-    if config.packed:
-        return PackedAdamMoments(num_active, device)
-    betas: tuple[float, float] = options["betas"]
-    return AdamMoments(num_active, betas, device)
+    return (PackedAdamMoments if config.packed else AdamMoments)(num_active, options["betas"], device)

@@ -28,13 +28,11 @@ from slivertune.sft.gradient_sync import GradientSync
 from slivertune.sft.linear import check_layer_form
 from slivertune.sft.model_hooks import ModelHooks
 from slivertune.sft.moments import new_moments
-from slivertune.sft.pretrained_values import PretrainedValues
-from slivertune.sft.reselection import Reselection
-from slivertune.sft.schedule import Schedule
+from slivertune.sft.reselection import Reselection, Schedule
 from slivertune.sft.selection import random_indices
 from slivertune.sft.targets import Target, count_weights, find_targets
 from slivertune.sft.unsupported import clash_with_layout
-from slivertune.sft.weight import SparseWeight
+from slivertune.sft.weight import PretrainedValues, SparseWeight
 
 IDLE_STEPS = 20
 """Steps without a gradient, one after the other, after which a warning says so."""
@@ -118,8 +116,7 @@ class SFT(CheckpointedSliver):
         self._delta_parameters = DeltaParameters(
             ((each.name, each.phi) for each in self._weights), targets[0].parameter.device
         )
-        parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
-        super().__init__([{"params": parameters, **options}], options)
+        super().__init__([{"params": list(self._delta_parameters.parameters()), **options}], options)
         self._updates = 0
         self._num_idle_steps = 0
         self.grad_norm: torch.Tensor | None = None
@@ -133,18 +130,18 @@ class SFT(CheckpointedSliver):
         self._reselection.open_phases(self._updates)
 
     def _new_weight(self, target: Target, count: int, options: Mapping[str, Any]) -> SparseWeight:
-        indices = random_indices(target.name, target.num_elements, count, self.config.seed)
-        moments = new_moments(target, count, self.config, options)
+        config = self.config
+        indices = random_indices(target.name, target.num_elements, count, config.seed)
+        moments = new_moments(target, count, config, options)
         # A tensor that ZeRO-3 has shared out already can't be written.
         is_elsewhere = hasattr(target.parameter, "ds_id")
-        in_layer = is_elsewhere or self.config.form == "layer" or (self.config.form == "auto" and target.is_4bit)
+        in_layer = is_elsewhere or config.form == "layer" or (config.form == "auto" and target.is_4bit)
         if in_layer:
-            check_layer_form(target, self.config.phi_gradient)
+            check_layer_form(target, config.phi_gradient)
         elif target.is_4bit:
             raise ValueError(
                 f'{target.name} is a 4-bit weight, which form="optimizer" can\'t write; use "auto" or "layer"'
             )
-        config = self.config
         return SparseWeight(target, indices, moments, merged=not in_layer, packed=config.packed, seed=config.seed)
 
     @property
@@ -221,7 +218,7 @@ class SFT(CheckpointedSliver):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients gathered since the last step; `set_to_none=False` drops them as well."""
         super().zero_grad(set_to_none=True)
-        self._gradient_sync.forget()
+        self._gradient_sync.has_own = False
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -310,8 +307,8 @@ class SFT(CheckpointedSliver):
             )
         if merge:
             self._hooks.check_shards()
-        for weight in self._weights:
-            if not merge:
+        else:
+            for weight in self._weights:
                 weight.adopt()
         self._hooks.take_off()
         for weight in self._weights:
@@ -428,6 +425,5 @@ class SFT(CheckpointedSliver):
         """
         norm = torch.nn.utils.get_total_norm([w.phi.grad for w in self._weights if w.phi.grad is not None])
         if math.isfinite(max_norm):
-            parameters = [*(weight.phi for weight in self._weights), self._delta_parameters.witness]
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(self._delta_parameters.parameters(), max_norm, norm)
         return norm

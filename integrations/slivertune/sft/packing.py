@@ -9,50 +9,39 @@ TILE = 2**16
 
 
 class Positions:
-    """Sorted int32 positions of a tensor, 4 bytes each."""
+    """Sorted positions of a tensor: 4 bytes each, or 2 if packed.
 
-    def __init__(self, indices: torch.Tensor) -> None:
-        self._indices = indices
-
-    def get(self) -> torch.Tensor:
-        """The positions: int32, shape (n,), sorted."""
-        return self._indices
-
-    def set(self, indices: torch.Tensor) -> None:
-        """Hold other positions."""
-        self._indices = indices
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What is stored."""
-        return (self._indices,)
-
-
-class PackedPositions(Positions):
-    """The same in 2 bytes each: the position in its tile, and how many positions every tile has.
+    Packed are the position in its tile, and how many positions every tile has.
 
     Args:
         indices: int32, sorted, shape (n,).
         num_elements: Elements of the tensor.
+        packed: Whether to take half the bytes.
     """
 
-    def __init__(self, indices: torch.Tensor, num_elements: int) -> None:
+    tensors: tuple[torch.Tensor, ...]
+    """What is stored."""
+
+    def __init__(self, indices: torch.Tensor, num_elements: int, *, packed: bool) -> None:
         self._num_tiles = -(-num_elements // TILE)
+        self._packed = packed
         self.set(indices)
 
     def get(self) -> torch.Tensor:
         """The positions, unpacked: int32, shape (n,), sorted."""
-        tiles = torch.arange(self._num_tiles, dtype=torch.int32, device=self._low.device)
-        return (self._low.int() & (TILE - 1)) + torch.repeat_interleave(tiles, self._counts) * TILE
+        if not self._packed:
+            return self.tensors[0]
+        low, counts = self.tensors
+        tiles = torch.arange(self._num_tiles, dtype=torch.int32, device=low.device)
+        return (low.int() & (TILE - 1)) + torch.repeat_interleave(tiles, counts) * TILE
 
     def set(self, indices: torch.Tensor) -> None:
         """Hold other positions."""
-        # Beyond 2^15 the int16 is negative; `get` masks the sign away.
-        self._low = indices.to(torch.int16)
-        self._counts = torch.bincount(indices // TILE, minlength=self._num_tiles).int()
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What is stored."""
-        return self._low, self._counts
+        self.tensors = (indices,)
+        if self._packed:
+            # Beyond 2^15 the int16 is negative; `get` masks the sign away.
+            counts = torch.bincount(indices // TILE, minlength=self._num_tiles).int()
+            self.tensors = (indices.to(torch.int16), counts)
 
 
 def rounding_generator(seed: int, name: str, updates: int, device: torch.device) -> torch.Generator:
@@ -74,5 +63,4 @@ def rounded_at_random(values: torch.Tensor, generator: torch.Generator) -> torch
     """
     noise = torch.randint(TILE, values.shape, generator=generator, dtype=torch.int32, device=values.device)
     bits = (values.view(torch.int32) + noise) & -TILE
-    rounded = torch.where(values.isfinite(), bits.view(torch.float32), values)
-    return rounded.to(torch.bfloat16)
+    return torch.where(values.isfinite(), bits.view(torch.float32), values).to(torch.bfloat16)

@@ -1,4 +1,9 @@
-"""Estimation phases and reselections (SFT, sections 3.2 and 3.3; redistribution is not in the paper)."""
+"""When weights are reselected, what is dropped and grown, and estimation phases (SFT, sections 3.2 and 3.3).
+
+Redistribution of weights between tensors is not in the paper.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,14 +16,81 @@ from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.growth import POOL_FACTOR, Estimate, GrowthEstimator
 from slivertune.sft.moments import SM3Accumulators
-from slivertune.sft.outer_product import largest_products
-from slivertune.sft.schedule import Schedule
-from slivertune.sft.selection import contains, largest_of, smallest_positions
+from slivertune.sft.selection import contains, largest_of, largest_products
 from slivertune.sft.weight import SparseWeight
 
 LEAST_SHARE = 0.25
 MOST_SHARE = 4.0
 """A redistributed tensor keeps between these multiples of the weights that it began with."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Update counts t start from 1: t is the number of finished updates."""
+
+    first: int | None
+    """t of the first reselection, which replaces all weights; None if the choice never changes."""
+    interval: int
+    """S: later reselections are at its multiples."""
+    estimation_steps: int
+    """gamma; 0 if nothing is estimated (MA)."""
+    replacement_rate: float
+    """alpha."""
+    total_steps: int
+    """T, after which nothing is reselected."""
+
+    @classmethod
+    def of(cls, config: SFTConfig, total_steps: int) -> Schedule:
+        """The schedule of a run.
+
+        Args:
+            config: Settings.
+            total_steps: Updates in the whole run (T).
+
+        Raises:
+            ValueError: If T is not positive.
+        """
+        if type(total_steps) is not int or total_steps < 1:
+            raise ValueError(f"total_steps={total_steps!r} must be a positive integer, the updates of the whole run")
+        estimation_steps = config.estimation_steps if config.selection == "accumulated_gradient" else 0
+        interval = config.reselection_interval
+        return cls(
+            first=None if interval is None else estimation_steps or interval,
+            interval=interval or 1,
+            estimation_steps=estimation_steps,
+            replacement_rate=config.replacement_rate,
+            total_steps=total_steps,
+        )
+
+    def next_reselection(self, updates: int) -> int | None:
+        """The first t greater than `updates` at which weights are reselected, or None if there is none to come."""
+        if self.first is None:
+            return None
+        following = self.first if updates < self.first else (updates // self.interval + 1) * self.interval
+        return following if following <= self.total_steps else None
+
+    def num_replaced(self, updates: int, num_active: int) -> int:
+        """k(i, t): weights of a tensor to replace at t = `updates`, a reselection.
+
+        Args:
+            updates: t.
+            num_active: Trained weights of the tensor (d_phi(i)).
+        """
+        if updates == self.first:
+            return num_active
+        return int(self.replacement_rate * (max(0, self.total_steps - updates) / self.total_steps) * num_active)
+
+    def open_phases(self, updates: int) -> tuple[int, ...]:
+        """The reselections to whose estimation phases the update after `updates` finished ones belongs.
+
+        With S < 2 gamma the first phase, which ends at gamma, and the second, which ends at S, overlap.
+        """
+        found: list[int] = []
+        end = self.next_reselection(updates)
+        while end is not None and end - updates <= self.estimation_steps:
+            found.append(end)
+            end = self.next_reselection(end)
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +132,8 @@ def propose(
             # No batch has reached this tensor, so that all its positions are worth the same.
             return None
         # The active ones may all be among the first.
-        searched = min((1 + breadth) * weight.num_active, weight.target.num_elements)
-        positions, products = largest_products(moments.rows, moments.columns, searched)
+        num_searched = min((1 + breadth) * weight.num_active, weight.target.num_elements)
+        positions, products = largest_products(moments.rows, moments.columns, num_searched)
         frozen = ~contains(weight.indices, positions.int())
         indices, scores = positions[frozen].int(), products[frozen].pow(0.25).float()
     else:
@@ -74,7 +146,7 @@ def propose(
     num_replaced = min(num_replaced, indices.numel())
     if num_replaced == 0:
         return None
-    dropped = smallest_positions(weight.phi.data.abs(), num_replaced)
+    dropped = largest_of(-weight.phi.data.abs(), num_replaced)
     return Proposal(dropped=dropped, indices=indices, scores=scores, estimate=estimate)
 
 
@@ -105,17 +177,16 @@ class Reselection:
         Args:
             updates: Finished ones (t).
         """
-        upcoming = self._schedule.next_reselection(updates)
-        for end in self._schedule.open_phases(updates):
+        for number, end in enumerate(self._schedule.open_phases(updates)):
             for weight in self._weights:
                 num_active, num_elements = weight.num_active, weight.target.num_elements
                 grows = num_active < num_elements and self._schedule.num_replaced(end, num_active) > 0
-                if not grows or end in weight.estimators:
-                    continue
-                num_spare = 0 if end == upcoming else self._schedule.most_replaced_later(num_active)
-                weight.estimators[end] = self.estimator_class(
-                    num_elements, num_active, num_spare=num_spare, packed=self._config.packed
-                )
+                if grows and end not in weight.estimators:
+                    # A phase that ends before may grow as many as any reselection after the first.
+                    num_spare = math.ceil(self._config.replacement_rate * num_active) if number else 0
+                    weight.estimators[end] = self.estimator_class(
+                        num_elements, num_active, num_spare=num_spare, packed=self._config.packed
+                    )
 
     def end_estimates(self, updates: int, delta_parameters: DeltaParameters) -> None:
         """Count the running update's gradients in the phases that it belongs to.
@@ -134,14 +205,14 @@ class Reselection:
 
     def _share_candidates(self, estimators: Mapping[str, GrowthEstimator]) -> None:
         """After a phase's first update: as many candidates as ever, but from the tensors with the largest gradients."""
-        pools = {name: each.pool_magnitudes() for name, each in estimators.items()}
-        filled = {name: pool for name, pool in pools.items() if pool is not None}
+        pools = [(name, each, each.pool_magnitudes()) for name, each in estimators.items()]
+        filled = [(name, each, pool) for name, each, pool in pools if pool is not None]
         if not filled:
             return
-        requests = [BudgetRequest(scores=pool, num_kept=0, share=self._shares[name]) for name, pool in filled.items()]
-        total = sum(estimators[name].num_candidates for name in filled)
-        for name, count in zip(filled, share_out(requests, total), strict=True):
-            estimators[name].num_candidates = count
+        requests = [(pool, self._shares[name], 0) for name, _, pool in filled]
+        counts = share_out(requests, sum(each.num_candidates for _, each, _ in filled))
+        for (_, estimator, _), count in zip(filled, counts, strict=True):
+            estimator.num_candidates = count
 
     def reselect(self, updates: int, options: Mapping[str, Any]) -> None:
         """Drop and grow weights of every tensor (SFT, section 3.2).
@@ -151,9 +222,9 @@ class Reselection:
             options: Those of the param group.
         """
         proposals: list[tuple[SparseWeight, Proposal]] = []
+        breadth = POOL_FACTOR if self._config.redistribute else 1
         for weight in self._weights:
             num_replaced = self._schedule.num_replaced(updates, weight.num_active)
-            breadth = POOL_FACTOR if self._config.redistribute else 1
             proposal = propose(weight, weight.estimators.pop(updates, None), num_replaced, breadth)
             if proposal is not None:
                 proposals.append((weight, proposal))
@@ -167,57 +238,35 @@ class Reselection:
         if not self._config.redistribute or not proposals:
             return dropped
         requests = [
-            BudgetRequest(
-                scores=proposal.scores,
-                num_kept=weight.num_active - int(proposal.dropped.sum()),
-                share=self._shares[weight.name],
-            )
-            for weight, proposal in proposals
+            (proposal.scores, self._shares[weight.name], weight.num_active - count)
+            for (weight, proposal), count in zip(proposals, dropped, strict=True)
         ]
         return share_out(requests, sum(dropped))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BudgetRequest:
-    """A tensor that takes part in sharing out."""
-
-    scores: torch.Tensor
-    """fp32, shape (m,): worth of each position it could take."""
-    num_kept: int
-    """Weights that it has anyway."""
-    share: int
-    """Weights that it began with."""
-
-
-def share_out(requests: Sequence[BudgetRequest], total: int) -> list[int]:
+def share_out(requests: Sequence[tuple[torch.Tensor, int, int]], total: int) -> list[int]:
     """Give positions to the highest scores over all tensors, within each tensor's bounds.
 
     A tensor ends with a quarter to four times its share, as far as its positions and the total allow.
 
     Args:
-        requests: The tensors.
+        requests: For each tensor that takes part the worth of each position it could take, fp32, shape (m,); the
+            weights that it began with; and those that it has anyway.
         total: Positions to give away, at most as many as there are.
 
     Returns:
         Positions for each tensor; they add up to `total`.
     """
-    free = [each.scores.numel() for each in requests]
-    lows = [
-        min(most, max(0, math.ceil(LEAST_SHARE * each.share) - each.num_kept))
-        for each, most in zip(requests, free, strict=True)
-    ]
-    highs = [
-        min(most, max(0, int(MOST_SHARE * each.share) - each.num_kept))
-        for each, most in zip(requests, free, strict=True)
-    ]
+    free = [scores.numel() for scores, _, _ in requests]
+    lows = [min(len(scores), max(0, math.ceil(LEAST_SHARE * share) - kept)) for scores, share, kept in requests]
+    highs = [min(len(scores), max(0, int(MOST_SHARE * share) - kept)) for scores, share, kept in requests]
     if sum(lows) > total:
         lows = [0] * len(requests)
     if sum(highs) < total:
         highs = free
     ranges = [
-        each.scores.sort(descending=True).values[low:high].cpu()
-        for each, low, high in zip(requests, lows, highs, strict=True)
+        scores.sort(descending=True).values[low:high].cpu()
+        for (scores, _, _), low, high in zip(requests, lows, highs, strict=True)
     ]
-    chosen = largest_of(torch.cat(ranges), total - sum(lows))
-    extra = [int(part.sum()) for part in chosen.split([part.numel() for part in ranges])]
-    return [low + more for low, more in zip(lows, extra, strict=True)]
+    chosen = largest_of(torch.cat(ranges), total - sum(lows)).split([part.numel() for part in ranges])
+    return [low + int(more.sum()) for low, more in zip(lows, chosen, strict=True)]

@@ -1,4 +1,4 @@
-"""Which weights are trained: the first random choice, dropping, the largest of many (SFT, section 3.2). Pure.
+"""Which weights are trained: the first random choice, the largest of many (SFT, section 3.2). Pure.
 
 Every choice is a total order (larger first, ties to the lower position), so that it does not depend on how a tensor was
 cut, on the device or on the rank.
@@ -11,6 +11,9 @@ import torch
 
 PIECE = 2**20
 """Elements looked at together; bounds the temporaries of a search in a dense tensor."""
+_BISECTIONS = 100
+_SLACK = 1e-12
+"""Relative width around a threshold inside which fp64 quotients may misjudge fp64 products."""
 
 
 def spread_weights(sizes: Sequence[int], total: int) -> list[int]:
@@ -32,13 +35,11 @@ def spread_weights(sizes: Sequence[int], total: int) -> list[int]:
         )
     ideal = [total * size / sum(sizes) for size in sizes]
     shares = [max(1, int(value)) for value in ideal]
-    by_remainder = sorted(range(len(sizes)), key=lambda at: (shares[at] - ideal[at], at))
     step = 1 if sum(shares) < total else -1
-    order = by_remainder if step > 0 else by_remainder[::-1]
+    order = sorted(range(len(sizes)), key=lambda at: (shares[at] - ideal[at], at))[::step]
     while sum(shares) != total:
-        missing = abs(total - sum(shares))
         movable = [at for at in order if (shares[at] < sizes[at] if step > 0 else shares[at] > 1)]
-        for at in movable[:missing]:
+        for at in movable[: abs(total - sum(shares))]:
             shares[at] += step
     return shares
 
@@ -58,28 +59,13 @@ def random_indices(name: str, num_elements: int, count: int, seed: int) -> torch
     # The generator keeps 32 bits of its seed, so both go through one hash.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     if 2 * count >= num_elements:
-        drawn = torch.randperm(num_elements, generator=generator)[:count]
-        return drawn.sort().values.int()
+        return torch.randperm(num_elements, generator=generator)[:count].sort().values.int()
     drawn = torch.empty(0, dtype=torch.int64)
     while drawn.numel() < count:
         missing = count - drawn.numel()
         more = torch.randint(num_elements, (missing + missing // 8 + 8,), generator=generator)
         drawn = torch.cat([drawn, more]).unique()
-    surplus = torch.randperm(drawn.numel(), generator=generator)[:count]
-    return drawn[surplus].sort().values.int()
-
-
-def smallest_positions(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """Mark the `count` smallest of some magnitudes, ties to the lower position (DROP).
-
-    Args:
-        magnitudes: fp32, shape (n,): how far each weight has moved.
-        count: Weights to drop, in [0, n].
-
-    Returns:
-        bool, shape (n,).
-    """
-    return largest_of(-magnitudes, count)
+    return drawn[torch.randperm(drawn.numel(), generator=generator)[:count]].sort().values.int()
 
 
 def largest_of(values: torch.Tensor, count: int) -> torch.Tensor:
@@ -92,15 +78,12 @@ def largest_of(values: torch.Tensor, count: int) -> torch.Tensor:
     Returns:
         bool, shape (n,).
     """
-    if count <= 0:
-        return torch.zeros(values.shape, dtype=torch.bool, device=values.device)
-    if count >= values.numel():
-        return torch.ones(values.shape, dtype=torch.bool, device=values.device)
+    if count <= 0 or count >= values.numel():
+        return torch.full(values.shape, count > 0, dtype=torch.bool, device=values.device)
     values = torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     limit = torch.topk(values, count, sorted=False).values.min()
     chosen = values > limit
-    ties = torch.nonzero(values == limit).view(-1)
-    chosen[ties[: count - int(chosen.sum())]] = True
+    chosen[torch.nonzero(values == limit).view(-1)[: count - int(chosen.sum())]] = True
     return chosen
 
 
@@ -129,8 +112,7 @@ def largest_entries(flat: torch.Tensor, count: int, barred: Sequence[torch.Tenso
         positions = _positions(flat, None, barred)
         if positions.numel() < count:
             return _filled_with_zeros(flat, positions, count, barred)
-    magnitudes = flat.index_select(0, positions).abs_().float()
-    return positions.masked_select(largest_of(magnitudes, count))
+    return positions.masked_select(largest_of(flat.index_select(0, positions).abs_().float(), count))
 
 
 def _guessed_limits(flat: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
@@ -138,8 +120,8 @@ def _guessed_limits(flat: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
     total = flat.numel()
     generator = torch.Generator(device=flat.device).manual_seed(0)
     num_sampled = min(total, max(4096, total // 256))
-    sample = flat[torch.randint(total, (num_sampled,), generator=generator, device=flat.device)]
-    sample = sample.abs().sort(descending=True).values
+    places = torch.randint(total, (num_sampled,), generator=generator, device=flat.device)
+    sample = flat[places].abs().sort(descending=True).values
     rank = num_sampled * count / total
     for slack in (4.0, 16.0):
         at = int(rank + slack * rank**0.5 + slack)
@@ -170,8 +152,7 @@ def _filled_with_zeros(
     is_zero = flat[: count + sum(positions.numel() for positions in barred)] == 0
     for positions in barred:
         is_zero.index_fill_(0, positions[positions < is_zero.numel()], False)
-    zeros = torch.nonzero(is_zero).view(-1)[: count - nonzero.numel()]
-    return torch.cat([nonzero, zeros]).sort().values
+    return torch.cat([nonzero, torch.nonzero(is_zero).view(-1)[: count - nonzero.numel()]]).sort().values
 
 
 def contains(sorted_indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -188,3 +169,53 @@ def contains(sorted_indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor
         return torch.zeros(values.shape, dtype=torch.bool, device=values.device)
     at = torch.searchsorted(sorted_indices, values).clamp_(max=sorted_indices.numel() - 1)
     return sorted_indices[at] == values
+
+
+def largest_products(rows: torch.Tensor, columns: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the positions (i, j) of the largest r_i * c_j without their matrix (MA's growth; SFT, equation 10).
+
+    MA's score, (r_i c_j)^(1/4), has the same order. Sorts c and bisects a threshold, counting in each row what reaches
+    it: O((rows + count) log columns) time and O(rows + columns + count) memory. Products of fp32 numbers are exact in
+    fp64, so the order is exact.
+
+    An accumulator of zero belongs to a row or column that no trained weight has met; it counts as the smallest one
+    that was met, or nothing could ever grow there.
+
+    Args:
+        rows: r, fp32, shape (num_rows,), not negative.
+        columns: c, fp32, shape (num_columns,), not negative.
+        count: Positions to find, at most num_rows * num_columns.
+
+    Returns:
+        Sorted int64 flat positions, shape (count,), and their products, fp64; ties go to the lower position.
+    """
+    r, c = _without_zeros(rows.double()), _without_zeros(columns.double())
+    # For each row, r_i * c_j reaches a limit from searchsorted(ascending, limit / r_i) on.
+    ascending, column_of = c.sort()
+    low, high = (r.min() * c.min()) * (1 - _SLACK), (r.max() * c.max()) * (1 + _SLACK)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        reached = int(torch.searchsorted(ascending, middle / r).neg().add(c.numel()).sum())
+        low, high = (middle, high) if reached >= count else (low, middle)
+    stops = torch.searchsorted(ascending, high * (1 + _SLACK) / r)
+    above = _in_sorted_columns(column_of, stops, c.numel() - stops)
+    starts = torch.searchsorted(ascending, low * (1 - _SLACK) / r)
+    num_ties = stops - starts
+    # All may tie in a young run: no rows after those that together have enough.
+    num_ties = torch.where(num_ties.cumsum(0) - num_ties < count, num_ties, 0)
+    positions = torch.cat([above, _in_sorted_columns(column_of, starts, num_ties)]).sort().values
+    products = r[positions // c.numel()] * c[positions % c.numel()]
+    chosen = largest_of(products, count)
+    return positions[chosen], products[chosen]
+
+
+def _without_zeros(accumulators: torch.Tensor) -> torch.Tensor:
+    met = accumulators[accumulators > 0]
+    return torch.where(accumulators > 0, accumulators, met.min() if met.numel() else accumulators.new_ones(()))
+
+
+def _in_sorted_columns(column_of: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Flat positions of `counts` sorted columns of every row, from `starts` on."""
+    row = torch.repeat_interleave(torch.arange(starts.numel(), device=starts.device), counts)
+    offsets = torch.arange(row.numel(), device=starts.device) - (counts.cumsum(0) - counts)[row]
+    return row * column_of.numel() + column_of[starts[row] + offsets]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from slivertune.core.layers import find_layers
+from slivertune.core.parameters import whole_shape
 from slivertune.deltas.delta import INDEX_LIMIT
 from slivertune.sft.config import DEFAULT_LORA_RANK, SFTConfig
 from slivertune.sft.selection import spread_weights
@@ -111,22 +112,20 @@ def count_weights(targets: tuple[Target, ...], config: SFTConfig) -> list[int]:
         return spread_weights(sizes, config.num_weights)
     rank = config.equivalent_lora_rank or DEFAULT_LORA_RANK
     one_rank = sum(target.lora_numbers(1) for target in targets)
-    total = rank * one_rank
-    if total > sum(sizes) and config.equivalent_lora_rank is None and sum(sizes) >= one_rank:
+    if rank * one_rank > sum(sizes) >= one_rank and config.equivalent_lora_rank is None:
         rank = sum(sizes) // one_rank
-        total = rank * one_rank
         warnings.warn(
             f"as many weights as LoRA of rank {DEFAULT_LORA_RANK} would train, the default, are more than the "
-            f"{sum(sizes)} that the targets have; SFT trains {total} of them, as LoRA of rank {rank} would; give "
-            "density, num_weights or equivalent_lora_rank for another number",
+            f"{sum(sizes)} that the targets have; SFT trains {rank * one_rank} of them, as LoRA of rank {rank} would; "
+            "give density, num_weights or equivalent_lora_rank for another number",
             stacklevel=2,
         )
-    if total > sum(sizes):
+    if rank * one_rank > sum(sizes):
         raise ValueError(
-            f"LoRA of rank {rank} would train {total} numbers, the targets have {sum(sizes)}; lower "
+            f"LoRA of rank {rank} would train {rank * one_rank} numbers, the targets have {sum(sizes)}; lower "
             "equivalent_lora_rank, or give density or num_weights"
         )
-    return spread_weights(sizes, total)
+    return spread_weights(sizes, rank * one_rank)
 
 
 def _default_names(model: nn.Module) -> list[str]:
@@ -135,7 +134,9 @@ def _default_names(model: nn.Module) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{error}; or, for SFT, name what to train with SFTConfig(targets=[...])") from error
     in_blocks = {name for layer in layers if layer.kind == "block" for name in layer.parameter_names}
-    others_are_frozen = _is_frozen_with_4bit(model)
+    parameters = list(model.parameters())
+    # All weights beside 4-bit ones are frozen, as PEFT's `prepare_model_for_kbit_training` leaves them.
+    others_are_frozen = any(map(is_4bit, parameters)) and not any(each.requires_grad for each in parameters)
     names = []
     for name in _matrix_names(model):
         weight = model.get_parameter(name)
@@ -144,12 +145,6 @@ def _default_names(model: nn.Module) -> list[str]:
         if name in in_blocks and is_open:
             names.append(name)
     return names
-
-
-def _is_frozen_with_4bit(model: nn.Module) -> bool:
-    """Whether all weights beside 4-bit ones are frozen, as PEFT's `prepare_model_for_kbit_training` leaves them."""
-    parameters = list(model.parameters())
-    return any(map(is_4bit, parameters)) and not any(parameter.requires_grad for parameter in parameters)
 
 
 def _matrix_names(module: nn.Module, path: str = "") -> list[str]:
@@ -164,9 +159,16 @@ def _matrix_names(module: nn.Module, path: str = "") -> list[str]:
 def _listed_names(model: nn.Module, targets: Sequence[str | type[nn.Module]]) -> list[str]:
     names = []
     for target in targets:
-        found = _named(model, target) if isinstance(target, str) else _of_class(model, target)
+        shown = repr(target) if isinstance(target, str) else target.__name__
+        found = [
+            name
+            for path, module in model.named_modules()
+            if (_ends_with(path, target) if isinstance(target, str) else isinstance(module, target))
+            for name in _own(module, path, with_inner=isinstance(target, str))
+        ]
+        if isinstance(target, str):
+            found += [name for name, _ in model.named_parameters(remove_duplicate=False) if _ends_with(name, target)]
         if not found:
-            shown = repr(target) if isinstance(target, str) else target.__name__
             raise ValueError(
                 f"targets has {shown}, which matches no module with a weight and no parameter of "
                 f"{type(model).__name__}; see model.named_modules() and model.named_parameters()"
@@ -175,25 +177,17 @@ def _listed_names(model: nn.Module, targets: Sequence[str | type[nn.Module]]) ->
     return names
 
 
-def _of_class(model: nn.Module, kind: type[nn.Module]) -> list[str]:
-    return [name for path, module in model.named_modules() if isinstance(module, kind) for name in _own(module, path)]
+def _own(module: nn.Module, path: str, *, with_inner: bool) -> list[str]:
+    """What a module that was asked for is trained by: its weight, or else the matrices that it multiplies by.
 
-
-def _own(module: nn.Module, path: str) -> list[str]:
-    """What a module named by the user is trained by: its weight, or else the matrices that it multiplies by."""
+    Args:
+        module: The module.
+        path: Its name.
+        with_inner: Whether the matrices of modules inside it count, too.
+    """
     if isinstance(getattr(module, "weight", None), nn.Parameter):
         return [f"{path}.weight"]
-    return [f"{path}.{attribute}" for attribute in matrices_of(module)]
-
-
-def _named(model: nn.Module, target: str) -> list[str]:
-    found = [name for name, _ in model.named_parameters(remove_duplicate=False) if _ends_with(name, target)]
-    for path, module in model.named_modules():
-        if not _ends_with(path, target):
-            continue
-        has_weight = isinstance(getattr(module, "weight", None), nn.Parameter)
-        found += _own(module, path) if has_weight else _matrix_names(module, path)
-    return found
+    return _matrix_names(module, path) if with_inner else [f"{path}.{each}" for each in matrices_of(module)]
 
 
 def _ends_with(path: str, end: str) -> bool:
@@ -204,7 +198,7 @@ def _target(model: nn.Module, name: str) -> Target:
     path, _, attribute = name.rpartition(".")
     module, parameter = model.get_submodule(path), model.get_parameter(name)
     # ZeRO-3 leaves a parameter without elements where its part lies elsewhere.
-    shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    shape = whole_shape(parameter)
     if is_4bit(parameter):
         state: Any = getattr(parameter, "quant_state", None)
         if state is None:
@@ -216,38 +210,41 @@ def _target(model: nn.Module, name: str) -> Target:
 
 def _check(target: Target) -> None:
     dtype = target.parameter.dtype
-    if target.parameter.is_meta:
-        raise ValueError(
-            f"{target.name} is on the meta device, where it has no data to train; load the model with its weights, and "
-            "without what keeps them on the host or on disk (accelerate's cpu_offload, disk_offload, a device_map with "
-            '"cpu" or "disk"), or name targets that are in memory'
-        )
-    if target.num_elements >= INDEX_LIMIT:
-        raise ValueError(
-            f"{target.name} has {target.num_elements} elements; SFT indexes tensors of up to 2^31 - 1; "
-            "leave it out of targets"
-        )
-    if isinstance(target.module, nn.Embedding) and target.module.sparse:
-        raise ValueError(f"{target.name} is an embedding with sparse gradients; build it with sparse=False")
-    if target.is_4bit:
-        return
-    if dtype == torch.float16:
-        raise ValueError(
-            f"{target.name} is stored in float16, whose range is too small for weights that are trained; "
-            "load the model in bfloat16, or in float32 with fp16 autocast and a GradScaler"
-        )
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            f"{target.name} is stored as {dtype}; SFT trains fp32 and bf16 weights, and bitsandbytes' 4-bit weights. "
-            "Load the model in one of these, or name other targets"
-        )
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a matrix product: `nn.Linear` and what derives from it, or transformers' Conv1D."""
-    pytorch_utils: Any = sys.modules.get("transformers.pytorch_utils")
-    classes: tuple[type, ...] = (nn.Linear,) if pytorch_utils is None else (nn.Linear, pytorch_utils.Conv1D)
-    return isinstance(module, classes)
+    rules = (
+        (
+            target.parameter.is_meta,
+            (
+                "is on the meta device, where it has no data to train; load the model with its weights, and without "
+                "what keeps them on the host or on disk (accelerate's cpu_offload, disk_offload, a device_map with "
+                '"cpu" or "disk"), or name targets that are in memory'
+            ),
+        ),
+        (
+            target.num_elements >= INDEX_LIMIT,
+            f"has {target.num_elements} elements; SFT indexes tensors of up to 2^31 - 1; leave it out of targets",
+        ),
+        (
+            isinstance(target.module, nn.Embedding) and target.module.sparse,
+            "is an embedding with sparse gradients; build it with sparse=False",
+        ),
+        (
+            dtype == torch.float16 and not target.is_4bit,
+            (
+                "is stored in float16, whose range is too small for weights that are trained; load the model in "
+                "bfloat16, or in float32 with fp16 autocast and a GradScaler"
+            ),
+        ),
+        (
+            dtype not in (torch.float32, torch.bfloat16) and not target.is_4bit,
+            (
+                f"is stored as {dtype}; SFT trains fp32 and bf16 weights, and bitsandbytes' 4-bit weights. "
+                "Load the model in one of these, or name other targets"
+            ),
+        ),
+    )
+    for is_broken, text in rules:
+        if is_broken:
+            raise ValueError(f"{target.name} {text}")
 
 
 def matrices_of(module: nn.Module) -> dict[str, int]:
@@ -267,34 +264,25 @@ def matrices_of(module: nn.Module) -> dict[str, int]:
     Returns:
         For each attribute the number of experts' matrices that it stacks, 1 where it stacks none.
     """
-    if is_linear(module):
+    pytorch_utils: Any = sys.modules.get("transformers.pytorch_utils")
+    if isinstance(module, nn.Linear if pytorch_utils is None else (nn.Linear, pytorch_utils.Conv1D)):
         return {"weight": 1} if isinstance(getattr(module, "weight", None), nn.Parameter) else {}
-    own = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in module.named_parameters(recurse=False)}
+    own = {name: whole_shape(each) for name, each in module.named_parameters(recurse=False)}
     if isinstance(module, nn.MultiheadAttention):
         return {name: 1 for name in own if name in _ATTENTION_WEIGHTS}
-    if _is_torchs(module):
+    kinds = (kind for kind in type(module).__mro__ if kind is not nn.Module)
+    if any(kind.__module__.startswith("torch.nn.modules.") for kind in kinds):
         return {}
-    num_experts = _num_experts(module)
-    stacked = {name: _num_stacked(module, shape, num_experts) for name, shape in own.items()}
+    stacked = {name: _num_stacked(module, shape) for name, shape in own.items()}
     return {name: count for name, count in stacked.items() if count}
 
 
-def _num_stacked(module: nn.Module, shape: tuple[int, ...], num_experts: set[int]) -> int:
+def _num_stacked(module: nn.Module, shape: tuple[int, ...]) -> int:
     """Experts in a parameter; 1 if it is a matrix of no expert's, 0 if it is no matrix."""
-    if len(shape) == 3 and shape[0] in num_experts:
-        return shape[0]
+    values = {value for name, value in vars(module).items() if "experts" in name and type(value) is int}
+    num_experts = {value for value in values if value > 0}
     if len(shape) == 3:
-        return int(min(shape) > 1)
+        return shape[0] if shape[0] in num_experts else int(min(shape) > 1)
     if len(shape) == 2 and "expert" in type(module).__name__.lower():
         return max((count for count in num_experts if shape[0] > count and shape[0] % count == 0), default=0)
     return 0
-
-
-def _num_experts(module: nn.Module) -> set[int]:
-    values = {value for name, value in vars(module).items() if "experts" in name and type(value) is int}
-    return {value for value in values if value > 0}
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    kinds = (kind for kind in type(module).__mro__ if kind is not nn.Module)
-    return any(kind.__module__.startswith("torch.nn.modules.") for kind in kinds)

@@ -1,4 +1,4 @@
-"""One tensor that is trained sparsely: its active positions, their deltas and their state."""
+"""One tensor that is trained sparsely: its active positions, their deltas, their state, and the pretrained values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,66 @@ from torch import nn
 
 from slivertune.core.ledger import claim
 from slivertune.core.parameters import check_form
-from slivertune.deltas.delta import SparseDelta
+from slivertune.deltas.delta import SparseDelta, read_flat, write_flat
 from slivertune.sft.growth import Estimate, GrowthEstimator
 from slivertune.sft.moments import Moments, regrown
-from slivertune.sft.packing import PackedPositions, Positions, rounded_at_random, rounding_generator
-from slivertune.sft.pretrained_values import PretrainedValues, bits_differ
+from slivertune.sft.packing import Positions, rounded_at_random, rounding_generator
 from slivertune.sft.targets import Target
+
+
+def bits_differ(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Element by element, for two tensors of one floating-point dtype of 16 or 32 bits."""
+    bits = torch.int32 if left.dtype == torch.float32 else torch.int16
+    return left.view(bits) != right.view(bits)
+
+
+class PretrainedValues:
+    """Reads and writes entries of a tensor that lies whole in its module.
+
+    `slivertune.parallel` has others for tensors in shards, whose methods are collectives.
+
+    Args:
+        target: The tensor; its module may be given another one at any time.
+    """
+
+    is_whole = True
+    """Whether every rank holds the tensor."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensor's gradients arrive, and so what is kept for it."""
+        return self._target.parameter.device
+
+    def read(self, indices: torch.Tensor) -> torch.Tensor:
+        """Copy entries, in the tensor's dtype.
+
+        Args:
+            indices: int32, sorted flat positions; the same on every rank.
+        """
+        return read_flat(self._target.parameter, indices)
+
+    def differing(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Which entries have other bits than these values, of those that this rank holds. A local operation.
+
+        Args:
+            indices: int32, sorted flat positions, shape (n,).
+            values: In the tensor's dtype, shape (n,).
+
+        Returns:
+            bool, shape (n,).
+        """
+        return bits_differ(read_flat(self._target.parameter, indices), values)
+
+    def write(self, indices: torch.Tensor, values: torch.Tensor) -> None:
+        """Set entries."""
+        write_flat(self._target.parameter, indices, values)
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor, on every rank."""
+        return self._target.parameter.detach()
 
 
 class SparseWeight:
@@ -45,11 +99,10 @@ class SparseWeight:
         self.packed = packed
         self.pretrained = PretrainedValues(target)
         self._seed = seed
-        device = self.pretrained.device
-        indices = indices.to(device)
-        self._positions = PackedPositions(indices, target.num_elements) if packed else Positions(indices)
+        indices = indices.to(self.pretrained.device)
+        self._positions = Positions(indices, target.num_elements, packed=packed)
         dtype = torch.bfloat16 if packed else torch.float32
-        self.phi = nn.Parameter(torch.zeros(indices.numel(), dtype=dtype, device=device))
+        self.phi = nn.Parameter(torch.zeros(indices.shape, dtype=dtype, device=indices.device))
         if packed:
             # Gradients of many micro-batches add up in fp32 whatever the deltas are kept in.
             self.phi.grad_dtype = torch.float32
@@ -79,7 +132,7 @@ class SparseWeight:
     @property
     def device(self) -> torch.device:
         """Where the state lies."""
-        return self._positions.tensors()[0].device
+        return self._positions.tensors[0].device
 
     def base_values(self) -> torch.Tensor | None:
         """Pretrained values of the active weights, shape (n,), in the weight's dtype; None for a 4-bit weight.
@@ -92,11 +145,7 @@ class SparseWeight:
 
     def num_foreign(self) -> int:
         """Active entries of a merged weight that are not what was written last: somebody else has set them."""
-        if not self.merged or self.kept_base is None:
-            return 0
-        self.check_tensor()
-        self.follow(self.pretrained.device)
-        return int(self.pretrained.differing(self.indices, self._sums(self.kept_base)).sum())
+        return int(self._foreign()[0].sum()) if self.merged and self.kept_base is not None else 0
 
     def _foreign(self) -> tuple[torch.Tensor, torch.Tensor]:
         """For each active entry whether somebody else has set it, and its present value."""
@@ -109,8 +158,7 @@ class SparseWeight:
     def is_changed_in_shards(self) -> torch.Tensor | None:
         """Whether somebody else has set active entries of this rank's share since the weight was shared out.
 
-        Returns:
-            bool, without dimensions; nothing waits for the device. None for a weight that every rank holds.
+        A bool without dimensions; nothing waits for the device. None for a weight that every rank holds.
         """
         if self.pretrained.is_whole or self.kept_base is None:
             return None
@@ -161,18 +209,16 @@ class SparseWeight:
         self.claim()
 
     def _keep_base(self) -> None:
-        keeps = self.merged or not self.pretrained.is_whole
-        self.kept_base = self.pretrained.read(self.indices) if keeps else None
+        is_kept = self.merged or not self.pretrained.is_whole
+        self.kept_base = self.pretrained.read(self.indices) if is_kept else None
 
     def delta(self) -> SparseDelta:
         """A copy of positions and deltas."""
-        return SparseDelta(
-            indices=self.indices.clone(), values=self.phi.detach().float().clone(), shape=self.target.shape
-        )
+        return SparseDelta(self.indices.clone(), self.phi.detach().float().clone(), self.target.shape)
 
     def claim(self) -> None:
         """Tell the ledger what is state; a ledger that was entered later counts phi as the model's."""
-        for tensor in (self.phi, *self._positions.tensors(), self.kept_base, *self.moments.tensors().values()):
+        for tensor in (self.phi, *self._positions.tensors, self.kept_base, *self.moments.tensors().values()):
             if tensor is not None:
                 claim(tensor, "state")
         for estimator in self.estimators.values():
@@ -260,7 +306,7 @@ class SparseWeight:
         self.phi.grad = None
         self.phi.data = regrown(self.phi.data, stay, self.phi.data.new_zeros(grown.numel()), order)
         self._keep_base()
-        self.moments.replace(stay, grown.numel(), estimate, order, options)
+        self.moments.replace(stay, estimate, order, options)
         self.write()
         self.claim()
 
@@ -269,8 +315,8 @@ class SparseWeight:
         base, delta = self.base_values(), self.phi.data
         if self.num_foreign():
             delta = delta.masked_fill(self._foreign()[0], 0)
-        estimates = {end: estimator.state_dict() for end, estimator in self.estimators.items()}
-        estimates = {end: state for end, state in estimates.items() if state is not None}
+        states = ((end, estimator.state_dict()) for end, estimator in self.estimators.items())
+        estimates = {end: state for end, state in states if state is not None}
         return {
             "indices": self.indices,
             "delta": delta,

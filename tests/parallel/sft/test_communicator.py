@@ -14,8 +14,8 @@ from torch import nn
 from slivertune import SFT, SFTConfig
 from slivertune.parallel.sft.communicator import ShardedPretrainedValues
 from slivertune.sft.communicator import ALONE
-from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.targets import Target
+from slivertune.sft.weight import PretrainedValues
 from tests.helpers.models import bits
 
 NUM_ELEMENTS = 13 * 17

@@ -16,8 +16,8 @@ from slivertune.parallel.consistency.headers import Header, Stage
 from slivertune.parallel.consistency.heartbeat import Heartbeat, comparable, digest, guard
 from slivertune.sft import SFT
 from slivertune.sft.communicator import NOWHERE, ChunkKey, Communicator
-from slivertune.sft.pretrained_values import PretrainedValues, bits_differ
 from slivertune.sft.targets import Target
+from slivertune.sft.weight import PretrainedValues, bits_differ
 
 _NO_POSITION = -1
 

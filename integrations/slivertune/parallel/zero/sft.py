@@ -25,8 +25,8 @@ from slivertune.parallel.zero.engine import (
 )
 from slivertune.parallel.zero.unsupported import check_sft_config
 from slivertune.sft import SFT
-from slivertune.sft.pretrained_values import PretrainedValues
 from slivertune.sft.targets import Target
+from slivertune.sft.weight import PretrainedValues
 
 
 def prepare(accelerator: Any, model: nn.Module, sft: SFT, objects: tuple[Any, ...]) -> tuple[Any, ...]:
