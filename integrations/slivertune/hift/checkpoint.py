@@ -109,16 +109,13 @@ def check_identity(
             )
 
 
-def check_weights(
-    state: Mapping[str, WeightState], weights: Iterable[Weight], *, with_masters: bool, meter: StepMeter
-) -> None:
+def check_weights(state: Mapping[str, WeightState], weights: Iterable[Weight], meter: StepMeter) -> None:
     """Check each weight's saved state.
 
     Args:
         state: Saved states by key, by name of the weight.
         weights: What is trained.
-        with_masters: Whether 16-bit weights are trained on an fp32 master.
-        meter: Knows what the base optimizer keeps for a weight.
+        meter: Knows what the base optimizer keeps for a weight, and whether for an fp32 master.
 
     Raises:
         StateMismatchError: Naming the weight and what is wrong.
@@ -127,21 +124,16 @@ def check_weights(
     for name, values in state.items():
         if name not in known:
             raise StateMismatchError(f"the saved state has {name}, which this model does not train")
-        _check_weight(known[name], values, with_masters and known[name].has_master, meter)
+        _check_weight(known[name], values, meter)
 
 
-def _check_weight(weight: Weight, state: WeightState, on_master: bool, meter: StepMeter) -> None:
-    name, shape = weight.name, weight.parameter.shape
+def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
+    name, shape, on_master = weight.name, weight.parameter.shape, meter.steps_master(weight)
     if on_master != (MASTER in state):
         there, way_out = ("no", "none") if on_master else ("an", "fp32")
         raise StateMismatchError(f"the saved state has {there} fp32 master for {name}; resume with master={way_out!r}")
-    if set(state) != {MASTER}:
-        needs = meter.needs(weight, torch.float32 if on_master else weight.parameter.dtype)
-        missing = sorted(needs.keys - set(state))
-        if missing:
-            raise StateMismatchError(
-                f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another"
-            )
+    if set(state) != {MASTER} and (missing := sorted(meter.needs(weight).keys - set(state))):
+        raise StateMismatchError(f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another")
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue

@@ -1,8 +1,8 @@
 """HiFT around any optimizer class: one group of layers a step (HiFT, Algorithm 1).
 
-The length of this file is that of the documented interface: a `Rotation` knows whose turn it is, a `Residency` steps
-each group, `ModelHooks` sees to the model, `checkpoint` makes and checks saved states, and `CheckpointedSliver` hands
-them out.
+The length of this file is that of the documented interface: a `Rotation` knows whose turn it is, a `ResidentGroup` or
+a `StreamedGroup` steps each group, `ModelHooks` sees to the model, `checkpoint` makes and checks saved states, and
+`CheckpointedSliver` hands them out.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from slivertune.hift.in_backward import BackwardSteps
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
-from slivertune.hift.residency import Residency, export_state, restore_state
-from slivertune.hift.resident import ResidentGroup
+from slivertune.hift.residency import ResidentGroup, export_state, restore_state
 from slivertune.hift.rotation import LearningRate, Rotation, scheduled_lr
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
@@ -136,7 +135,7 @@ class HiFT(CheckpointedSliver):
         try_step(base, param_groups, list(weights.values()))
         super().__init__(param_groups, dict(base.defaults))
         say_what_is_not_trained(model, weights)
-        self._meter = StepMeter(base, self.param_groups)
+        self._meter = StepMeter(base, self.param_groups, config)
         order = turn_order(len(self.groups), config.order, config.seed)
         self.rotation = Rotation(order=order, steps_per_group=config.steps_per_group)
         """Whose turn it is; a layout that steps in HiFT's place advances it."""
@@ -158,7 +157,7 @@ class HiFT(CheckpointedSliver):
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
         self._weights = [tuple(weights[name] for name in group.parameter_names) for group in self.groups]
         made = ResidentGroup if self.config.state == "device" else StreamedGroup
-        self._residencies: list[Residency] = [made(each, self.base, self._meter, self.config) for each in self._weights]
+        self._residencies = [made(weights, self._meter) for weights in self._weights]
         layers = [layer for group in self.groups for layer in group.layers]
         self._hooks = ModelHooks(
             model, layers, self.trained_weights, self._backward_listeners, checks_model=checks_model
@@ -469,9 +468,7 @@ class HiFT(CheckpointedSliver):
         """
         self._check_not_delegated()
         check_header(state_dict, self._header())
-        check_weights(
-            state_dict["state"], self.trained_weights, with_masters=self.config.master != "none", meter=self._meter
-        )
+        check_weights(state_dict["state"], self.trained_weights, self._meter)
         if self._in_backward is not None:
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])

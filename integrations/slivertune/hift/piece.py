@@ -30,11 +30,6 @@ class Weight:
     param_group: int
     """Index of the param group that holds its hyperparameters."""
 
-    @property
-    def has_master(self) -> bool:
-        """Whether it is stored in 16 bits, so that an fp32 master can stand behind it."""
-        return self.parameter.dtype == torch.bfloat16
-
     def take_gradient(self) -> None:
         """Let `parameter` hold what `trained` does, its gradient included; asked for where it is another tensor."""
 
@@ -194,8 +189,7 @@ class Piece:
             }
             for index in indices
         ]
-        optimizer = base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
-        self.instance = Instance(optimizer, indices)
-        if own:
-            self.instance.restore(param_groups, own)
+        leaves = [(one.leaf, one.weight.parameter) for one in self.slices]
+        self.instance = Instance(base.build(groups, leaves), indices)
+        self.instance.restore(param_groups, own)
         return self.instance
