@@ -147,11 +147,10 @@ def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
 
 
 def _check_counts(key: str, counts: Any, num_groups: int) -> None:
-    right = isinstance(counts, Mapping) and all(
+    if not isinstance(counts, Mapping) or not all(
         isinstance(group, int) and 0 <= group < num_groups and isinstance(count, int) and count >= 0
         for group, count in counts.items()
-    )
-    if not right:
+    ):
         raise StateMismatchError(f"the saved state is damaged: {key}={counts!r}; use another checkpoint")
 
 

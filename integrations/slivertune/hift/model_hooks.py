@@ -169,10 +169,9 @@ class ModelHooks:
 
     def free_successors(self) -> None:
         """Let what has replaced trained parameters have gradients: it was made like them, maybe while frozen."""
-        present = dict(self.model.named_parameters())
-        for name, parameter in self._trained.values():
-            successor = present.get(name)
-            if successor is not None and successor is not parameter and successor.is_floating_point():
+        trained = dict(self._trained.values())
+        for name, successor in self.model.named_parameters():
+            if trained.get(name, successor) is not successor and successor.is_floating_point():
                 successor.requires_grad_(True)
 
     def _judge(self, others: Iterable[nn.Parameter]) -> None:
@@ -200,8 +199,8 @@ class ModelHooks:
             )
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> str:
-        wanted = set(map(id, parameters))
-        names = [name for name, parameter in self.model.named_parameters() if id(parameter) in wanted]
+        wanted = set(parameters)
+        names = [name for name, parameter in self.model.named_parameters() if parameter in wanted]
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:

@@ -25,15 +25,14 @@ from slivertune.core.state_form import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.groups import cut_groups, turn_order
 from slivertune.hift.in_backward import BackwardSteps
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residency import ResidentGroup, export_state, restore_state
-from slivertune.hift.rotation import LearningRate, Rotation, scheduled_lr
+from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
 from slivertune.hift.streamed import StreamedGroup
-from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
+from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
 
 
@@ -86,8 +85,7 @@ class HiFT(CheckpointedSliver):
     ) -> None:
         config = config or HiFTConfig()
         base = BaseOptimizer.of_class(optimizer_class, optimizer_kwargs, config.elementwise)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._build(model, base, [{"params": trainable}], config)
+        self._build(model, base, [{"params": [each for each in model.parameters() if each.requires_grad]}], config)
 
     @classmethod
     def wrap(cls, optimizer: torch.optim.Optimizer, model: nn.Module, *, config: HiFTConfig | None = None) -> HiFT:
@@ -128,9 +126,7 @@ class HiFT(CheckpointedSliver):
         self.base = base
         """Makes instances of the base optimizer."""
         weights = trainable_weights(model, param_groups)
-        refuse_offloaded(model, weights)
-        layers = find_layers(model, config.layers)
-        self.groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
+        self.groups = cut_groups(find_layers(model, config.layers), config.layers_per_group, frozenset(weights))
         """The groups, bottom of the model first."""
         try_step(base, param_groups, list(weights.values()))
         super().__init__(param_groups, dict(base.defaults))
@@ -158,9 +154,12 @@ class HiFT(CheckpointedSliver):
         self._weights = [tuple(weights[name] for name in group.parameter_names) for group in self.groups]
         made = ResidentGroup if self.config.state == "device" else StreamedGroup
         self._residencies = [made(weights, self._meter) for weights in self._weights]
-        layers = [layer for group in self.groups for layer in group.layers]
         self._hooks = ModelHooks(
-            model, layers, self.trained_weights, self._backward_listeners, checks_model=checks_model
+            model,
+            [layer for group in self.groups for layer in group.layers],
+            self.trained_weights,
+            self._backward_listeners,
+            checks_model=checks_model,
         )
         self._attach()
 
