@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune import HiFT, HiFTConfig
 from tests.helpers.models import LAYERS, assert_all_moved, assert_same_bits, tiny_llama, token_batches, weights
 from tests.helpers.reference import train
 from tests.hift.cases import hift_over
@@ -17,14 +16,14 @@ from tests.hift.test_skipped_turns import mean_of_tokens, plain_bert
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
 def test_a_compiled_model_trains_the_same_bits(how: str) -> None:
-    model: Any = tiny_llama()
-    plain, before = tiny_llama(), weights(model)
-    config = HiFTConfig(order="top2down")
-    hift, other = (HiFT(each, torch.optim.AdamW, config=config, lr=1e-2) for each in (model, plain))
+    (model, hift), (plain, other) = (
+        hift_over(tiny_llama(), torch.optim.AdamW, order="top2down", lr=1e-2) for _ in range(2)
+    )
+    before = weights(model)
     torch._dynamo.reset()
+    compiled: Any = model
     if how == "model.compile":
         model.compile(backend="eager")
-        compiled = model
     else:
         compiled = torch.compile(model, backend="eager")
     train(compiled, hift, token_batches(LAYERS + 1), LAYERS + 1)

@@ -11,8 +11,17 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from slivertune import SFT, HiFT, HiFTConfig, SFTConfig
-from tests.helpers.models import LAYERS, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
+from slivertune import SFT, HiFT, SFTConfig
+from tests.helpers.models import (
+    LAYERS,
+    assert_same_bits,
+    differing,
+    tiny_llama,
+    token_batches,
+    trainable,
+    twin,
+    weights,
+)
 from tests.helpers.reference import train
 from tests.hift.cases import hift_over
 
@@ -23,19 +32,13 @@ def hooks_of(model: nn.Module) -> int:
     return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
 
 
-def frozen_in_part() -> nn.Module:
-    model = tiny_llama()
-    model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_(False)
-    return model
-
-
 @pytest.mark.filterwarnings("ignore:1 of")
 @pytest.mark.parametrize("step_in_backward", [False, True])
 def test_detach_gives_back_what_was_free_and_takes_every_hook_away(step_in_backward: bool) -> None:
-    model = frozen_in_part()
+    model = tiny_llama()
+    model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_(False)
     free = trainable(model)
-    config = HiFTConfig(step_in_backward=step_in_backward)
-    hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+    _, hift = hift_over(model, torch.optim.AdamW, step_in_backward=step_in_backward, lr=1e-2)
     assert hooks_of(model)
     train(model, hift, token_batches(2), 2)
     hift.detach()
@@ -79,7 +82,7 @@ def test_hift_and_sft_do_not_share_a_model() -> None:
 def test_an_optimizer_that_was_dropped_holds_nothing(step_in_backward: bool, with_schedule: bool) -> None:
     model = tiny_llama()
     everything = trainable(model)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=step_in_backward), lr=1e-2)
+    _, hift = hift_over(model, torch.optim.AdamW, step_in_backward=step_in_backward, lr=1e-2)
     schedule = LambdaLR(hift, lambda step: 1.0) if with_schedule else None
     train(model, hift, token_batches(2), 2)
     gone = weakref.ref(hift)
@@ -95,22 +98,20 @@ def test_an_optimizer_that_was_dropped_holds_nothing(step_in_backward: bool, wit
 def test_a_refused_hift_holds_nothing() -> None:
     model = tiny_llama()
     with pytest.raises(ValueError, match="layers_per_group"):
-        HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=9), lr=1e-2)
+        hift_over(model, torch.optim.AdamW, layers_per_group=9, lr=1e-2)
     HiFT(model, torch.optim.AdamW, lr=1e-2).detach()
 
 
 @pytest.mark.parametrize("config", [{}, {"step_in_backward": True}, {"state": "device"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reattach_goes_on_to_the_bit(dtype: torch.dtype, config: dict[str, Any]) -> None:
-    model = tiny_llama(dtype)
-    other = twin(model)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), lr=1e-2)
-    whole = HiFT(other, torch.optim.AdamW, config=HiFTConfig(**config), lr=1e-2)
+    (model, hift), (other, whole) = (
+        hift_over(tiny_llama(dtype), torch.optim.AdamW, lr=1e-2, **config) for _ in range(2)
+    )
     batches = token_batches(12)
     train(model, hift, batches, 7)
     hift.detach()
-    saved = hift.state_dict()
-    hift.load_state_dict(saved)
+    hift.load_state_dict(hift.state_dict())
     assert trainable(model) == set(weights(model)), "loading freezes nothing"
     blocker = HiFT(model, torch.optim.AdamW, lr=1e-2)
     with pytest.raises(ValueError, match="trained by another HiFT"):
@@ -145,9 +146,8 @@ def test_a_dense_run_after_detach_trains_everything() -> None:
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_an_optimizer_can_not_be_copied_and_says_what_can(how: Any) -> None:
-    hift = HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     with pytest.raises(TypeError, match=r"state_dict\(\)"):
-        how(hift)
+        how(HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-2))
 
 
 def test_a_copy_of_the_model_is_free_of_hift_and_trains_alone() -> None:
@@ -155,6 +155,6 @@ def test_a_copy_of_the_model_is_free_of_hift_and_trains_alone() -> None:
     copied = pickle.loads(pickle.dumps(twin(model)))
     before = weights(model)
     train(copied, torch.optim.AdamW(copied.parameters(), lr=1e-2), token_batches(2), 2)
-    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+    assert differing(weights(model), before) == []
     HiFT(twin(model), torch.optim.AdamW, lr=1e-2)
     assert hift.updates == 0

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from slivertune.hift.masters import join_master, refresh_master, split_master
 from tests.helpers.models import (
     LAYERS,
-    Batch,
     assert_all_moved,
     assert_same_bits,
     assert_same_tree,
@@ -25,7 +24,8 @@ from tests.helpers.models import (
     token_batches,
     weights,
 )
-from tests.helpers.reference import NaiveHiFT, naive_groups
+from tests.helpers.reference import NaiveHiFT, naive_groups, train
+from tests.hift.cases import hift_over
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {},
@@ -38,19 +38,12 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def build(place: str, tmp_path: Path, model: nn.Module, **options: Any) -> HiFT:
-    config = dict(PLACES[place])
-    if config.get("state") == "disk":
-        config["state_dir"] = str(tmp_path)
-    return HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), **{"lr": 1e-2, **options})
+    config = {**PLACES[place], **({"state_dir": str(tmp_path)} if place == "disk" else {})}
+    return hift_over(model, torch.optim.AdamW, **{"lr": 1e-2, **config, **options})[1]
 
 
 def cycle(model: nn.Module, optimizer: Any, start: int = 0) -> None:
-    for batch in token_batches(start + LAYERS)[start:]:
-        model(**batch).loss.backward()
-        if isinstance(optimizer, NaiveHiFT):
-            optimizer.keep_active_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, token_batches(start + LAYERS), LAYERS, start=start)
 
 
 def load(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
@@ -92,14 +85,12 @@ WRITERS = {
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_cycle_at_rate_zero_does_not_bring_the_old_weights_back(place: str, writer: str, tmp_path: Path) -> None:
-    model, other = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16, seed=7)
-    new = weights(other)
+    model, new = tiny_llama(torch.bfloat16), weights(tiny_llama(torch.bfloat16, seed=7))
     new["model.norm.weight"] = torch.zeros_like(new["model.norm.weight"])
     hift = build(place, tmp_path, model, weight_decay=0.0)
     cycle(model, hift)
     WRITERS[writer](model, new)
-    for group in hift.param_groups:
-        group["lr"] = 0.0
+    hift.param_groups[0]["lr"] = 0.0
     cycle(model, hift, LAYERS)
     assert hift.updates == 2 * LAYERS
     assert differing(weights(model), new) == []
@@ -130,8 +121,7 @@ def scale_data_in_part(parameter: torch.Tensor) -> None:
 def test_training_goes_on_from_weights_that_were_changed_in_part(
     place: str, change: Callable[[torch.Tensor], None], tmp_path: Path
 ) -> None:
-    model = tiny_llama(torch.bfloat16)
-    other = copy.deepcopy(model)
+    model, other = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16)
     before = weights(model)
     hift = build(place, tmp_path, model)
     reference = StaleMasters(other, torch.optim.AdamW, groups=naive_groups(other, 1), lr=1e-2)
@@ -148,8 +138,7 @@ def test_training_goes_on_from_weights_that_were_changed_in_part(
 @pytest.mark.parametrize("place", PLACES)
 def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_path: Path) -> None:
     """An average that is swapped in for an evaluation and out again, and both orders of loading a checkpoint."""
-    model = tiny_llama(torch.bfloat16)
-    undisturbed = copy.deepcopy(model)
+    model, undisturbed = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16)
     hift, plain = build(place, tmp_path, model), build(place, tmp_path, undisturbed)
     for trained, optimizer in ((model, hift), (undisturbed, plain)):
         cycle(trained, optimizer)
@@ -190,26 +179,19 @@ def test_a_state_that_is_saved_after_weights_were_loaded_brings_the_new_ones(
     assert differing(weights(again), new) == []
     new_again = weights(tiny_llama(torch.bfloat16, seed=8))
     write(again, new_again)
-    resumed_twice = copy.deepcopy(resumed.state_dict())
     final = tiny_llama(torch.bfloat16, seed=9)
-    build(place, tmp_path, final).load_state_dict(resumed_twice)
+    build(place, tmp_path, final).load_state_dict(copy.deepcopy(resumed.state_dict()))
     assert differing(weights(final), new_again) == []
 
 
 def test_the_optimizers_state_stays_as_a_plain_optimizer_keeps_it() -> None:
-    model, bare = tiny_llama(), tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=LAYERS), lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
+    bare = tiny_llama()
     plain = torch.optim.AdamW(bare.parameters(), lr=1e-2)
-    new = weights(tiny_llama(seed=5))
-    steps: list[Callable[[nn.Module], object]] = [lambda _: None, lambda trained: trained.load_state_dict(new)]
-    for change in steps:
-        for trained, optimizer in ((model, hift), (bare, plain)):
-            change(trained)
-            batch: Batch
-            for batch in token_batches(3):
-                trained(**batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    for trained, optimizer in ((model, hift), (bare, plain)):
+        train(trained, optimizer, token_batches(3), 3)
+        load(trained, weights(tiny_llama(seed=5)))
+        train(trained, optimizer, token_batches(3), 3)
     assert_same_bits(model, bare)
 
 
@@ -235,8 +217,7 @@ def assert_lossless(master: torch.Tensor) -> None:
     weight = master.to(torch.bfloat16)
     low, ties = split_master(master)
     assert (low.dtype, low.shape, ties.dtype) == (torch.int16, master.shape, torch.int32)
-    joined = join_master(weight, low, ties)
-    assert torch.equal(joined.view(torch.int32), master.view(torch.int32))
+    assert torch.equal(join_master(weight, low, ties).view(torch.int32), master.view(torch.int32))
 
 
 def test_both_ties_come_back() -> None:
@@ -255,8 +236,7 @@ def test_every_lower_half_comes_back_for_even_and_odd_upper_halves() -> None:
 
 def test_random_bits_come_back() -> None:
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31 - 1, (500_000,), generator=generator).to(torch.int32)
-    masters = bits.view(torch.float32)
+    masters = torch.randint(-(2**31), 2**31 - 1, (500_000,), generator=generator).to(torch.int32).view(torch.float32)
     assert_lossless(masters[torch.isfinite(masters)])
 
 

@@ -1,7 +1,6 @@
 """A model that is changed under HiFT: an error at the next training forward names parameter, cause and way out."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,11 @@ from torch import nn
 from slivertune import HiFT
 from tests.helpers.models import assert_same_bits, tiny_bert, tiny_llama, token_batches, trainable, twin, weights
 from tests.helpers.reference import train
-from tests.hift.cases import hift_over
-
-
-def resize(model: Any) -> None:
-    model.resize_token_embeddings(101, mean_resizing=False)
+from tests.hift.cases import hift_over, said
 
 
 def new_head(model: Any) -> None:
     model.lm_head = nn.Linear(32, 97, bias=False)
-
-
-def assign(model: Any) -> None:
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
 
 
 def tie(model: Any) -> None:
@@ -42,21 +33,26 @@ def new_block(model: Any) -> None:
     model.model.layers[1] = copy.deepcopy(model.model.layers[0])
 
 
-def offload(model: Any) -> None:
-    cpu_offload(model, torch.device("cpu"))
-
-
 GONE = r"which HiFT trains, is no longer in the model"
 # transformers gives the embedding's own parameter other values, and the model another head.
 RESIZED = r"was of shape \(97, 32\) when HiFT was built and is of \(101, 32\) now \(resize_token_embeddings\)"
-REPLACED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "resized embeddings": (resize, rf"model\.embed_tokens\.weight {RESIZED}"),
+REPLACED: dict[str, tuple[Callable[[Any], object], str]] = {
+    "resized embeddings": (
+        lambda model: model.resize_token_embeddings(101, mean_resizing=False),
+        rf"model\.embed_tokens\.weight {RESIZED}",
+    ),
     "a new head": (new_head, rf"lm_head\.weight, {GONE}"),
-    "assigned weights": (assign, rf"model\.embed_tokens\.weight, {GONE}"),
+    "assigned weights": (
+        lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+        rf"model\.embed_tokens\.weight, {GONE}",
+    ),
     "a head that is tied now": (tie, rf"lm_head\.weight, {GONE}"),
     "a block less": (drop_a_block, rf"model\.layers\.2\.self_attn\.q_proj\.weight, {GONE}"),
     "another block": (new_block, rf"model\.layers\.1\.self_attn\.q_proj\.weight, {GONE}"),
-    "offloaded weights": (offload, rf"model\.embed_tokens\.weight, {GONE}"),
+    "offloaded weights": (
+        lambda model: cpu_offload(model, torch.device("cpu")),
+        rf"model\.embed_tokens\.weight, {GONE}",
+    ),
 }
 
 
@@ -95,27 +91,21 @@ def test_a_parameter_that_was_cast_is_named(cast: str) -> None:
 
 
 def test_a_cast_to_the_same_dtype_and_a_move_are_nothing() -> None:
-    model, other = tiny_llama(), tiny_llama()
-    hift, plain = (HiFT(each, torch.optim.AdamW, lr=1e-2) for each in (model, other))
+    (model, hift), (other, plain) = (hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2) for _ in range(2))
     for update in range(6):
         model.float().to("cpu").train()
-        model.tie_weights()  # type: ignore[operator]
+        model.tie_weights()
         model.load_state_dict(twin(model).state_dict())
         train(model, hift, token_batches(1), 1, start=update)
         train(other, plain, token_batches(1), 1, start=update)
     assert_same_bits(model, other)
 
 
-def wrapped_in_lora(model: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated
-        return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_peft_after_building_is_refused(inside: bool) -> None:
     model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
-    wrapped = wrapped_in_lora(model)
+    with said():  # peft asks transformers for what is deprecated
+        wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(RuntimeError, match=r"lora_A.* came into the model after HiFT was built.*PEFT"):
         (model if inside else wrapped)(**token_batches(1)[0])
     assert hift.updates == 0
@@ -131,23 +121,20 @@ def test_a_new_parameter_that_is_frozen_or_elsewhere_is_none_of_hifts_business()
 
 
 def test_evaluation_of_a_changed_model_is_free() -> None:
-    model: Any = tiny_llama()
-    HiFT(model, torch.optim.AdamW, lr=1e-2)
-    kept = HiFT.__name__, model
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     new_head(model)
     with torch.no_grad():
-        kept[1](**token_batches(1)[0])
+        model(**token_batches(1)[0])
+    assert not hift.is_detached
 
 
 @pytest.mark.parametrize("kind", ["cpu", "disk", "meta"])
 def test_weights_that_lie_elsewhere_are_refused_when_hift_is_built(kind: str, tmp_path: Path) -> None:
-    model = tiny_llama()
+    model = tiny_llama().to("meta" if kind == "meta" else "cpu")
     if kind == "cpu":
         cpu_offload(model, torch.device("cpu"))
     elif kind == "disk":
         disk_offload(model, str(tmp_path), torch.device("cpu"))
-    else:
-        model = model.to("meta")
     free = trainable(model)
     with pytest.raises(ValueError, match=r"^model\.embed_tokens\.weight is .*cpu_offload.*load the model whole"):
         HiFT(model, torch.optim.AdamW, lr=1e-2)

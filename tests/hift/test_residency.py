@@ -9,7 +9,7 @@ from torch import nn
 from slivertune import HiFT
 from slivertune.core.ledger import Census, Ledger
 from slivertune.hift.streamed import StreamedGroup
-from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.models import assert_same_bits, tiny_llama, token_batches
 from tests.hift.cases import hift_over
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -37,17 +37,20 @@ def backward(model: nn.Module, index: int) -> None:
     model(**token_batches(index + 1)[index]).loss.backward()
 
 
+def step(model: nn.Module, optimizer: HiFT, index: int) -> None:
+    backward(model, index)
+    optimizer.step()
+
+
 def steps(model: nn.Module, optimizer: HiFT, count: int) -> None:
     for index in range(count):
-        backward(model, index)
-        optimizer.step()
+        step(model, optimizer, index)
 
 
 def assert_only_weights_on_the_device(census: Census, model: nn.Module) -> None:
     """What must hold after every step."""
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert (census.parameters, census.gradients) == (weights + buffers, 0)
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert (census.parameters, census.gradients) == (num_bytes, 0)
     assert census.state == 0, f"{census.state} bytes of state stayed on the device"
     assert census.residual == 0, f"{census.residual} bytes of no one's stayed on the device"
 
@@ -87,8 +90,7 @@ def test_between_steps_all_state_waits_on_the_host(dtype: torch.dtype) -> None:
         visited = 0
         for index in range(2 * NUM_GROUPS):
             group = optimizer.groups[optimizer.active_group]
-            backward(model, index)
-            optimizer.step()
+            step(model, optimizer, index)
             assert_only_weights_on_the_device(ledger.current(), model)
             if index < NUM_GROUPS:
                 visited += sum(num_elements[name] for name in group.parameter_names)
@@ -134,20 +136,18 @@ def test_prefetched_pieces_survive_a_skipped_step() -> None:
                 backward(model, 50 + index)
                 model.zero_grad()
                 optimizer.step()  # nothing to apply
-            backward(model, index)
-            optimizer.step()
+            step(model, optimizer, index)
         assert optimizer.updates == 3 * NUM_GROUPS
-        results.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        results.append(model)
+    assert_same_bits(*results)
 
 
 def test_state_on_the_device_stays_there() -> None:
     model, optimizer = build(BF16, state="device")
     with Ledger(model) as ledger:
         steps(model, optimizer, 2 * NUM_GROUPS)
-        num_elements = sum(parameter.numel() for parameter in model.parameters())
-        counts = STEP_BYTES * len(list(model.parameters()))
-        assert (ledger.current().state, ledger.current().host) == (12 * num_elements + counts, 0)
+        state_bytes = sum(12 * parameter.numel() + STEP_BYTES for parameter in model.parameters())
+        assert (ledger.current().state, ledger.current().host) == (state_bytes, 0)
         assert (ledger.current().gradients, ledger.current().residual) == (0, 0)
 
 
@@ -155,11 +155,9 @@ def test_state_on_disk_is_in_files_that_leave_nothing_behind(tmp_path: Any) -> N
     model, optimizer = build(BF16, state="disk", state_dir=tmp_path / "state")
     with Ledger(model) as ledger:
         for index in range(2 * NUM_GROUPS):
-            backward(model, index)
-            optimizer.step()
+            step(model, optimizer, index)
             assert_only_weights_on_the_device(ledger.current(), model)
-        num_elements = sum(parameter.numel() for parameter in model.parameters())
-        assert ledger.current().disk >= 12 * num_elements
+        assert ledger.current().disk >= 12 * sum(parameter.numel() for parameter in model.parameters())
         assert ledger.current().host < 20_000  # step counts of the slices
     assert list((tmp_path / "state").iterdir()) == []
 
@@ -168,8 +166,7 @@ def test_discarded_state_waits_nowhere() -> None:
     model, optimizer = build(BF16, state="discard", steps_per_group=2)
     with Ledger(model) as ledger:
         for index in range(4 * NUM_GROUPS):
-            backward(model, index)
-            optimizer.step()
+            step(model, optimizer, index)
             census = ledger.current()
             assert_only_weights_on_the_device(census, model)
             assert (census.host == 0) == (index % 2 == 1)

@@ -18,13 +18,15 @@ def advance(rotation: Rotation, scheduled: float) -> float:
 
 
 def test_every_group_has_its_turn_in_order() -> None:
-    rotation = Rotation(order=(2, 0, 1), steps_per_group=2)
-    turns = []
-    for _ in range(12):
+    rotation = Rotation(order=(2, 0, 1), steps_per_group=3)
+    turns, ends = [], []
+    for _ in range(18):
         turns.append(rotation.active_group)
+        ends.append(rotation.ends_turn)
         advance(rotation, 0.1)
-    assert turns == [2, 2, 0, 0, 1, 1] * 2
-    assert rotation.cycle_length == 6
+    assert turns == [2, 2, 2, 0, 0, 0, 1, 1, 1] * 2
+    assert ends == [False, False, True] * 6
+    assert rotation.cycle_length == 9
 
 
 def test_the_rate_of_a_cycle_is_read_at_its_first_update() -> None:
@@ -67,15 +69,6 @@ def test_rates_are_read_again_while_all_are_0(rates: list[list[Any]], held: list
         rotation.skip(scheduled) if step == 1 else rotation.advance(rotation.to_apply(scheduled))
         applied.append(rotation.held_lr)
     assert applied == held
-
-
-def test_turns_end_after_their_steps() -> None:
-    rotation = Rotation(order=(0, 1), steps_per_group=3)
-    ends = []
-    for _ in range(6):
-        ends.append(rotation.ends_turn)
-        advance(rotation, 0.1)
-    assert ends == [False, False, True] * 2
 
 
 def test_it_pickles_in_mid_cycle() -> None:
@@ -146,17 +139,13 @@ def test_layers_are_cut_from_the_bottom_into_groups(
 
 
 def test_frozen_parameters_take_no_part_and_frozen_layers_no_turn() -> None:
-    trainable = frozenset({"block.0.weight", "block.2.weight", "block.2.bias"})
-    groups = cut_groups(layers(4), 1, trainable)
+    groups = cut_groups(layers(4), 1, frozenset({"block.0.weight", "block.2.weight", "block.2.bias"}))
     assert [group.parameter_names for group in groups] == [("block.0.weight",), ("block.2.weight", "block.2.bias")]
 
 
-def test_more_layers_a_group_than_there_are_is_refused() -> None:
+def test_more_layers_a_group_than_there_are_and_a_model_that_is_frozen_whole_are_refused() -> None:
     with pytest.raises(ValueError, match=r"layers_per_group=5 must be in \[1, 4\]"):
         cut_groups(layers(4), 5, all_names(4))
-
-
-def test_a_model_that_is_frozen_whole_is_refused() -> None:
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         cut_groups(layers(4), 1, frozenset())
 

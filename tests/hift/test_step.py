@@ -124,11 +124,8 @@ def closure_of(model: torch.nn.Module, optimizer: Any, batch: Batch) -> Any:
 def over_the_bare_optimizer() -> tuple[Any, HiFT, Any, torch.optim.Optimizer]:
     """A model under HiFT with one group, and its twin under the base optimizer."""
     bare = tiny_llama()
-    return (
-        *hift_over(twin(bare), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2),
-        bare,
-        torch.optim.AdamW(bare.parameters(), lr=1e-2),
-    )
+    model, hift = hift_over(twin(bare), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
+    return model, hift, bare, torch.optim.AdamW(bare.parameters(), lr=1e-2)
 
 
 def test_closures_behave_as_with_the_base_optimizer() -> None:
