@@ -73,7 +73,7 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         )
     for key in _SINCE_2:
         _check_counts(key, theirs.get(key, {}), len(theirs["groups"]))
-    _same_names(_flat(theirs["groups"]), _flat(ours["groups"]))
+    _same_names(theirs["groups"], ours["groups"])
     check_identity("the saved state", theirs, {key: ours[key] for key in _MEANINGS})
     lost = [name for name in theirs.get("weights", []) if name not in saved["state"]]
     if lost:
@@ -154,17 +154,14 @@ def _check_counts(key: str, counts: Any, num_groups: int) -> None:
         raise StateMismatchError(f"the saved state is damaged: {key}={counts!r}; use another checkpoint")
 
 
-def _same_names(theirs: Sequence[str], ours: Sequence[str]) -> None:
-    missing, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+def _same_names(their_groups: Iterable[Iterable[str]], our_groups: Iterable[Iterable[str]]) -> None:
+    theirs, ours = (set[str]().union(*groups) for groups in (their_groups, our_groups))
+    missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
     if missing or unknown:
         raise StateMismatchError(
             f"the saved state is of another model: it has no {_short(missing)}, and this model has no "
             f"{_short(unknown)}; load it into the model that it was saved with"
         )
-
-
-def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
-    return [name for group in groups for name in group]
 
 
 def _short(value: Any) -> str:

@@ -306,8 +306,6 @@ def _truncate_backward(model: nn.Module, inputs: Any) -> None:
 
 
 def _is_reentrant(model: nn.Module) -> bool:
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            keywords = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
-            return keywords.get("use_reentrant") is not False
-    return False
+    checkpointed = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in checkpointed)
+    return next((getattr(each, "keywords", {}).get("use_reentrant") is not False for each in functions), False)

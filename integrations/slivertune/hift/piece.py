@@ -68,7 +68,7 @@ class Slice:
         return self.part_of(self.weight.parameter.data)
 
     def place_leaf(self, data: torch.Tensor) -> None:
-        """Put the leaf on `data`: the part of the weight, or its master."""
+        """Put the leaf on `data`: the part of the weight, or its master; or on nothing, to let go of what it lay on."""
         if not self.is_weight:
             self.leaf.grad = None
             self.leaf.data = data
@@ -91,11 +91,6 @@ class Slice:
         self.leaf.grad = None
         if self.stop == self.weight.parameter.numel():
             self.weight.parameter.grad = None
-
-    def clear_leaf(self) -> None:
-        """Let go of what the leaf lay on."""
-        if not self.is_weight:
-            self.leaf.data = torch.empty(0, dtype=self.leaf.dtype)
 
 
 PARAM_GROUP = "slivertune_param_group"

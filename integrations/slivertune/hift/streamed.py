@@ -275,7 +275,7 @@ class StreamedGroup(ResidentGroup):
                 state[MASTER] = one.leaf.data
             leaving += self._offloaded.receive(one, state)
             one.drop_gradient()
-            one.clear_leaf()
+            one.place_leaf(torch.empty(0, dtype=one.leaf.dtype))
         with self._on("outbound", self._record()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
