@@ -11,7 +11,7 @@ import slivertune
 from slivertune import HiFTConfig, TokenTune
 from slivertune.hift import HiFT
 from tests.helpers.models import assert_same_bits, differing, tiny_llama, trainable, weights
-from tests.hift.test_detach import hooks_of
+from tests.hift.test_model_hooks import hooks_of
 from tests.interop.test_trainer import attach_hift
 from tests.training.test_callbacks import make_trainer
 
