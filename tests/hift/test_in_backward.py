@@ -1,4 +1,7 @@
-"""Steps inside the backward: the same bits with one gradient alive, and no update left half done in silence."""
+"""Steps inside the backward: the same bits with one gradient alive, and no update left half done in silence.
+
+The length of this file is that of the ways in which a backward can end: each leaves an update in a state of its own.
+"""
 
 import copy
 import pickle

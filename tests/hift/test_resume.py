@@ -75,7 +75,10 @@ def resume_at_every_step(
     every: int = 1,
     **config: Any,
 ) -> None:
-    """Save after every update of two cycles; continue each from a model of other weights; compare losses and bits."""
+    """Save after every update of two cycles; continue each from a model of other weights; compare losses and bits.
+
+    What is continued is not saved again, so that this tells, too, that saving changes nothing.
+    """
 
     def places(folder: str, chosen: dict[str, Any]) -> dict[str, Any]:
         return {**chosen, "state_dir": str(tmp_path / folder)} if chosen.get("state") == "disk" else chosen
@@ -224,15 +227,6 @@ def test_a_tensor_lr_resumes() -> None:
         part.load_state_dict(saved)
     train(again[0], again[1], batches, 5, start=4, scheduler=again[2])
     assert_same_bits(again[0], model)
-
-
-def test_saving_does_not_change_the_run() -> None:
-    run, other = Run("AdamW", BF16, 12), Run("AdamW", BF16, 12)
-    for update in range(12):
-        run.train(update, 1)
-        run.save()
-    other.train(0, 12)
-    assert_same_bits(run.model, other.model)
 
 
 @pytest.mark.parametrize("master", ["fp32", "split"])

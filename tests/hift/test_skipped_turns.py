@@ -1,7 +1,8 @@
 """Groups that a batch does not reach: their turn passes, counted, without an update, and nobody else starves.
 
 The reference computes every gradient of a dense model, throws away what the active group does not own, and hands the
-turn on where nothing is left.
+turn on where nothing is left. The length of this file is that of the models: each way in which a batch can miss layers
+has one.
 """
 
 import math

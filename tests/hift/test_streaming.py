@@ -203,11 +203,6 @@ def test_masters_halfway_between_two_bf16_values_survive_in_every_form(master: s
     assert differing(weights(model), before) == []
 
 
-def test_ties_are_ambiguous_in_sixteen_bits() -> None:
-    pair = torch.tensor([0x3F808000, 0x3F7F8000], dtype=torch.int32).view(torch.float32)
-    assert pair.to(torch.bfloat16).view(torch.int16).tolist() == [0x3F80, 0x3F80]
-
-
 def test_8bit_state_is_8bit_in_pieces() -> None:
     model, hift = hift_over(tiny_llama(vocab=BIG_VOCAB), bitsandbytes.optim.AdamW8bit, stream_bytes=4096, lr=1e-3)
     train(model, hift, token_batches(5, vocab=BIG_VOCAB), 5)

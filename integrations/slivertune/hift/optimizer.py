@@ -151,9 +151,10 @@ class HiFT(CheckpointedSliver):
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
-        self._weights = [tuple(weights[name] for name in group.parameter_names) for group in self.groups]
         made = ResidentGroup if self.config.state == "device" else StreamedGroup
-        self._residencies = [made(weights, self._meter) for weights in self._weights]
+        self._residencies = [
+            made([weights[name] for name in group.parameter_names], self._meter) for group in self.groups
+        ]
         self._hooks = ModelHooks(
             model,
             [layer for group in self.groups for layer in group.layers],
@@ -181,7 +182,7 @@ class HiFT(CheckpointedSliver):
         """Let the active group have gradients, and no other."""
         residency = self._residencies[self.active_group]
         on_gradient = self._in_backward.on_gradient if self._in_backward is not None else lambda _: residency.prefetch()
-        self._hooks.activate(self._weights[self.active_group], on_gradient)
+        self._hooks.activate(residency.weights, on_gradient)
 
     @property
     def config(self) -> HiFTConfig:
@@ -199,12 +200,12 @@ class HiFT(CheckpointedSliver):
         Args:
             group: Its index, bottom of the model first.
         """
-        return self._weights[group]
+        return self._residencies[group].weights
 
     @property
     def trained_weights(self) -> tuple[Weight, ...]:
         """What all groups train, bottom of the model first."""
-        return tuple(weight for weights in self._weights for weight in weights)
+        return tuple(weight for residency in self._residencies for weight in residency.weights)
 
     @property
     def active_group(self) -> int:
@@ -294,7 +295,7 @@ class HiFT(CheckpointedSliver):
         rotation.warn_of_unreached(self.groups)
 
     def _step_from_gradients(self) -> bool:
-        weights = self._weights[self.active_group]
+        weights = self._residencies[self.active_group].weights
         for weight in weights:
             if weight.trained is not weight.parameter:
                 weight.take_gradient()
@@ -426,7 +427,7 @@ class HiFT(CheckpointedSliver):
             )
         self._take_off()
         release(self._parameters_of_state(), self)
-        self._weights, self._residencies = [], []
+        self._residencies = []
         del self._hooks  # which holds them, too
         self._fill_placeholder()
 
@@ -472,7 +473,7 @@ class HiFT(CheckpointedSliver):
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
         self.rotation.restore(state_dict["hift"])
-        restore_state(self._residencies, self._weights, state_dict["state"], state_dict.get("own", {}))
+        restore_state(self._residencies, state_dict["state"], state_dict.get("own", {}))
         if not self.is_detached:
             self._activate()
         if self.uses_sidecar:

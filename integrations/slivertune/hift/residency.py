@@ -31,7 +31,7 @@ class ResidentGroup:
     """
 
     def __init__(self, weights: Sequence[Weight], meter: StepMeter) -> None:
-        self._weights = weights
+        self.weights = tuple(weights)
         self._meter = meter
         self._pieces: list[Piece] = []
         self._restored: dict[str, WeightState] = {}
@@ -46,7 +46,7 @@ class ResidentGroup:
         Raises:
             OSError: If the state has no room; nothing was stepped then.
         """
-        self._pieces = self._pieces or cut_group(self._weights, self._meter)
+        self._pieces = self._pieces or cut_group(self.weights, self._meter)
 
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Step weights from their gradients, and drop the gradients.
@@ -78,7 +78,7 @@ class ResidentGroup:
     def export(self) -> dict[str, WeightState]:
         """The state of every weight that has some, by name. Tensors are the living ones where they can be."""
         exported = {name: dict(state) for name, state in self._restored.items()}
-        for weight in self._weights:
+        for weight in self.weights:
             if MASTER in exported.get(weight.name, {}):
                 arrived = exported[weight.name][MASTER].clone()
                 exported[weight.name][MASTER] = refresh_master(arrived, weight.parameter.detach().to(arrived.device))
@@ -90,7 +90,7 @@ class ResidentGroup:
                     refresh_master(one.leaf.data, one.part_of_weight())
                 master = {} if one.is_weight else {MASTER: one.leaf.data}
                 exported[one.weight.name] = {**master, **piece.instance.optimizer.state.get(one.leaf, {})}
-        return {weight.name: exported[weight.name] for weight in self._weights if exported.get(weight.name)}
+        return {weight.name: exported[weight.name] for weight in self.weights if exported.get(weight.name)}
 
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         """Replace all state by a copy of what `export` and `own_hyperparameters` returned."""
@@ -161,21 +161,17 @@ def export_state(groups: Sequence[ResidentGroup]) -> tuple[dict[str, WeightState
 
 @torch.no_grad()
 def restore_state(
-    groups: Sequence[ResidentGroup],
-    weights_of: Sequence[Sequence[Weight]],
-    state: Mapping[str, WeightState],
-    own: Mapping[int, OwnHyperparameters],
+    groups: Sequence[ResidentGroup], state: Mapping[str, WeightState], own: Mapping[int, OwnHyperparameters]
 ) -> None:
     """Replace all state by a copy of what `export_state` returned, and set weights to their masters, rounded.
 
     Args:
         groups: All groups' owners of state, by index.
-        weights_of: What each group trains.
         state: By name of the weight.
         own: By group.
     """
-    for index, (group, weights) in enumerate(zip(groups, weights_of, strict=True)):
-        group.restore({w.name: state[w.name] for w in weights if w.name in state}, own.get(index, {}))
-    for weight in (weight for weights in weights_of for weight in weights):
+    for index, group in enumerate(groups):
+        group.restore({w.name: state[w.name] for w in group.weights if w.name in state}, own.get(index, {}))
+    for weight in (weight for group in groups for weight in group.weights):
         if MASTER in state.get(weight.name, {}):
             weight.parameter.copy_(state[weight.name][MASTER])

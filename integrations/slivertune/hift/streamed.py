@@ -71,16 +71,16 @@ class StreamedGroup(ResidentGroup):
     def prefetch(self) -> None:
         self._follow_the_model()
         if self._offloaded is not None and not self._loaded:
-            self._pieces = self._pieces or cut_group(self._weights, self._meter)
+            self._pieces = self._pieces or cut_group(self.weights, self._meter)
             self._load_two(0)
 
     @override
     def begin(self) -> None:
         self._follow_the_model()
-        self._pieces = self._pieces or cut_group(self._weights, self._meter)
+        self._pieces = self._pieces or cut_group(self.weights, self._meter)
         if self._offloaded is None:
             offloaded = self._new_state()
-            offloaded.buffer.reserve(waiting_bytes(self._weights, self._meter))
+            offloaded.buffer.reserve(waiting_bytes(self.weights, self._meter))
             self._offloaded, self._offloaded_from = offloaded, self._device()
             self._is_first_turn = True
 
@@ -125,14 +125,14 @@ class StreamedGroup(ResidentGroup):
         if self._offloaded is None:
             return {}
         self._synchronize()
-        return self._offloaded.export(self._weights)
+        return self._offloaded.export(self.weights)
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         self.discard()
         if state:
             offloaded = self._new_state()
-            offloaded.restore(self._weights, state)
+            offloaded.restore(self.weights, state)
             self._offloaded, self._offloaded_from = offloaded, self._device()
         self._restored_own = own
 
@@ -153,7 +153,7 @@ class StreamedGroup(ResidentGroup):
             self.restore(state, own)
 
     def _device(self) -> torch.device:
-        devices = {weight.parameter.device for weight in self._weights}
+        devices = {weight.parameter.device for weight in self.weights}
         if len(devices) > 1:
             raise ValueError(
                 f"a group's weights lie on {sorted(map(str, devices))}; a group must lie on one device: "
