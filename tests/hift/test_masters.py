@@ -24,8 +24,8 @@ from tests.helpers.models import (
     token_batches,
     weights,
 )
-from tests.helpers.reference import NaiveHiFT, naive_groups, train
-from tests.hift.cases import hift_over
+from tests.helpers.reference import NaiveHiFT, train
+from tests.hift.cases import hift_over, with_reference
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {},
@@ -37,9 +37,12 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+def settings(place: str, tmp_path: Path) -> dict[str, Any]:
+    return {"lr": 1e-2, **PLACES[place], **({"state_dir": str(tmp_path)} if place == "disk" else {})}
+
+
 def build(place: str, tmp_path: Path, model: nn.Module, **options: Any) -> HiFT:
-    config = {**PLACES[place], **({"state_dir": str(tmp_path)} if place == "disk" else {})}
-    return hift_over(model, torch.optim.AdamW, **{"lr": 1e-2, **config, **options})[1]
+    return hift_over(model, torch.optim.AdamW, **settings(place, tmp_path), **options)[1]
 
 
 def cycle(model: nn.Module, optimizer: Any, start: int = 0) -> None:
@@ -121,10 +124,10 @@ def scale_data_in_part(parameter: torch.Tensor) -> None:
 def test_training_goes_on_from_weights_that_were_changed_in_part(
     place: str, change: Callable[[torch.Tensor], None], tmp_path: Path
 ) -> None:
-    model, other = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16)
+    model, hift, other, reference = with_reference(
+        tiny_llama(torch.bfloat16), torch.optim.AdamW, kind=StaleMasters, **settings(place, tmp_path)
+    )
     before = weights(model)
-    hift = build(place, tmp_path, model)
-    reference = StaleMasters(other, torch.optim.AdamW, groups=naive_groups(other, 1), lr=1e-2)
     for start in range(0, 4 * LAYERS, LAYERS):
         for trained, optimizer in ((model, hift), (other, reference)):
             cycle(trained, optimizer, start)
