@@ -43,6 +43,14 @@ def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
     return hift
 
 
+def assert_in_order(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, **config: Any) -> None:
+    with pretended(monkeypatch) as streams:
+        hift = run(name, dtype, **config)
+    assert hift.updates == 15
+    assert streams.violations == []
+    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stream_bytes", [4096, 65_536, 0])
 @pytest.mark.parametrize(
@@ -61,19 +69,13 @@ def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
 def test_every_copy_comes_after_what_it_depends_on(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, master: str, stream_bytes: int
 ) -> None:
-    with pretended(monkeypatch) as streams:
-        hift = run(name, dtype, master=master, stream_bytes=stream_bytes)
-    assert hift.updates == 15
-    assert streams.violations == []
-    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > 0
+    assert_in_order(monkeypatch, name, dtype, master=master, stream_bytes=stream_bytes)
 
 
 @pytest.mark.parametrize("state", ["host", "discard"])
 def test_turns_of_several_steps_and_several_layers_are_in_order(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    with pretended(monkeypatch) as streams:
-        hift = run("AdamW", torch.bfloat16, state=state, stream_bytes=20_000, steps_per_group=2, layers_per_group=2)
-    assert hift.updates == 15
-    assert streams.violations == []
+    config = {"state": state, "stream_bytes": 20_000, "steps_per_group": 2, "layers_per_group": 2}
+    assert_in_order(monkeypatch, "AdamW", torch.bfloat16, **config)
 
 
 @pytest.mark.slow
@@ -84,11 +86,7 @@ def test_steps_in_the_backward_are_in_order(
     monkeypatch: pytest.MonkeyPatch, name: str, master: str, stream_bytes: int, layers_per_group: int
 ) -> None:
     config = {"master": master, "stream_bytes": stream_bytes, "layers_per_group": layers_per_group}
-    with pretended(monkeypatch) as streams:
-        hift = run(name, torch.bfloat16, step_in_backward=True, **config)
-    assert hift.updates == 15
-    assert streams.violations == []
-    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > 0
+    assert_in_order(monkeypatch, name, torch.bfloat16, step_in_backward=True, **config)
 
 
 def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
