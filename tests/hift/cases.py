@@ -1,11 +1,17 @@
-"""The optimizers that the tests of HiFT run over, and the plain schedule that they share."""
+"""The optimizers that the tests of HiFT run over, and what they share: schedules, set-ups, saving and loading."""
 
+import errno
+import io
 import math
-from collections.abc import Callable
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 import bitsandbytes
+import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -13,6 +19,8 @@ from transformers import get_cosine_schedule_with_warmup
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from slivertune import HiFT, HiFTConfig
+from tests.helpers.models import twin
+from tests.helpers.reference import NaiveHiFT, naive_groups
 
 
 class CountingSGD(torch.optim.Optimizer):
@@ -30,9 +38,9 @@ class CountingSGD(torch.optim.Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
 
 
-Case = tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
-OPTIMIZERS: dict[str, Case] = {
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
     "AdamW amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.01}),
@@ -68,7 +76,55 @@ def warm_cosine(step: int, total: int) -> float:
     return 0.25 + progress if progress < 0.25 else 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def hift_over(model: nn.Module, optimizer_class: Any, **settings: Any) -> tuple[Any, HiFT]:
-    """A model and HiFT over it; settings are fields of its configuration, or options of the base optimizer."""
+def hift_over(model: nn.Module, optimizer: Any, **settings: Any) -> tuple[Any, HiFT]:
+    """A model and HiFT over it.
+
+    Args:
+        model: The model.
+        optimizer: A class, or a name of `OPTIMIZERS`, which has options too.
+        **settings: Fields of HiFT's configuration, or options of the base optimizer.
+    """
+    optimizer_class, options = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else (optimizer, {})
     of_config = {each.name: settings.pop(each.name) for each in fields(HiFTConfig) if each.name in settings}
-    return model, HiFT(model, optimizer_class, config=HiFTConfig(**of_config), **settings)
+    return model, HiFT(model, optimizer_class, config=HiFTConfig(**of_config), **{**options, **settings})
+
+
+def with_reference(
+    model: nn.Module, optimizer_class: Any, *, kind: type[NaiveHiFT] = NaiveHiFT, **settings: Any
+) -> tuple[Any, HiFT, Any, Any]:
+    """A model under HiFT, and a twin under the naive reference with the same options of the base optimizer."""
+    options = {key: value for key, value in settings.items() if key not in {each.name for each in fields(HiFTConfig)}}
+    other = twin(model)
+    hift = hift_over(model, optimizer_class, **settings)[1]
+    groups = naive_groups(other, settings.get("layers_per_group", 1))
+    return model, hift, other, kind(other, optimizer_class, groups=groups, **options)
+
+
+def reloaded(value: Any, *, weights_only: bool = True) -> Any:
+    """What a file holds that a value was saved in."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+@contextmanager
+def said() -> Iterator[list[str]]:
+    """The texts of all warnings meanwhile, there when it ends."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(each.message) for each in caught]
+
+
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No file can be allocated meanwhile."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        yield

@@ -8,7 +8,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from slivertune import HiFT, HiFTConfig
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
     assert_all_moved,
@@ -19,7 +18,7 @@ from tests.helpers.models import (
     twin,
     weights,
 )
-from tests.helpers.reference import NaiveHiFT, naive_groups
+from tests.helpers.reference import NaiveHiFT, naive_groups, train
 from tests.hift.cases import OPTIMIZERS, hift_over, warm_cosine
 
 
@@ -32,10 +31,10 @@ def loader(updates: int, accumulation: int) -> DataLoader[Any]:
 
 
 def reference_losses(
-    model: torch.nn.Module, name: str, updates: int, accumulation: int, bf16: bool, clip: bool, config: dict[str, Any]
+    model: torch.nn.Module, updates: int, accumulation: int, bf16: bool, clip: bool, config: dict[str, Any]
 ) -> list[float]:
     """The same run without accelerate and without HiFT."""
-    optimizer_class, options = OPTIMIZERS[name]
+    optimizer_class, options = OPTIMIZERS["AdamW"]
     reference = NaiveHiFT(
         model,
         optimizer_class,
@@ -75,10 +74,9 @@ def test_prepared_training_equals_the_reference(
 ) -> None:
     config = {"layers_per_group": 2, "steps_per_group": 2}
     updates = 12
-    model = tiny_llama(dtype)
-    other, before = twin(model), weights(model)
-    optimizer_class, options = OPTIMIZERS["AdamW"]
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(**config), **options)
+    other = tiny_llama(dtype)
+    before = weights(other)
+    model, hift = hift_over(twin(other), "AdamW", **config)
     schedule = LambdaLR(hift, lambda step: warm_cosine(step, updates))
     losses = []
     with one_device(mixed_precision=mixed_precision, gradient_accumulation_steps=accumulation) as accelerator:
@@ -96,8 +94,7 @@ def test_prepared_training_equals_the_reference(
                 scheduler.step()
                 optimizer.zero_grad()
     assert hift.updates == updates
-    expected = reference_losses(other, "AdamW", updates, accumulation, mixed_precision == "bf16", clip, config)
-    assert losses == expected
+    assert losses == reference_losses(other, updates, accumulation, mixed_precision == "bf16", clip, config)
     assert_same_bits(model, other)
     assert_all_moved(model, before)
 
@@ -105,9 +102,7 @@ def test_prepared_training_equals_the_reference(
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_prepare_changes_nothing_in_the_optimizer(steps_before: int) -> None:
     model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
-    for batch in token_batches(steps_before):
-        model(**batch).loss.backward()
-        hift.step()
+    train(model, hift, token_batches(steps_before), steps_before)
     before, active = hift.state_dict(), hift.active_group
     with one_device() as accelerator:
         accelerator.prepare(model, hift)
@@ -131,9 +126,8 @@ def test_a_prepared_optimizer_passes_closures_on() -> None:
 
 
 def test_the_reported_gradient_norm_is_of_the_active_group() -> None:
-    model = tiny_llama()
-    other = twin(model)
-    hift = HiFT(model, torch.optim.AdamW, lr=0.0)
+    other = tiny_llama()
+    model, hift = hift_over(twin(other), torch.optim.AdamW, lr=0.0)
     with one_device() as accelerator:
         prepared, optimizer = accelerator.prepare(model, hift)
         for group in naive_groups(model, 1):

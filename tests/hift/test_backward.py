@@ -1,4 +1,4 @@
-"""Backward must not run below the active group: graphs walked, operations counted."""
+"""Backward must not run below the active group: graphs walked, operations counted; and under torch.compile."""
 
 import itertools
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from tests.helpers.models import (
     LAYERS,
     assert_all_moved,
@@ -23,7 +23,8 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import naive_groups, train
-from tests.hift.cases import hift_over
+from tests.hift.cases import DTYPES, hift_over
+from tests.hift.test_skipped_turns import mean_of_tokens, plain_bert
 
 
 class CountOperations(TorchDispatchMode):
@@ -75,20 +76,16 @@ MODELS = {
 def test_the_graph_holds_the_active_group_alone(architecture: str) -> None:
     build, make_batches = MODELS[architecture]
     model, hift = hift_over(build(), torch.optim.SGD, lr=0.1)
-    groups = naive_groups(model, 1)
-    parameters = dict(model.named_parameters())
     outputs: dict[int, bool] = {}
     for index, block in enumerate(blocks_of(model)):
 
         def note(_module: nn.Module, _inputs: Any, output: Any, index: int = index) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            outputs[index] = hidden.requires_grad
+            outputs[index] = (output[0] if isinstance(output, tuple) else output).requires_grad
 
         block.register_forward_hook(note)
-    for group in groups:
+    for active, group in enumerate(naive_groups(model, 1)):
         loss = model(**make_batches(1)[0]).loss
-        assert leaves(loss) == {id(parameters[name]) for name in group}
-        active = groups.index(group)
+        assert leaves(loss) == {id(model.get_parameter(name)) for name in group}
         # Block i is layer i + 1; below the active layer nothing is recorded.
         assert outputs == {index: index + 1 >= active for index in range(len(outputs))}
         loss.backward()
@@ -97,10 +94,8 @@ def test_the_graph_holds_the_active_group_alone(architecture: str) -> None:
 
 @pytest.mark.parametrize("layers_per_group", [1, 2])
 def test_backward_runs_the_operations_of_a_model_frozen_by_hand(layers_per_group: int) -> None:
-    model = tiny_llama()
-    hand, dense = twin(model), twin(model)
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers_per_group=layers_per_group), lr=0.0)
-    batch = token_batches(1)[0]
+    hand, dense, batch = tiny_llama(), tiny_llama(), token_batches(1)[0]
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, layers_per_group=layers_per_group, lr=0.0)
     full = operations(dense(**batch).loss).total()
     totals = []
     for group in naive_groups(hand, layers_per_group):
@@ -149,7 +144,7 @@ def test_checkpointing_keeps_backward_above_the_active_group(architecture: str, 
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 def test_checkpointing_does_not_change_one_bit(dtype: torch.dtype, when: str) -> None:
     model = tiny_llama(dtype)
     other, before, batches = twin(model), weights(model), token_batches(10)
@@ -158,7 +153,42 @@ def test_checkpointing_does_not_change_one_bit(dtype: torch.dtype, when: str) ->
     hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
     if when == "after":
         enable(model)
-    losses = train(model, hift, batches, 2 * LAYERS)
-    assert losses == train(other, HiFT(other, torch.optim.AdamW, lr=1e-2), batches, 2 * LAYERS)
+    usual = HiFT(other, torch.optim.AdamW, lr=1e-2)
+    assert train(model, hift, batches, 2 * LAYERS) == train(other, usual, batches, 2 * LAYERS)
     assert_same_bits(model, other)
     assert_all_moved(model, before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+def test_a_compiled_model_trains_the_same_bits(how: str) -> None:
+    (model, hift), (plain, other) = (
+        hift_over(tiny_llama(), torch.optim.AdamW, order="top2down", lr=1e-2) for _ in range(2)
+    )
+    before = weights(model)
+    torch._dynamo.reset()
+    compiled: Any = model
+    if how == "model.compile":
+        model.compile(backend="eager")
+    else:
+        compiled = torch.compile(model, backend="eager")
+    train(compiled, hift, token_batches(LAYERS + 1), LAYERS + 1)
+    train(plain, other, token_batches(LAYERS + 1), LAYERS + 1)
+    assert_same_bits(model, plain)
+    assert_all_moved(model, before)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:no (gradient|batch)")
+def test_a_compiled_model_passes_the_turn_of_a_group_that_is_not_reached() -> None:
+    model, hift = hift_over(plain_bert(), torch.optim.AdamW, lr=1e-2)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager")
+    for step in range(2 * hift.num_groups):
+        mean_of_tokens(compiled, step).backward()
+        hift.step()
+    assert hift.skipped_turns == {hift.num_groups - 1: 2} and hift.updates == 2 * (hift.num_groups - 1)

@@ -1,11 +1,7 @@
 """Wrong input ends in an error that names the value and the way out, and nothing is lost by it."""
 
 import copy
-import errno
-import io
-import os
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,11 +20,10 @@ from tests.helpers.models import (
     tiny_llama,
     token_batches,
     trainable,
-    twin,
     weights,
 )
 from tests.helpers.reference import decay_split, grouped_optimizer, naive_groups, train
-from tests.hift.cases import OPTIMIZERS, hift_over
+from tests.hift.cases import full_disk, hift_over, reloaded, said
 
 BLOCKS = [["model.embed_tokens"], ["model.layers.0"], ["model.layers.1"], ["model.layers.2"]]
 HEAD = ["model.norm", "lm_head"]
@@ -70,22 +65,19 @@ def test_what_it_can_not_be_built_over_is_named_and_the_model_does_not_stay_froz
 ) -> None:
     model = tiny_llama(dtype)
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), lr=0.1)
+        hift_over(model, torch.optim.AdamW, lr=0.1, **config)
     assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 
 def test_explicit_layers_are_the_layers() -> None:
-    model = tiny_llama()
     layers = [["model.embed_tokens", "model.layers.0"], ["model.layers.1", "model.layers.2"], HEAD]
-    hift = HiFT(model, torch.optim.SGD, config=HiFTConfig(layers=layers), lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, layers=layers, lr=0.1)
     assert [set(group.parameter_names) for group in hift.groups] == [set(group) for group in naive_groups(model, 2)]
 
 
 def test_a_model_without_trainable_parameters_is_refused() -> None:
-    model = tiny_llama()
-    model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"requires_grad|trainable|frozen"):
-        HiFT(model, torch.optim.AdamW, lr=1e-3)
+        HiFT(tiny_llama().requires_grad_(False), torch.optim.AdamW, lr=1e-3)
 
 
 FROZEN: dict[str, Callable[[str], bool]] = {
@@ -111,8 +103,7 @@ def test_parameters_frozen_by_the_user_stay_frozen_and_it_is_said_once(
         parameter.requires_grad_(name not in kept)
     config = HiFTConfig(layers_per_group=layers_per_group)
     before = weights(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with said() as messages:
         if built == "from the class":
             hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
         else:
@@ -123,18 +114,15 @@ def test_parameters_frozen_by_the_user_stay_frozen_and_it_is_said_once(
             assert not trainable(model) & kept
             train(model, hift, token_batches(1), 1, start=update)
         assert hift.updates == 2 * hift.cycle_length
-    said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-    assert len([message for message in said if "frozen" in message or "requires_grad" in message]) == 1, said
+    assert len([each for each in messages if "frozen" in each or "requires_grad" in each]) == 1, messages
     assert set(differing(weights(model), before)) == set(before) - kept
 
 
 def test_an_optimizer_over_other_parameters_is_refused() -> None:
     model, other = tiny_llama(), tiny_llama()
-    with pytest.raises(ValueError, match="parameter"):
-        HiFT.wrap(torch.optim.AdamW(other.parameters(), lr=1e-3), model)
-    mixed = [*model.parameters(), nn.Parameter(torch.zeros(7))]
-    with pytest.raises(ValueError, match="parameter"):
-        HiFT.wrap(torch.optim.AdamW(mixed, lr=1e-3), model)
+    for parameters in (other.parameters(), [*model.parameters(), nn.Parameter(torch.zeros(7))]):
+        with pytest.raises(ValueError, match="parameter"):
+            HiFT.wrap(torch.optim.AdamW(parameters, lr=1e-3), model)
     assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 
@@ -150,8 +138,8 @@ def test_an_optimizer_that_has_taken_steps_is_refused(optimizer_class: Any) -> N
 
 
 def snapshot(model: nn.Module, hift: HiFT) -> tuple[Any, ...]:
-    saved = copy.deepcopy(hift.state_dict())
-    return weights(model), saved, hift.updates, hift.active_group, list(hift.held_lr), trainable(model)
+    state = copy.deepcopy(hift.state_dict())
+    return weights(model), state, hift.updates, hift.active_group, list(hift.held_lr), trainable(model)
 
 
 def assert_untouched(model: nn.Module, hift: HiFT, before: tuple[Any, ...]) -> None:
@@ -169,14 +157,6 @@ def started(
     )
     train(model, hift, token_batches(steps), steps)
     return model, hift
-
-
-def saved_by(model: nn.Module, hift: Any) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(hift.state_dict(), file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
 
 
 def with_decay_groups() -> tuple[nn.Module, HiFT]:
@@ -209,7 +189,7 @@ CHECKPOINTS: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
 @pytest.mark.parametrize("which", CHECKPOINTS)
 def test_a_checkpoint_of_something_else_is_refused_and_nothing_is_altered(which: str) -> None:
     make, message = CHECKPOINTS[which]
-    foreign = saved_by(*make())
+    foreign = reloaded(make()[1].state_dict())
     model, hift = started()
     undisturbed, other = started()
     before = snapshot(model, hift)
@@ -267,7 +247,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_altered(how: str) -> None:
     damage, message = DAMAGES[how]
     model, hift = started()
-    saved = saved_by(model, hift)
+    saved = reloaded(hift.state_dict())
     damage(saved)
     before = snapshot(model, hift)
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
@@ -279,37 +259,31 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_altered(how: str) -> Non
     assert empty.updates == 0 and empty.state_dict()["state"] == {}
 
 
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
 @pytest.mark.parametrize("stream_bytes", [4096, 134_217_728])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "torch Adafactor", "AdamW8bit"])
 @pytest.mark.parametrize("full_at", [0, 2])
 def test_a_full_disk_is_said_before_the_update_and_the_step_can_be_repeated(
     full_at: int, name: str, stream_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
     batches = token_batches(8)
-    undisturbed = tiny_llama(torch.bfloat16)
-    model = twin(undisturbed)
-    expected = HiFT(undisturbed, optimizer_class, **options)
-    config = HiFTConfig(state="disk", state_dir=str(tmp_path), stream_bytes=stream_bytes)
-    hift = HiFT(model, optimizer_class, config=config, **options)
+    undisturbed, expected = hift_over(tiny_llama(torch.bfloat16), name)
+    disk = {"state": "disk", "state_dir": str(tmp_path), "stream_bytes": stream_bytes}
+    model, hift = hift_over(tiny_llama(torch.bfloat16), name, **disk)
     train(model, hift, batches, full_at)
     model(**batches[full_at]).loss.backward()
     before, state = weights(model), copy.deepcopy(hift.state_dict()["state"])
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(OSError, match=re.escape(str(tmp_path))) as error:
-            hift.step()
+    gradients = gradients_of(model)
+    with full_disk(monkeypatch), pytest.raises(OSError, match=re.escape(str(tmp_path))) as error:
+        hift.step()
     assert re.search(r"\d", str(error.value).replace(str(tmp_path), "")), "the bytes needed are named"
     assert differing(weights(model), before) == []
     assert_same_tree(hift.state_dict()["state"], state)
     assert hift.updates == full_at and hift.active_group == full_at
-    kept = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert differing(kept, gradients) == []
+    assert differing(gradients_of(model), gradients) == []
     hift.step()
     assert hift.updates == full_at + 1
     train(model, hift, batches, 7 - full_at, start=full_at + 1)
@@ -325,17 +299,17 @@ def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_files_of_one_run_are_not_shared_with_another_in_the_same_folder(tmp_path: Path) -> None:
-    config = HiFTConfig(state="disk", state_dir=str(tmp_path))
-    pairs = []
-    for seed in (0, 1):
-        model = tiny_llama(torch.bfloat16, seed=seed)
-        pairs.append((model, twin(model)))
-    runs = [(model, HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)) for model, _ in pairs]
+    disk = {"state": "disk", "state_dir": str(tmp_path)}
+    runs = [
+        hift_over(tiny_llama(torch.bfloat16, seed=seed), torch.optim.AdamW, lr=1e-2, **disk)  # type: ignore[arg-type]
+        for seed in (0, 1)
+    ]
     for update in range(10):
         for model, hift in runs:
             train(model, hift, token_batches(10), 1, start=update)
-    for model, other in pairs:
-        train(other, HiFT(other, torch.optim.AdamW, lr=1e-2), token_batches(10), 10)
+    for seed, (model, _) in enumerate(runs):
+        other, alone = hift_over(tiny_llama(torch.bfloat16, seed=seed), torch.optim.AdamW, lr=1e-2)
+        train(other, alone, token_batches(10), 10)
         assert_same_bits(model, other)
 
 

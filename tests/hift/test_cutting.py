@@ -38,8 +38,7 @@ def test_every_element_is_in_one_piece(slicing: Slicing, stream_bytes: int) -> N
 
 
 def test_pieces_fit_where_cuts_are_allowed() -> None:
-    weights = sizes(100_000, 300, 77, 40_000)
-    pieces = cut_pieces(weights, 65536, ELEMENTS)
+    pieces = cut_pieces(sizes(100_000, 300, 77, 40_000), 65536, ELEMENTS)
     assert len(pieces) > 30
     for piece in pieces:
         assert sum((cut.stop - cut.start) * 16 for cut in piece) <= 65536
@@ -54,8 +53,8 @@ def test_cuts_are_at_multiples_of_256() -> None:
 @pytest.mark.parametrize("num_elements", range(8_000, 13_500, 97))
 def test_no_slice_of_a_quantised_weight_is_below_its_minimum(num_elements: int) -> None:
     for stream_bytes in (1, 70_000, 100_000):
-        pieces = cut_pieces(sizes(num_elements), stream_bytes, QUANTISED)
-        assert all(cut.stop - cut.start >= 4096 for piece in pieces for cut in piece)
+        for piece in cut_pieces(sizes(num_elements), stream_bytes, QUANTISED):
+            assert all(cut.stop - cut.start >= 4096 for cut in piece)
 
 
 def test_whole_tensors_share_a_piece_while_they_fit() -> None:

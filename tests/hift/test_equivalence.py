@@ -1,5 +1,6 @@
 """HiFT against the bare optimizer (one group) and against the naive reference (several groups), to the bit."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import NaiveHiFT, decay_split, grouped_optimizer, naive_groups, train
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, WITH_LR, cosine, hift_over, warm_cosine
+from tests.hift.cases import BIG_VOCAB, DTYPES, OPTIMIZERS, WITH_LR, cosine, hift_over, warm_cosine
 
 ONE_GROUP = {"layers_per_group": LAYERS, "steps_per_group": 1}
 ORDERS = ["bottom2up", "top2down", "random"]
@@ -31,9 +32,9 @@ ORDERS = ["bottom2up", "top2down", "random"]
 
 def equals_the_bare_optimizer(
     model: torch.nn.Module,
-    optimizer_class: Any,
+    name: str,
     batches: list[dict[str, torch.Tensor]],
-    options: dict[str, Any],
+    options: dict[str, Any] | None = None,
     *,
     split: Any = None,
     scheduled: bool = False,
@@ -41,12 +42,12 @@ def equals_the_bare_optimizer(
     **config: Any,
 ) -> None:
     """Train a model by HiFT with one group, and a twin by the base optimizer; compare every loss and weight."""
+    optimizer_class, usual = OPTIMIZERS[name]
+    options = options or usual
     bare, settings = twin(model), HiFTConfig(**ONE_GROUP, **config)
     if split is None:
-        hift, plain = (
-            HiFT(model, optimizer_class, config=settings, **options),
-            optimizer_class(bare.parameters(), **options),
-        )
+        plain = optimizer_class(bare.parameters(), **options)
+        hift = HiFT(model, optimizer_class, config=settings, **options)
     else:
         plain = grouped_optimizer(bare, optimizer_class, split, **options)
         hift = HiFT.wrap(grouped_optimizer(model, optimizer_class, split, **options), model, config=settings)
@@ -64,46 +65,39 @@ BIG_BATCHES = token_batches(20, vocab=BIG_VOCAB)
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_group_equals_the_bare_optimizer(name: str) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
     model = tiny_llama(vocab=BIG_VOCAB)
     before = weights(model)
-    equals_the_bare_optimizer(model, optimizer_class, BIG_BATCHES, options)
+    equals_the_bare_optimizer(model, name, BIG_BATCHES)
     assert_all_moved(model, before)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_group_of_bf16_weights_without_masters_equals_the_bare_optimizer(name: str) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
-    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
-    equals_the_bare_optimizer(model, optimizer_class, BIG_BATCHES, options, master="none")
+    equals_the_bare_optimizer(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), name, BIG_BATCHES, master="none")
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("name", WITH_LR)
 def test_one_group_wrapped_with_decay_groups_equals_the_bare_optimizer(name: str, scheduled: bool) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
-    options = {key: value for key, value in options.items() if key != "weight_decay"}
+    options = {key: value for key, value in OPTIMIZERS[name][1].items() if key != "weight_decay"}
     model = tiny_llama(vocab=BIG_VOCAB)
     split = decay_split(model)
     split[1][1]["lr"] = options["lr"] / 3
-    equals_the_bare_optimizer(
-        model, optimizer_class, BIG_BATCHES, options, split=split, scheduled=scheduled, max_norm=0.01
-    )
+    equals_the_bare_optimizer(model, name, BIG_BATCHES, options, split=split, scheduled=scheduled, max_norm=0.01)
 
 
 @pytest.mark.parametrize("name", WITH_LR)
 def test_one_group_with_cosine_and_warmup_equals_the_bare_optimizer(name: str) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
-    equals_the_bare_optimizer(tiny_llama(vocab=BIG_VOCAB), optimizer_class, BIG_BATCHES, options, scheduled=True)
+    equals_the_bare_optimizer(tiny_llama(vocab=BIG_VOCAB), name, BIG_BATCHES, scheduled=True)
 
 
 @pytest.mark.parametrize("kernel", [{"foreach": True}, {"fused": True}])
 def test_one_group_passes_the_choice_of_kernel_on(kernel: dict[str, bool]) -> None:
-    equals_the_bare_optimizer(tiny_llama(), torch.optim.AdamW, token_batches(6), {"lr": 1e-2, **kernel})
+    equals_the_bare_optimizer(tiny_llama(), "AdamW", token_batches(6), {"lr": 1e-2, **kernel})
 
 
 def test_one_group_draws_no_random_numbers() -> None:
-    equals_the_bare_optimizer(tiny_bert(dropout=0.2), torch.optim.AdamW, label_batches(10), {"lr": 1e-2})
+    equals_the_bare_optimizer(tiny_bert(dropout=0.2), "AdamW", label_batches(10), {"lr": 1e-2})
 
 
 def hift_and_reference(
@@ -157,7 +151,7 @@ def hift_and_reference(
         split=decay_split(other) if split else None,
         **options,
     )
-    reference_losses = train(
+    assert hift_losses == train(
         other,
         reference,
         batches,
@@ -166,7 +160,6 @@ def hift_and_reference(
         max_norm=max_norm,
         scheduler=LambdaLR(reference.carrier, lambda step: warm_cosine(step, total)) if scheduled else None,
     )
-    assert hift_losses == reference_losses
     assert_same_bits(model, other)
     assert_all_moved(model, before)
     assert hift.updates == total
@@ -178,21 +171,19 @@ GRID: list[dict[str, Any]] = [
     for order in ORDERS
     for m, steps, accumulation, norm in [(1, 1, 1, None), (2, 3, 4, 1e-3), (3, 3, 1, 1e-3), (4, 1, 4, None)]
 ]
-GRID_NAMES = ["-".join(str(value) for value in case.values()) for case in GRID]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("case", GRID, ids=GRID_NAMES)
+@DTYPES
+@pytest.mark.parametrize("case", GRID, ids=lambda case: "-".join(map(str, case.values())))
 def test_several_groups_equal_the_reference(case: dict[str, Any], dtype: torch.dtype) -> None:
     hift_and_reference(tiny_llama(dtype), **case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "AdamW"])
 def test_every_optimizer_equals_the_reference(name: str, dtype: torch.dtype) -> None:
-    scheduled = name in WITH_LR
-    model = tiny_llama(dtype, vocab=BIG_VOCAB)
-    hift_and_reference(model, name, layers_per_group=2, steps_per_group=2, scheduled=scheduled, big=True)
+    config = {"layers_per_group": 2, "steps_per_group": 2, "scheduled": name in WITH_LR, "big": True}
+    hift_and_reference(tiny_llama(dtype, vocab=BIG_VOCAB), name, **config)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "torch Adafactor"])
@@ -200,22 +191,21 @@ def test_bf16_weights_without_masters_equal_the_reference(name: str) -> None:
     hift_and_reference(tiny_llama(torch.bfloat16), name, layers_per_group=2, master="none")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("order", ORDERS)
 def test_decay_groups_inside_a_group_equal_the_reference(order: str, dtype: torch.dtype) -> None:
     hift_and_reference(tiny_llama(dtype), split=True, order=order, layers_per_group=2, max_norm=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("architecture", ["tied llama", "gpt2", "bert"])
-def test_other_architectures_equal_the_reference(architecture: str, dtype: torch.dtype) -> None:
-    if architecture == "tied llama":
-        model, batches = tiny_llama(dtype, tied=True), token_batches(15)
-    elif architecture == "gpt2":
-        model, batches = tiny_gpt2(dtype), token_batches(15)
-    else:
-        model, batches = tiny_bert(dtype), label_batches(15)
-    hift, _ = hift_and_reference(model, batches=batches)
+@DTYPES
+@pytest.mark.parametrize(
+    ("build", "make_batches"),
+    [(functools.partial(tiny_llama, tied=True), token_batches), (tiny_gpt2, token_batches), (tiny_bert, label_batches)],
+    ids=["tied llama", "gpt2", "bert"],
+)
+def test_other_architectures_equal_the_reference(build: Any, make_batches: Any, dtype: torch.dtype) -> None:
+    model = build(dtype)
+    hift, _ = hift_and_reference(model, batches=make_batches(15))
     assert [list(group.parameter_names) for group in hift.groups] == naive_groups(model, 1)
 
 
@@ -235,7 +225,7 @@ def test_odd_parameters_equal_the_reference(name: str, dtypes: str, master: str,
 
 
 @pytest.mark.parametrize("steps_per_group", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@DTYPES
 def test_discarded_state_and_masters_are_new_at_each_turn(dtype: torch.dtype, steps_per_group: int) -> None:
     hift_and_reference(tiny_llama(dtype), state="discard", layers_per_group=2, steps_per_group=steps_per_group)
 

@@ -1,8 +1,9 @@
-"""Steps inside the backward: the same bits with one gradient alive, and no update left half done in silence."""
+"""Steps inside the backward: the same bits with one gradient alive, and no update left half done in silence.
+
+The length of this file is that of the ways in which a backward can end: each leaves an update in a state of its own.
+"""
 
 import copy
-import errno
-import os
 import pickle
 import re
 from pathlib import Path
@@ -27,16 +28,17 @@ from tests.helpers.models import (
     tiny_gpt2,
     tiny_llama,
     token_batches,
+    trainable,
     twin,
     weights,
 )
 from tests.helpers.reference import decay_split, grouped_optimizer, train
 from tests.helpers.tolerance import assert_sums_close
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, CountingSGD, cosine, hift_over
+from tests.hift.cases import BIG_VOCAB, DTYPES, OPTIMIZERS, CountingSGD, cosine, full_disk, hift_over
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 STEPS = 2 * LAYERS + 2
 """Two cycles and a piece: first turns, which create state, and later ones."""
+STREAM_BYTES = 64 * 1024
 
 
 def pair(
@@ -63,8 +65,7 @@ def pair(
             hift = HiFT.wrap(base, other, config=settings)
         else:
             hift = HiFT(other, optimizer_class, config=settings, **options)
-        scheduler = cosine(hift, steps) if options["lr"] is not None else None
-        train(other, hift, batches, steps, scheduler=scheduler)
+        train(other, hift, batches, steps, scheduler=cosine(hift, steps) if options["lr"] is not None else None)
         assert hift.updates == steps
         made.append(other)
     assert_all_moved(made[0], weights(model))
@@ -73,14 +74,13 @@ def pair(
 
 @pytest.mark.slow
 @DTYPES
-@pytest.mark.parametrize("place", ["streamed", "whole tensors", "device"])
+@pytest.mark.parametrize(
+    "config",
+    [{"stream_bytes": 4096}, {"stream_bytes": 0}, {"state": "device"}],
+    ids=["streamed", "whole tensors", "device"],
+)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "own hyperparameter"])
-def test_no_bit_differs_from_a_step_after_the_backward(name: str, place: str, dtype: torch.dtype) -> None:
-    config: dict[str, Any] = {
-        "streamed": {"stream_bytes": 4096},
-        "whole tensors": {"stream_bytes": 0},
-        "device": {"state": "device"},
-    }[place]
+def test_no_bit_differs_from_a_step_after_the_backward(name: str, config: dict[str, Any], dtype: torch.dtype) -> None:
     assert_same_bits(*pair(tiny_llama(dtype, vocab=BIG_VOCAB), name, **config))
 
 
@@ -93,16 +93,15 @@ def test_no_bit_differs_from_a_step_after_the_backward(name: str, place: str, dt
         {"layers_per_group": 2, "stream_bytes": 20_000},
         {"layers_per_group": LAYERS, "order": "top2down"},
         {"steps_per_group": 3, "order": "random", "seed": 3},
+        {"state": "disk", "stream_bytes": 4096},
+        {"split": True, "stream_bytes": 4096},
     ],
     ids=lambda config: " ".join(f"{key}={value}" for key, value in config.items()),
 )
-def test_no_setting_changes_a_bit(config: dict[str, Any]) -> None:
+def test_no_setting_changes_a_bit(config: dict[str, Any], tmp_path: Path) -> None:
+    folder = {"state_dir": str(tmp_path)} if config.get("state") == "disk" else {}
     steps = 2 * LAYERS * config.get("steps_per_group", 1) + 2
-    assert_same_bits(*pair(tiny_llama(torch.bfloat16), steps=steps, **config))
-
-
-def test_state_on_disk_changes_no_bit(tmp_path: Path) -> None:
-    assert_same_bits(*pair(tiny_llama(torch.bfloat16), state="disk", state_dir=str(tmp_path), stream_bytes=4096))
+    assert_same_bits(*pair(tiny_llama(torch.bfloat16), steps=steps, **config, **folder))
 
 
 @DTYPES
@@ -121,25 +120,17 @@ def test_a_classifier_and_odd_parameters_too() -> None:
 @pytest.mark.parametrize("layers_per_group", [1, 2, LAYERS])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_changes_no_bit(reentrant: bool, layers_per_group: int) -> None:
-    model = tiny_llama(torch.bfloat16)
-    checkpointing = {"use_reentrant": reentrant}
-    assert_same_bits(*pair(model, layers_per_group=layers_per_group, checkpointing=checkpointing))
-
-
-def test_param_groups_of_a_wrapped_optimizer_are_followed() -> None:
-    assert_same_bits(*pair(tiny_llama(torch.bfloat16), split=True, stream_bytes=4096))
+    settings: dict[str, Any] = {"layers_per_group": layers_per_group, "checkpointing": {"use_reentrant": reentrant}}
+    assert_same_bits(*pair(tiny_llama(torch.bfloat16), **settings))
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD momentum"])
 def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> None:
     model = tiny_llama(torch.bfloat16)
-    optimizer_class, options = OPTIMIZERS[name]
     made = []
     for place in ({"step_in_backward": True}, {}, {"state": "device"}):
-        other: Any = twin(model)
         # Weights are cut, so that slices get their first state in a turn in which others are on their way already.
-        config = HiFTConfig(layers_per_group=LAYERS, stream_bytes=4096, **place)  # type: ignore[arg-type]
-        hift = HiFT(other, optimizer_class, config=config, **options)
+        other, hift = hift_over(twin(model), name, layers_per_group=LAYERS, stream_bytes=4096, **place)
         for index, batch in enumerate(token_batches(6)):
             output = other(**batch)
             # Every other step, the first among them, trains the embedding alone.
@@ -154,14 +145,11 @@ def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> N
 
 def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
     model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.5)
-    batches = token_batches(2 * LAYERS)
-    for update, batch in enumerate(batches):
+    for update, batch in enumerate(token_batches(2 * LAYERS)):
         hift.param_groups[0]["lr"] = 0.5 - 0.01 * update
         before = weights(model)
         loss = model(**batch).loss
-        gradients: dict[str, torch.Tensor] = {}
-        active = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        reference = twin(model)
+        active, reference = trainable(model), twin(model)
         reference(**batch).loss.backward()
         gradients = {name: p.grad for name, p in reference.named_parameters() if name in active and p.grad is not None}
         loss.backward()
@@ -169,24 +157,21 @@ def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
         held = 0.5 if update < LAYERS else 0.5 - 0.01 * LAYERS
         assert hift.held_lr == [held] and hift.param_groups[0]["lr"] == 0.5 - 0.01 * update
         for name, gradient in gradients.items():
-            expected = before[name].double() - held * gradient.double()
+            weight, change = before[name].double(), held * gradient.double()
             # A product and a difference.
-            size = before[name].double().abs() + held * gradient.double().abs()
-            assert_sums_close(model.get_parameter(name).data, expected, 2, size)
+            assert_sums_close(model.get_parameter(name).data, weight - change, 2, weight.abs() + change.abs())
 
 
 @pytest.mark.parametrize("modes", [(False, True), (True, False), (True, True)])
 def test_a_run_resumes_in_mid_cycle_in_either_mode(modes: tuple[bool, bool]) -> None:
-    first = tiny_llama(torch.bfloat16)
-    whole, batches = twin(first), token_batches(STEPS)
-    options: dict[str, Any] = {"lr": 1e-2}
-    train(whole, HiFT(whole, torch.optim.AdamW, **options), batches, STEPS)
-    saving = HiFT(first, torch.optim.AdamW, config=HiFTConfig(step_in_backward=modes[0], stream_bytes=4096), **options)
+    made, batches = tiny_llama(torch.bfloat16), token_batches(STEPS)
+    whole, usual = hift_over(twin(made), torch.optim.AdamW, lr=1e-2)
+    train(whole, usual, batches, STEPS)
+    first, saving = hift_over(made, torch.optim.AdamW, step_in_backward=modes[0], stream_bytes=4096, lr=1e-2)
     train(first, saving, batches, 7)
-    saved = copy.deepcopy(saving.state_dict())
-    second = tiny_llama(torch.bfloat16, seed=5)
-    second.load_state_dict(first.state_dict())
-    loading = HiFT(second, torch.optim.AdamW, config=HiFTConfig(step_in_backward=modes[1]), **options)
+    saved, other = copy.deepcopy(saving.state_dict()), tiny_llama(torch.bfloat16, seed=5)
+    other.load_state_dict(first.state_dict())
+    second, loading = hift_over(other, torch.optim.AdamW, step_in_backward=modes[1], lr=1e-2)
     loading.load_state_dict(saved)
     assert_same_tree(loading.state_dict()["state"], saved["state"])
     train(second, loading, batches, STEPS - 7, start=7)
@@ -197,13 +182,11 @@ def test_own_hyperparameters_of_a_class_declared_elementwise_are_kept() -> None:
     model = tiny_llama()
     batches, made = token_batches(STEPS), []
     for in_backward in (False, True):
-        first, second = twin(model), twin(model)
-        config = HiFTConfig(step_in_backward=in_backward, elementwise=True, stream_bytes=4096)
-        saving = HiFT(first, CountingSGD, config=config, lr=0.5)
+        config = {"step_in_backward": in_backward, "elementwise": True, "stream_bytes": 4096}
+        first, saving = hift_over(twin(model), CountingSGD, lr=0.5, **config)
         train(first, saving, batches, 7)
         saved = copy.deepcopy(saving.state_dict())
-        second.load_state_dict(first.state_dict())
-        loading = HiFT(second, CountingSGD, config=config, lr=0.5)
+        second, loading = hift_over(twin(first), CountingSGD, lr=0.5, **config)
         loading.load_state_dict(saved)
         assert_same_tree(loading.state_dict()["own"], saved["own"])
         train(second, loading, batches, STEPS - 7, start=7)
@@ -212,42 +195,38 @@ def test_own_hyperparameters_of_a_class_declared_elementwise_are_kept() -> None:
     assert_same_bits(*made)
 
 
-@pytest.mark.parametrize("place", ["streamed", "device"])
-def test_about_one_gradient_is_alive_and_two_pieces_of_state(place: str) -> None:
-    stream_bytes = 64 * 1024
-    found = {}
+@pytest.mark.parametrize("place", [{"stream_bytes": STREAM_BYTES}, {"state": "device"}], ids=["streamed", "device"])
+def test_about_one_gradient_is_alive_and_two_pieces_of_state(place: dict[str, Any]) -> None:
+    found, batches = {}, token_batches(3, vocab=BIG_VOCAB)
     for in_backward in (False, True):
-        model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
-        config = HiFTConfig(
-            step_in_backward=in_backward,
-            layers_per_group=LAYERS,
-            **({"stream_bytes": stream_bytes} if place == "streamed" else {"state": "device"}),  # type: ignore[arg-type]
-        )
-        hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-3)
-        batches = token_batches(3, vocab=BIG_VOCAB)
+        config = {"step_in_backward": in_backward, "layers_per_group": LAYERS, **place}
+        model, hift = hift_over(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), torch.optim.AdamW, lr=1e-3, **config)
         train(model, hift, batches, 2)
         with Ledger(model) as ledger:
             model(**batches[2]).loss.backward()
             assert all(parameter.grad is None for parameter in model.parameters()) is in_backward
             hift.step()
         found[in_backward] = ledger.highest
-    largest = max(parameter.nbytes for parameter in tiny_llama(torch.bfloat16, vocab=BIG_VOCAB).parameters())
-    everything = sum(parameter.nbytes for parameter in tiny_llama(torch.bfloat16, vocab=BIG_VOCAB).parameters())
-    assert found[False].gradients == everything
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    assert found[False].gradients == sum(sizes)
     # The engine computes the two gradients of one node (a product's weight and the next) before either is stepped.
-    assert largest <= found[True].gradients <= largest + 2 * 48 * 32 * 2
-    if place == "streamed":
-        assert 0 < found[True].state <= 2 * stream_bytes
+    assert max(sizes) <= found[True].gradients <= max(sizes) + 2 * 48 * 32 * 2
+    if "stream_bytes" in place:
+        assert 0 < found[True].state <= 2 * STREAM_BYTES
+
+
+def checkpointed(model: Any, reentrant: bool | None, **config: Any) -> tuple[Any, HiFT]:
+    """A model that steps in its backward, with that kind of checkpointing; None for none."""
+    if reentrant is not None:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    return hift_over(model, torch.optim.AdamW, step_in_backward=True, lr=1e-2, **config)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_a_second_backward_before_step_is_an_error_that_comes_back_until_a_state_is_loaded(
     reentrant: bool | None,
 ) -> None:
-    model: Any = tiny_llama(torch.bfloat16)
-    if reentrant is not None:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=True, layers_per_group=2), lr=1e-2)
+    model, hift = checkpointed(tiny_llama(torch.bfloat16), reentrant, layers_per_group=2)
     batches = token_batches(4)
     train(model, hift, batches, 1)
     saved, kept = copy.deepcopy(hift.state_dict()), weights(model)
@@ -262,12 +241,10 @@ def test_a_second_backward_before_step_is_an_error_that_comes_back_until_a_state
             hift.step()
     with pytest.raises(RuntimeError, match="second gradient"):
         model(**batches[2]).loss.backward()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(kept[name])
+    model.load_state_dict(kept)
     hift.load_state_dict(saved)
-    expected: Any = tiny_llama(torch.bfloat16)
-    train(expected, HiFT(expected, torch.optim.AdamW, config=HiFTConfig(layers_per_group=2), lr=1e-2), batches, 4)
+    expected, usual = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, layers_per_group=2, lr=1e-2)
+    train(expected, usual, batches, 4)
     train(model, hift, batches, 3, start=1)
     assert_same_bits(model, expected)
 
@@ -293,20 +270,12 @@ def test_a_backward_that_fails_in_its_middle_is_an_error_at_the_step(
     layers_per_group: int, reentrant: bool | None, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Fails, "error", error)
-    model: Any = tiny_llama()
-    if reentrant is not None:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
-    config = HiFTConfig(step_in_backward=True, layers_per_group=layers_per_group)
-    hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+    model, hift = checkpointed(tiny_llama(), reentrant, layers_per_group=layers_per_group)
     batches = token_batches(3)
     # With two layers a group, the second and third block have their turn now; it fails between the two.
     train(model, hift, batches, 1)
     saved, kept = copy.deepcopy(hift.state_dict()), weights(model)
-
-    def fail(module: nn.Module, inputs: Any, output: Any) -> Any:
-        return _Fails.apply(output)  # type: ignore[no-untyped-call]
-
-    hook = model.model.layers[1].register_forward_hook(fail)
+    hook = model.model.layers[1].register_forward_hook(lambda module, inputs, output: _Fails.apply(output))
     with pytest.raises(error, match="stopped here"):
         model(**batches[1]).loss.backward()
     hook.remove()
@@ -357,43 +326,27 @@ def test_a_step_that_fails_in_the_backward_is_an_error_at_the_step(monkeypatch: 
 
 
 def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, hift = hift_over(
-        tiny_llama(torch.bfloat16),
-        torch.optim.AdamW,
-        state="disk",
-        state_dir=str(tmp_path),
-        step_in_backward=True,
-        lr=1e-2,
-    )
-    expected = twin(model)
+    config = {"state": "disk", "state_dir": str(tmp_path), "step_in_backward": True}
+    model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2, **config)
+    expected, usual = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
     batches, before = token_batches(3), weights(model)
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(OSError, match=re.escape(str(tmp_path))):
-            model(**batches[0]).loss.backward()
+    with full_disk(monkeypatch), pytest.raises(OSError, match=re.escape(str(tmp_path))):
+        model(**batches[0]).loss.backward()
     assert differing(weights(model), before) == []
     train(model, hift, batches, 3)
-    train(expected, HiFT(expected, torch.optim.AdamW, lr=1e-2), batches, 3)
+    train(expected, usual, batches, 3)
     assert_same_bits(model, expected)
 
 
-def test_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> None:
+def test_a_closure_is_refused_and_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> None:
     model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
+    with pytest.raises(RuntimeError, match=r"step\(closure\).*run the backward, then call step"):
+        hift.step(lambda: 0.0)
     assert hift.step() is None and hift.updates == 0
     embedding = model.get_parameter("model.embed_tokens.weight")
     embedding.grad = torch.ones_like(embedding)
     with pytest.raises(RuntimeError, match=r"embed_tokens\.weight has a gradient that did not come from a backward"):
         hift.step()
-
-
-def test_a_closure_is_refused() -> None:
-    _, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
-    with pytest.raises(RuntimeError, match=r"step\(closure\).*run the backward, then call step"):
-        hift.step(lambda: 0.0)
 
 
 def test_a_state_is_not_saved_between_a_backward_and_its_step() -> None:
@@ -411,11 +364,10 @@ class _SecondMoment(torch.optim.AdamW):
 
 def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
     model = tiny_llama()
-    config = HiFTConfig(step_in_backward=True)
     with pytest.raises(ValueError, match=r"_SecondMoment may look at the whole group; declare elementwise=True"):
-        HiFT(model, _SecondMoment, config=config, lr=0.1)
+        hift_over(model, _SecondMoment, step_in_backward=True, lr=0.1)
     assert all(parameter.requires_grad for parameter in model.parameters())
-    HiFT(model, _SecondMoment, config=HiFTConfig(step_in_backward=True, elementwise=True), lr=0.1)
+    hift_over(model, _SecondMoment, step_in_backward=True, elementwise=True, lr=0.1)
     with pytest.raises(ValueError, match="step_in_backward='yes' must be True or False"):
         HiFTConfig(step_in_backward="yes")  # type: ignore[arg-type]
 
@@ -468,19 +420,17 @@ def test_detach_and_copies_step_nothing() -> None:
         assert {getattr(hook, "function", None) for hook in hooks} == {None}, "a copy must not hold the optimizer"
     assert not hift.updates
     hift.detach()
-    num_hooks = len(model._forward_hooks) + len(model._forward_pre_hooks)
-    assert num_hooks == 0
+    assert len(model._forward_hooks) + len(model._forward_pre_hooks) == 0
     model(**batch).loss.backward()
     assert differing(weights(model), before) == []
 
 
 def test_accelerate_runs_it_as_any_optimizer() -> None:
-    expected = tiny_llama()
-    model = twin(expected)
+    expected, usual = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     batches = token_batches(LAYERS + 1)
-    train(expected, HiFT(expected, torch.optim.AdamW, lr=1e-2), batches, len(batches))
+    train(expected, usual, batches, len(batches))
     with one_device() as accelerator:
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(step_in_backward=True), lr=1e-2)
+        model, hift = hift_over(tiny_llama(), torch.optim.AdamW, step_in_backward=True, lr=1e-2)
         prepared, optimizer = accelerator.prepare(model, hift)
         for batch in batches:
             accelerator.backward(prepared(**batch).loss)

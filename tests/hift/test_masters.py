@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from slivertune.hift.masters import join_master, refresh_master, split_master
 from tests.helpers.models import (
     LAYERS,
-    Batch,
     assert_all_moved,
     assert_same_bits,
     assert_same_tree,
@@ -25,7 +24,8 @@ from tests.helpers.models import (
     token_batches,
     weights,
 )
-from tests.helpers.reference import NaiveHiFT, naive_groups
+from tests.helpers.reference import NaiveHiFT, train
+from tests.hift.cases import hift_over, with_reference
 
 PLACES: dict[str, dict[str, Any]] = {
     "host": {},
@@ -37,69 +37,45 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
+def settings(place: str, tmp_path: Path) -> dict[str, Any]:
+    return {"lr": 1e-2, **PLACES[place], **({"state_dir": str(tmp_path)} if place == "disk" else {})}
+
+
 def build(place: str, tmp_path: Path, model: nn.Module, **options: Any) -> HiFT:
-    config = dict(PLACES[place])
-    if config.get("state") == "disk":
-        config["state_dir"] = str(tmp_path)
-    return HiFT(model, torch.optim.AdamW, config=HiFTConfig(**config), **{"lr": 1e-2, **options})
+    return hift_over(model, torch.optim.AdamW, **settings(place, tmp_path), **options)[1]
 
 
 def cycle(model: nn.Module, optimizer: Any, start: int = 0) -> None:
-    for batch in token_batches(start + LAYERS)[start:]:
-        model(**batch).loss.backward()
-        if isinstance(optimizer, NaiveHiFT):
-            optimizer.keep_active_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, token_batches(start + LAYERS), LAYERS, start=start)
 
 
-def load(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    model.load_state_dict(values)
-
-
-@torch.no_grad()
-def copy_in(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.copy_(values[name])
-
-
-@torch.no_grad()
-def by_arithmetic(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.zero_().add_(values[name])
-
-
-def by_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.data = values[name].clone()
-
-
-def into_data(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """As averaging libraries put their weights in; neither a tensor's version nor its storage tells."""
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(values[name])
-
-
-WRITERS = {
-    "load_state_dict": load,
-    "copy_": copy_in,
-    "arithmetic": by_arithmetic,
-    "data": by_data,
-    "into data": into_data,
+WRITERS: dict[str, Callable[[nn.Parameter, torch.Tensor], object]] = {
+    "copy_": lambda parameter, value: parameter.copy_(value),
+    "arithmetic": lambda parameter, value: parameter.zero_().add_(value),
+    "data": lambda parameter, value: setattr(parameter, "data", value.clone()),
+    # As averaging libraries put their weights in; neither a tensor's version nor its storage tells.
+    "into data": lambda parameter, value: parameter.data.copy_(value),
 }
 
 
-@pytest.mark.parametrize("writer", WRITERS)
+@torch.no_grad()
+def write(model: nn.Module, values: dict[str, torch.Tensor], writer: str = "load_state_dict") -> None:
+    if writer == "load_state_dict":
+        model.load_state_dict(values)
+    else:
+        for name, parameter in model.named_parameters():
+            WRITERS[writer](parameter, values[name])
+
+
+@pytest.mark.parametrize("writer", ["load_state_dict", *WRITERS])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_cycle_at_rate_zero_does_not_bring_the_old_weights_back(place: str, writer: str, tmp_path: Path) -> None:
-    model, other = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16, seed=7)
-    new = weights(other)
+    model, new = tiny_llama(torch.bfloat16), weights(tiny_llama(torch.bfloat16, seed=7))
     new["model.norm.weight"] = torch.zeros_like(new["model.norm.weight"])
     hift = build(place, tmp_path, model, weight_decay=0.0)
     cycle(model, hift)
-    WRITERS[writer](model, new)
-    for group in hift.param_groups:
-        group["lr"] = 0.0
+    write(model, new, writer)
+    hift.param_groups[0]["lr"] = 0.0
     cycle(model, hift, LAYERS)
     assert hift.updates == 2 * LAYERS
     assert differing(weights(model), new) == []
@@ -130,11 +106,10 @@ def scale_data_in_part(parameter: torch.Tensor) -> None:
 def test_training_goes_on_from_weights_that_were_changed_in_part(
     place: str, change: Callable[[torch.Tensor], None], tmp_path: Path
 ) -> None:
-    model = tiny_llama(torch.bfloat16)
-    other = copy.deepcopy(model)
+    model, hift, other, reference = with_reference(
+        tiny_llama(torch.bfloat16), torch.optim.AdamW, kind=StaleMasters, **settings(place, tmp_path)
+    )
     before = weights(model)
-    hift = build(place, tmp_path, model)
-    reference = StaleMasters(other, torch.optim.AdamW, groups=naive_groups(other, 1), lr=1e-2)
     for start in range(0, 4 * LAYERS, LAYERS):
         for trained, optimizer in ((model, hift), (other, reference)):
             cycle(trained, optimizer, start)
@@ -148,14 +123,13 @@ def test_training_goes_on_from_weights_that_were_changed_in_part(
 @pytest.mark.parametrize("place", PLACES)
 def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_path: Path) -> None:
     """An average that is swapped in for an evaluation and out again, and both orders of loading a checkpoint."""
-    model = tiny_llama(torch.bfloat16)
-    undisturbed = copy.deepcopy(model)
+    model, undisturbed = tiny_llama(torch.bfloat16), tiny_llama(torch.bfloat16)
     hift, plain = build(place, tmp_path, model), build(place, tmp_path, undisturbed)
     for trained, optimizer in ((model, hift), (undisturbed, plain)):
         cycle(trained, optimizer)
     own = weights(model)
-    load(model, weights(tiny_llama(torch.bfloat16, seed=3)))
-    load(model, own)
+    write(model, weights(tiny_llama(torch.bfloat16, seed=3)))
+    write(model, own)
     cycle(model, hift, LAYERS)
     cycle(undisturbed, plain, LAYERS)
     assert_same_bits(model, undisturbed)
@@ -174,42 +148,35 @@ def test_loading_the_same_weights_changes_nothing(place: str, order: str, tmp_pa
     assert_same_bits(again, undisturbed)
 
 
-@pytest.mark.parametrize("write", [load, into_data])
+@pytest.mark.parametrize("writer", ["load_state_dict", "into data"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_state_that_is_saved_after_weights_were_loaded_brings_the_new_ones(
-    place: str, write: Callable[[nn.Module, dict[str, torch.Tensor]], None], tmp_path: Path
+    place: str, writer: str, tmp_path: Path
 ) -> None:
     model, new = tiny_llama(torch.bfloat16), weights(tiny_llama(torch.bfloat16, seed=7))
     hift = build(place, tmp_path, model)
     cycle(model, hift)
-    write(model, new)
+    write(model, new, writer)
     saved = copy.deepcopy(hift.state_dict())
     again = tiny_llama(torch.bfloat16, seed=9)
     resumed = build(place, tmp_path, again)
     resumed.load_state_dict(saved)
     assert differing(weights(again), new) == []
     new_again = weights(tiny_llama(torch.bfloat16, seed=8))
-    write(again, new_again)
-    resumed_twice = copy.deepcopy(resumed.state_dict())
+    write(again, new_again, writer)
     final = tiny_llama(torch.bfloat16, seed=9)
-    build(place, tmp_path, final).load_state_dict(resumed_twice)
+    build(place, tmp_path, final).load_state_dict(copy.deepcopy(resumed.state_dict()))
     assert differing(weights(final), new_again) == []
 
 
 def test_the_optimizers_state_stays_as_a_plain_optimizer_keeps_it() -> None:
-    model, bare = tiny_llama(), tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=LAYERS), lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
+    bare = tiny_llama()
     plain = torch.optim.AdamW(bare.parameters(), lr=1e-2)
-    new = weights(tiny_llama(seed=5))
-    steps: list[Callable[[nn.Module], object]] = [lambda _: None, lambda trained: trained.load_state_dict(new)]
-    for change in steps:
-        for trained, optimizer in ((model, hift), (bare, plain)):
-            change(trained)
-            batch: Batch
-            for batch in token_batches(3):
-                trained(**batch).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    for trained, optimizer in ((model, hift), (bare, plain)):
+        train(trained, optimizer, token_batches(3), 3)
+        write(trained, weights(tiny_llama(seed=5)))
+        train(trained, optimizer, token_batches(3), 3)
     assert_same_bits(model, bare)
 
 
@@ -235,8 +202,7 @@ def assert_lossless(master: torch.Tensor) -> None:
     weight = master.to(torch.bfloat16)
     low, ties = split_master(master)
     assert (low.dtype, low.shape, ties.dtype) == (torch.int16, master.shape, torch.int32)
-    joined = join_master(weight, low, ties)
-    assert torch.equal(joined.view(torch.int32), master.view(torch.int32))
+    assert torch.equal(join_master(weight, low, ties).view(torch.int32), master.view(torch.int32))
 
 
 def test_both_ties_come_back() -> None:
@@ -253,22 +219,18 @@ def test_every_lower_half_comes_back_for_even_and_odd_upper_halves() -> None:
         assert_lossless(torch.where(lower >= 2**31, lower - 2**32, lower).to(torch.int32).view(torch.float32))
 
 
-def test_random_bits_come_back() -> None:
+@pytest.mark.parametrize("shape", [(0,), (3, 5), (2, 3, 4)])
+def test_random_bits_and_shapes_come_back(shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(2**31), 2**31 - 1, (500_000,), generator=generator).to(torch.int32)
-    masters = bits.view(torch.float32)
+    masters = torch.randint(-(2**31), 2**31 - 1, (500_000,), generator=generator).to(torch.int32).view(torch.float32)
     assert_lossless(masters[torch.isfinite(masters)])
+    assert_lossless(torch.randn(shape, generator=generator))
 
 
 def test_infinities_come_back_and_nan_stays_nan() -> None:
     assert_lossless(torch.tensor([float("inf"), -float("inf")]))
     nan = torch.tensor([float("nan")])
     assert join_master(nan.to(torch.bfloat16), *split_master(nan)).isnan().all()
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 5), (2, 3, 4)])
-def test_shapes_are_kept(shape: tuple[int, ...]) -> None:
-    assert_lossless(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
 
 
 def test_ties_are_listed_by_flat_position() -> None:

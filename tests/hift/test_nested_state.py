@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from slivertune.core.ledger import Ledger
 from slivertune.hift.nested_state import flatten_state, unflatten_state
 from slivertune.parallel.checkpoint.sidecar import load_state, save_state
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, trainable, twin, weights
-from tests.helpers.reference import NaiveHiFT, naive_groups, train
-from tests.hift.cases import hift_over
+from tests.helpers.reference import train
+from tests.hift.cases import hift_over, reloaded, with_reference
 
 FP32, BF16 = torch.float32, torch.bfloat16
 VOCAB = 384
@@ -104,9 +103,8 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def placed(place: str, folder: Path, **more: Any) -> HiFTConfig:
-    options = {**PLACES[place], **more}
-    return HiFTConfig(**options, state_dir=str(folder)) if options.get("state") == "disk" else HiFTConfig(**options)
+def placed(place: str, folder: Path) -> dict[str, Any]:
+    return {**PLACES[place], **({"state_dir": str(folder)} if place == "disk" else {})}
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -114,10 +112,9 @@ def placed(place: str, folder: Path, **more: Any) -> HiFTConfig:
 def test_with_one_group_it_is_the_bare_optimizer(name: str, place: str, tmp_path: Path) -> None:
     optimizer_class, options = CASES[name]()
     dense = tiny_llama(vocab=VOCAB)
-    model = twin(dense)
     before = weights(dense)
     bare = optimizer_class(dense.parameters(), **options)
-    hift = HiFT(model, optimizer_class, config=placed(place, tmp_path, layers_per_group=5), **options)
+    model, hift = hift_over(twin(dense), optimizer_class, layers_per_group=5, **placed(place, tmp_path), **options)
     train(dense, bare, BATCHES, 4)
     train(model, hift, BATCHES, 4)
     assert_all_moved(dense, before)
@@ -131,10 +128,9 @@ def test_with_one_group_it_is_the_bare_optimizer(name: str, place: str, tmp_path
 @pytest.mark.parametrize("name", CASES)
 def test_rotated_groups_are_optimizers_rotated_by_hand(name: str, dtype: torch.dtype) -> None:
     optimizer_class, options = CASES[name]()
-    dense = tiny_llama(dtype, vocab=VOCAB)
-    model = twin(dense)
-    naive = NaiveHiFT(dense, optimizer_class, groups=naive_groups(dense, 2), **options)
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(layers_per_group=2), **options)
+    model, hift, dense, naive = with_reference(
+        tiny_llama(dtype, vocab=VOCAB), optimizer_class, layers_per_group=2, **options
+    )
     train(dense, naive, BATCHES, 8)
     train(model, hift, BATCHES, 8)
     assert_same_bits(model, dense)
@@ -146,43 +142,37 @@ def test_it_resumes_with_the_same_bits(name: str, place: str, tmp_path: Path) ->
     optimizer_class, options = CASES[name]()
 
     def build(folder: str, seed: int = 0) -> tuple[nn.Module, HiFT]:
-        model = tiny_llama(BF16, vocab=VOCAB, seed=seed)
-        config = placed(place, tmp_path / folder, layers_per_group=2)
-        return model, HiFT(model, optimizer_class, config=config, **options)
+        where = placed(place, tmp_path / folder)
+        return hift_over(
+            tiny_llama(BF16, vocab=VOCAB, seed=seed), optimizer_class, layers_per_group=2, **where, **options
+        )
 
     whole_model, whole = build("whole")
     train(whole_model, whole, BATCHES, 5)
-    file = io.BytesIO()
-    torch.save({"model": whole_model.state_dict(), "optimizer": whole.state_dict()}, file)
-    train(whole_model, whole, BATCHES, 5, start=5)
-    file.seek(0)
     # Objects of a class of ours are no plain containers; torchao's tensors are, to torch.
-    saved = torch.load(file, weights_only=name != "nested")
-    model, hift = build("again", seed=9)
-    model.load_state_dict(saved["model"])
-    hift.load_state_dict(saved["optimizer"])
-    train(model, hift, BATCHES, 5, start=5)
-    assert_same_bits(model, whole_model)
-    # What was loaded from is not what is trained on.
-    again = build("third", seed=8)
-    again[0].load_state_dict(saved["model"])
-    again[1].load_state_dict(saved["optimizer"])
-    train(*again, BATCHES, 5, start=5)
-    assert_same_bits(again[0], whole_model)
+    saved = reloaded([whole_model.state_dict(), whole.state_dict()], weights_only=name != "nested")
+    train(whole_model, whole, BATCHES, 5, start=5)
+    # Twice: what was loaded from is not what is trained on.
+    for folder, seed in (("again", 9), ("third", 8)):
+        run = build(folder, seed)
+        for part, state in zip(run, saved, strict=True):
+            part.load_state_dict(state)
+        train(*run, BATCHES, 5, start=5)
+        assert_same_bits(run[0], whole_model)
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_it_travels_in_the_folder_beside_a_checkpoint(name: str, tmp_path: Path) -> None:
     optimizer_class, options = CASES[name]()
-    models = [tiny_llama(BF16, vocab=VOCAB, seed=seed) for seed in (0, 9)]
-    first, second = (HiFT(model, optimizer_class, **options) for model in models)
-    train(models[0], first, BATCHES, 7)
+    runs = [hift_over(tiny_llama(BF16, vocab=VOCAB, seed=seed), optimizer_class, **options) for seed in (0, 9)]
+    (model, first), (other, second) = runs
+    train(model, first, BATCHES, 7)
     save_state(first, tmp_path / "hift")
-    models[1].load_state_dict(models[0].state_dict())
+    other.load_state_dict(model.state_dict())
     load_state(second, tmp_path / "hift")
-    for model, optimizer in zip(models, (first, second), strict=True):
-        train(model, optimizer, BATCHES, 5, start=7)
-    assert_same_bits(*models)
+    for run in runs:
+        train(*run, BATCHES, 5, start=7)
+    assert_same_bits(model, other)
 
 
 def test_objects_that_could_not_be_loaded_again_are_named_when_saved(tmp_path: Path) -> None:
@@ -209,9 +199,8 @@ def test_it_waits_off_the_device(name: str) -> None:
 
 def test_a_number_for_a_learning_rate_that_the_class_keeps_as_a_tensor_is_followed() -> None:
     dense = tiny_llama(vocab=VOCAB)
-    model = twin(dense)
     bare = torchao("AdamW8bit")(dense.parameters(), lr=1e-2)
-    hift = HiFT(model, torchao("AdamW8bit"), config=HiFTConfig(layers_per_group=5), lr=1e-2)
+    model, hift = hift_over(twin(dense), torchao("AdamW8bit"), layers_per_group=5, lr=1e-2)
     for index, rate in enumerate((1e-2, 5e-3, 0.0, 1e-3)):
         bare.param_groups[0]["lr"].fill_(rate)
         hift.param_groups[0]["lr"] = rate
@@ -223,12 +212,8 @@ def test_a_number_for_a_learning_rate_that_the_class_keeps_as_a_tensor_is_follow
 def test_random_numbers_drawn_in_the_step_are_those_of_the_bare_optimizer() -> None:
     options = {"lr": 1e-2, "bf16_stochastic_round": True}
     models = [tiny_llama(BF16, vocab=VOCAB) for _ in range(2)]
-    bare = torchao("AdamW8bit")(models[0].parameters(), **options)
-    wrapped = HiFT.wrap(
-        torchao("AdamW8bit")(models[1].parameters(), **options),
-        models[1],
-        config=HiFTConfig(layers_per_group=5, master="none"),
-    )
+    bare, to_wrap = (torchao("AdamW8bit")(model.parameters(), **options) for model in models)
+    wrapped = HiFT.wrap(to_wrap, models[1], config=HiFTConfig(layers_per_group=5, master="none"))
     for model, optimizer in zip(models, (bare, wrapped), strict=True):
         torch.manual_seed(0)
         train(model, optimizer, BATCHES, 3)
@@ -249,8 +234,9 @@ def test_taking_apart_and_putting_together_changes_nothing_but_the_tensors() -> 
         "list/0",
         "list/2/deep/0",
     }
-    moved = {key: value + 1 if isinstance(value, torch.Tensor) else value for key, value in flat.items()}
-    whole = unflatten_state(moved)
+    whole = unflatten_state(
+        {key: value + 1 if isinstance(value, torch.Tensor) else value for key, value in flat.items()}
+    )
     assert whole.keys() == state.keys()
     assert whole["list"][0].tolist() == [1, 1] and whole["list"][1] is None
     assert whole["list"][2]["deep"][0].tolist() == [2] and whole["list"][2]["deep"][1] == 4
@@ -307,28 +293,21 @@ class OpaqueState(SparseState):
 
 
 @pytest.mark.parametrize(
-    ("optimizer_class", "options", "config", "message"),
+    ("optimizer_class", "config", "message"),
     [
-        (SparseState, {}, {}, r"SparseState.*'moment' is a tensor of layout torch.sparse_coo, which can't be moved"),
-        (OpaqueState, {}, {}, r"OpaqueState.*'moment' is a Opaque, a tensor subclass without __tensor_flatten__"),
-        ("AdamW8bit", {}, {"elementwise": True}, "elementwise=True can't be kept for AdamW8bit.*leave elementwise out"),
+        (SparseState, {}, r"SparseState.*'moment' is a tensor of layout torch.sparse_coo, which can't be moved"),
+        (OpaqueState, {}, r"OpaqueState.*'moment' is a Opaque, a tensor subclass without __tensor_flatten__"),
+        ("AdamW8bit", {"elementwise": True}, "elementwise=True can't be kept for AdamW8bit.*leave elementwise out"),
     ],
 )
 @pytest.mark.parametrize("wrap", [False, True])
 def test_state_that_cannot_be_moved_is_refused_when_built(
-    optimizer_class: Any, options: dict[str, Any], config: dict[str, Any], message: str, wrap: bool
+    optimizer_class: Any, config: dict[str, Any], message: str, wrap: bool
 ) -> None:
     kind = torchao(optimizer_class) if isinstance(optimizer_class, str) else optimizer_class
-    model = tiny_llama(vocab=VOCAB)
-    random = torch.get_rng_state()
-    settings = HiFTConfig(**config)
-
-    def build() -> HiFT:
-        if wrap:
-            return HiFT.wrap(kind(model.parameters(), lr=1e-2, **options), model, config=settings)
-        return HiFT(model, kind, config=settings, lr=1e-2, **options)
-
+    model, random = tiny_llama(vocab=VOCAB), torch.get_rng_state()
+    to_wrap = kind(model.parameters(), lr=1e-2)
     with pytest.raises(ValueError, match=message):
-        build()
+        HiFT.wrap(to_wrap, model, config=HiFTConfig(**config)) if wrap else hift_over(model, kind, lr=1e-2, **config)
     assert trainable(model) == {name for name, _ in model.named_parameters()}
     assert torch.equal(torch.get_rng_state(), random)

@@ -1,6 +1,6 @@
 """The copies of streamed state, checked on pretended streams: everything comes after what it depends on.
 
-What is checked is the real code of `streamed.py` and `offloaded_state.py`; only its copy streams are pretended
+What is checked is the real code of `streamed.py` and `offload_buffer.py`; only its copy streams are pretended
 (`helpers/streams.py`).
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from slivertune.hift import optimizer, streamed
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
 from tests.helpers.streams import PretendedStreams, Streams
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over
+from tests.hift.cases import BIG_VOCAB, DTYPES, hift_over
 
 
 @contextmanager
@@ -33,8 +33,7 @@ def pretended(
 
 def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
     """Three cycles, the state read and loaded again in mid-cycle."""
-    optimizer_class, options = OPTIMIZERS[name]
-    model, hift = hift_over(tiny_llama(dtype, vocab=BIG_VOCAB), optimizer_class, **config, **options)
+    model, hift = hift_over(tiny_llama(dtype, vocab=BIG_VOCAB), name, **config)
     batches = token_batches(10, vocab=BIG_VOCAB)
     train(model, hift, batches, 7)
     saved = copy.deepcopy(hift.state_dict())
@@ -42,6 +41,14 @@ def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
     hift.load_state_dict(saved)
     train(model, hift, batches, 8)
     return hift
+
+
+def assert_in_order(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, **config: Any) -> None:
+    with pretended(monkeypatch) as streams:
+        hift = run(name, dtype, **config)
+    assert hift.updates == 15
+    assert streams.violations == []
+    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > 0
 
 
 @pytest.mark.slow
@@ -62,19 +69,13 @@ def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
 def test_every_copy_comes_after_what_it_depends_on(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, master: str, stream_bytes: int
 ) -> None:
-    with pretended(monkeypatch) as streams:
-        hift = run(name, dtype, master=master, stream_bytes=stream_bytes)
-    assert hift.updates == 15
-    assert streams.violations == []
-    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > 0
+    assert_in_order(monkeypatch, name, dtype, master=master, stream_bytes=stream_bytes)
 
 
 @pytest.mark.parametrize("state", ["host", "discard"])
 def test_turns_of_several_steps_and_several_layers_are_in_order(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    with pretended(monkeypatch) as streams:
-        hift = run("AdamW", torch.bfloat16, state=state, stream_bytes=20_000, steps_per_group=2, layers_per_group=2)
-    assert hift.updates == 15
-    assert streams.violations == []
+    config = {"state": state, "stream_bytes": 20_000, "steps_per_group": 2, "layers_per_group": 2}
+    assert_in_order(monkeypatch, "AdamW", torch.bfloat16, **config)
 
 
 @pytest.mark.slow
@@ -85,17 +86,14 @@ def test_steps_in_the_backward_are_in_order(
     monkeypatch: pytest.MonkeyPatch, name: str, master: str, stream_bytes: int, layers_per_group: int
 ) -> None:
     config = {"master": master, "stream_bytes": stream_bytes, "layers_per_group": layers_per_group}
-    with pretended(monkeypatch) as streams:
-        hift = run(name, torch.bfloat16, step_in_backward=True, **config)
-    assert hift.updates == 15
-    assert streams.violations == []
-    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > 0
+    assert_in_order(monkeypatch, name, torch.bfloat16, step_in_backward=True, **config)
 
 
 def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = tiny_llama(torch.bfloat16), token_batches(5)
-    config = HiFTConfig(step_in_backward=True, stream_bytes=8192)
-    hift = HiFT(model, torch.optim.AdamW, config=config, lr=1e-2)
+    batches = token_batches(5)
+    model, hift = hift_over(
+        tiny_llama(torch.bfloat16), torch.optim.AdamW, step_in_backward=True, stream_bytes=8192, lr=1e-2
+    )
     train(model, hift, batches, 5)
     loads: list[int] = []
     original = streamed.StreamedGroup._load
@@ -110,9 +108,9 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
 
 
 def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = tiny_llama(torch.bfloat16), token_batches(5)
+    batches = token_batches(5)
     with pretended(monkeypatch) as streams:
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192), lr=1e-2)
+        model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, stream_bytes=8192, lr=1e-2)
         for _ in range(3):
             train(model, hift, batches, 5)
             model(**batches[0]).loss.backward()
@@ -139,10 +137,9 @@ class _Stumbling(torch.optim.AdamW):
 
 
 def test_an_error_in_the_middle_of_a_step_leaves_no_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = tiny_llama(torch.bfloat16), token_batches(5)
-    config = HiFTConfig(stream_bytes=8192, elementwise=True)
+    batches = token_batches(5)
     with pretended(monkeypatch) as streams:
-        hift = HiFT(model, _Stumbling, config=config, lr=1e-2)
+        model, hift = hift_over(tiny_llama(torch.bfloat16), _Stumbling, stream_bytes=8192, elementwise=True, lr=1e-2)
         train(model, hift, batches, 10)
         monkeypatch.setattr(_Stumbling, "countdown", 4)
         with pytest.raises(RuntimeError, match="stumbled"):
@@ -160,28 +157,27 @@ class _Counting(PretendedStreams):
         super()._compute_after(event)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with masters"])
+@DTYPES
 def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    model, batches = tiny_llama(dtype), token_batches(5)
+    batches = token_batches(5)
     with pretended(monkeypatch, _Counting):
-        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), lr=1e-2)
+        model, hift = hift_over(tiny_llama(dtype), torch.optim.AdamW, stream_bytes=20_000, lr=1e-2)
         train(model, hift, batches, 5)
         for group in hift._residencies:
             monkeypatch.setattr(_Counting, "num_waits", 0)
             train(model, hift, batches, 1)
-            num_pieces = len(group._pieces)  # type: ignore[attr-defined]
+            num_pieces = len(group._pieces)
             assert num_pieces > 2
             # Each piece for its own arrival; and once for the store of each, when all are stepped.
             assert _Counting.num_waits == 2 * num_pieces
 
 
 def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
-    model, batches = tiny_llama(torch.bfloat16), token_batches(5)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192, master="split"), lr=1e-2)
+    config, batches = {"stream_bytes": 8192, "master": "split"}, token_batches(5)
+    model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2, **config)
     train(model, hift, batches, 7)
-    other, saved = twin(model), copy.deepcopy(hift.state_dict())
-    moved = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=8192, master="split"), lr=1e-2)
-    moved.load_state_dict(saved)
+    other, moved = hift_over(twin(model), torch.optim.AdamW, lr=1e-2, **config)
+    moved.load_state_dict(copy.deepcopy(hift.state_dict()))
     for group in moved._residencies:
         group._offloaded_from = torch.device("cuda", 0)  # type: ignore[attr-defined]
     train(model, hift, batches, 8)

@@ -1,5 +1,6 @@
 """Where the bytes are, by the census of living storages."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from slivertune import HiFT
 from slivertune.core.ledger import Census, Ledger
 from slivertune.hift.streamed import StreamedGroup
-from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.models import assert_same_bits, tiny_llama, token_batches
 from tests.hift.cases import hift_over
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -37,17 +38,19 @@ def backward(model: nn.Module, index: int) -> None:
     model(**token_batches(index + 1)[index]).loss.backward()
 
 
-def steps(model: nn.Module, optimizer: HiFT, count: int) -> None:
-    for index in range(count):
-        backward(model, index)
-        optimizer.step()
+def censuses(model: nn.Module, optimizer: HiFT, count: int) -> Iterator[Census]:
+    """Train for so many steps, and tell where the bytes are after each."""
+    with Ledger(model) as ledger:
+        for index in range(count):
+            backward(model, index)
+            optimizer.step()
+            yield ledger.current()
 
 
 def assert_only_weights_on_the_device(census: Census, model: nn.Module) -> None:
     """What must hold after every step."""
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    buffers = sum(buffer.nbytes for buffer in model.buffers())
-    assert (census.parameters, census.gradients) == (weights + buffers, 0)
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert (census.parameters, census.gradients) == (num_bytes, 0)
     assert census.state == 0, f"{census.state} bytes of state stayed on the device"
     assert census.residual == 0, f"{census.residual} bytes of no one's stayed on the device"
 
@@ -74,7 +77,9 @@ def test_a_step_holds_the_weights_the_active_gradients_and_two_pieces(dtype: tor
 def test_whole_groups_on_the_device_would_break_that_bound() -> None:
     model, optimizer = build(BF16, stream_bytes=0)
     with Ledger(model) as ledger:
-        steps(model, optimizer, 2 * NUM_GROUPS)
+        for index in range(2 * NUM_GROUPS):
+            backward(model, index)
+            optimizer.step()
         assert ledger.highest.state > 2 * STREAM_BYTES
 
 
@@ -83,17 +88,13 @@ def test_between_steps_all_state_waits_on_the_host(dtype: torch.dtype) -> None:
     model, optimizer = build(dtype)
     num_elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     bytes_each = 8 if dtype == FP32 else 12  # two moments, and a master for 16-bit weights
-    with Ledger(model) as ledger:
-        visited = 0
-        for index in range(2 * NUM_GROUPS):
-            group = optimizer.groups[optimizer.active_group]
-            backward(model, index)
-            optimizer.step()
-            assert_only_weights_on_the_device(ledger.current(), model)
-            if index < NUM_GROUPS:
-                visited += sum(num_elements[name] for name in group.parameter_names)
-            # Beside it: step counts, and the gaps that keep tensors aligned.
-            assert visited * bytes_each <= ledger.current().host <= visited * bytes_each * 1.25 + 100_000
+    visited = 0
+    for index, census in enumerate(censuses(model, optimizer, 2 * NUM_GROUPS)):
+        assert_only_weights_on_the_device(census, model)
+        if index < NUM_GROUPS:
+            visited += sum(num_elements[name] for name in optimizer.groups[index].parameter_names)
+        # Beside it: step counts, and the gaps that keep tensors aligned.
+        assert visited * bytes_each <= census.host <= visited * bytes_each * 1.25 + 100_000
 
 
 def test_keeping_a_groups_state_alive_after_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +107,9 @@ def test_keeping_a_groups_state_alive_after_the_step_is_found(monkeypatch: pytes
 
     monkeypatch.setattr(StreamedGroup, "_empty_slots", forgetful)
     model, optimizer = build(BF16)
-    with Ledger(model) as ledger:
-        steps(model, optimizer, NUM_GROUPS + 1)
-        with pytest.raises(AssertionError, match="bytes of state stayed on the device"):
-            assert_only_weights_on_the_device(ledger.current(), model)
+    *_, last = censuses(model, optimizer, NUM_GROUPS + 1)
+    with pytest.raises(AssertionError, match="bytes of state stayed on the device"):
+        assert_only_weights_on_the_device(last, model)
 
 
 def test_the_first_pieces_arrive_during_backward() -> None:
@@ -137,51 +137,39 @@ def test_prefetched_pieces_survive_a_skipped_step() -> None:
             backward(model, index)
             optimizer.step()
         assert optimizer.updates == 3 * NUM_GROUPS
-        results.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        results.append(model)
+    assert_same_bits(*results)
 
 
 def test_state_on_the_device_stays_there() -> None:
     model, optimizer = build(BF16, state="device")
-    with Ledger(model) as ledger:
-        steps(model, optimizer, 2 * NUM_GROUPS)
-        num_elements = sum(parameter.numel() for parameter in model.parameters())
-        counts = STEP_BYTES * len(list(model.parameters()))
-        assert (ledger.current().state, ledger.current().host) == (12 * num_elements + counts, 0)
-        assert (ledger.current().gradients, ledger.current().residual) == (0, 0)
+    *_, last = censuses(model, optimizer, 2 * NUM_GROUPS)
+    state_bytes = sum(12 * parameter.numel() + STEP_BYTES for parameter in model.parameters())
+    assert (last.state, last.host, last.gradients, last.residual) == (state_bytes, 0, 0, 0)
 
 
 def test_state_on_disk_is_in_files_that_leave_nothing_behind(tmp_path: Any) -> None:
     model, optimizer = build(BF16, state="disk", state_dir=tmp_path / "state")
-    with Ledger(model) as ledger:
-        for index in range(2 * NUM_GROUPS):
-            backward(model, index)
-            optimizer.step()
-            assert_only_weights_on_the_device(ledger.current(), model)
-        num_elements = sum(parameter.numel() for parameter in model.parameters())
-        assert ledger.current().disk >= 12 * num_elements
-        assert ledger.current().host < 20_000  # step counts of the slices
+    for census in censuses(model, optimizer, 2 * NUM_GROUPS):
+        assert_only_weights_on_the_device(census, model)
+    assert census.disk >= 12 * sum(parameter.numel() for parameter in model.parameters())
+    assert census.host < 20_000  # step counts of the slices
     assert list((tmp_path / "state").iterdir()) == []
 
 
 def test_discarded_state_waits_nowhere() -> None:
     model, optimizer = build(BF16, state="discard", steps_per_group=2)
-    with Ledger(model) as ledger:
-        for index in range(4 * NUM_GROUPS):
-            backward(model, index)
-            optimizer.step()
-            census = ledger.current()
-            assert_only_weights_on_the_device(census, model)
-            assert (census.host == 0) == (index % 2 == 1)
+    for index, census in enumerate(censuses(model, optimizer, 4 * NUM_GROUPS)):
+        assert_only_weights_on_the_device(census, model)
+        assert (census.host == 0) == (index % 2 == 1)
 
 
 def test_half_the_masters_bytes_wait_when_split() -> None:
     waiting = {}
     for master in ("fp32", "split", "none"):
         model, optimizer = build(BF16, master=master)
-        with Ledger(model) as ledger:
-            steps(model, optimizer, NUM_GROUPS)
-            waiting[master] = ledger.current().host
+        *_, last = censuses(model, optimizer, NUM_GROUPS)
+        waiting[master] = last.host
         num_elements = sum(parameter.numel() for parameter in model.parameters())
     assert waiting["fp32"] - waiting["split"] == pytest.approx(2 * num_elements, rel=0.05)
     assert waiting["split"] - waiting["none"] > 0

@@ -1,14 +1,11 @@
 """Save, load into a new process's objects, continue: the same bits as a run that was never interrupted."""
 
 import copy
-import io
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Trainer, TrainingArguments
 
@@ -26,47 +23,36 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import decay_split, grouped_optimizer, train
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over, warm_cosine
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with one_device() as made:
-        yield made
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over, reloaded, warm_cosine
 
 
 class Run:
-    """A model, its HiFT and a schedule, which can be written to bytes and made anew from them."""
+    """A model, its HiFT and a schedule, which can be saved and made anew from what was saved."""
 
     def __init__(
         self, name: str, dtype: torch.dtype, total: int, *, weights_seed: int = 0, wrap: bool = False, **config: Any
     ):
-        optimizer_class, options = OPTIMIZERS[name]
-        big = name == "AdamW8bit"
-        self.model = tiny_llama(dtype, vocab=BIG_VOCAB if big else 97, seed=weights_seed)
-        self.batches: list[Batch] = token_batches(total, vocab=BIG_VOCAB if big else 97)
+        vocab = BIG_VOCAB if name == "AdamW8bit" else 97
+        self.model = tiny_llama(dtype, vocab=vocab, seed=weights_seed)
+        self.batches: list[Batch] = token_batches(total, vocab=vocab)
         if wrap:
-            options = {key: value for key, value in options.items() if key != "weight_decay"}
-            base = grouped_optimizer(self.model, optimizer_class, decay_split(self.model), **options)
+            base = grouped_optimizer(self.model, OPTIMIZERS[name][0], decay_split(self.model), lr=1e-2)
             self.hift = HiFT.wrap(base, self.model, config=HiFTConfig(**config))
         else:
-            self.hift = HiFT(self.model, optimizer_class, config=HiFTConfig(**config), **options)
+            self.hift = hift_over(self.model, name, **config)[1]
         self.scheduler = LambdaLR(self.hift, lambda step: warm_cosine(step, total))
 
     def train(self, start: int, steps: int) -> list[float]:
         return train(self.model, self.hift, self.batches, steps, start=start, scheduler=self.scheduler)
 
-    def save(self) -> bytes:
-        file = io.BytesIO()
+    def save(self) -> dict[str, Any]:
         parts = {"model": self.model, "optimizer": self.hift, "scheduler": self.scheduler}
-        torch.save({key: part.state_dict() for key, part in parts.items()}, file)
-        return file.getvalue()
+        return reloaded({key: part.state_dict() for key, part in parts.items()})  # type: ignore[no-any-return]
 
-    def load(self, saved: bytes) -> None:
-        loaded = torch.load(io.BytesIO(saved), weights_only=True)
-        self.model.load_state_dict(loaded["model"])
-        self.hift.load_state_dict(loaded["optimizer"])
-        self.scheduler.load_state_dict(loaded["scheduler"])
+    def load(self, saved: dict[str, Any]) -> None:
+        self.model.load_state_dict(saved["model"])
+        self.hift.load_state_dict(saved["optimizer"])
+        self.scheduler.load_state_dict(saved["scheduler"])
 
 
 def resume_at_every_step(
@@ -80,7 +66,10 @@ def resume_at_every_step(
     every: int = 1,
     **config: Any,
 ) -> None:
-    """Save after every update of two cycles; continue each from a model of other weights; compare losses and bits."""
+    """Save after every update of two cycles; continue each from a model of other weights; compare losses and bits.
+
+    What is continued is not saved again, so that this tells, too, that saving changes nothing.
+    """
 
     def places(folder: str, chosen: dict[str, Any]) -> dict[str, Any]:
         return {**chosen, "state_dir": str(tmp_path / folder)} if chosen.get("state") == "disk" else chosen
@@ -129,16 +118,13 @@ FP32, BF16 = torch.float32, torch.bfloat16
         ("transformers Adafactor with lr", BF16, 3, {"layers_per_group": 2}),
         ("own hyperparameter", BF16, 3, {"layers_per_group": 2}),
         ("AdamW", FP32, 1, {"layers_per_group": 5}),
+        ("AdamW", BF16, 3, {"layers_per_group": 2, "wrap": True}),  # with decay groups
     ],
 )
 def test_a_run_resumed_at_any_step_has_the_same_bits(
     name: str, dtype: torch.dtype, cycle: int, config: dict[str, Any], tmp_path: Path
 ) -> None:
     resume_at_every_step(name, dtype, cycle, tmp_path, **config)
-
-
-def test_a_wrapped_optimizer_with_decay_groups_resumes(tmp_path: Path) -> None:
-    resume_at_every_step("AdamW", BF16, 3, tmp_path, wrap=True, layers_per_group=2)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit"])
@@ -162,16 +148,8 @@ def test_a_run_resumes_with_other_choices_of_memory(
 
 @pytest.mark.parametrize(("saved", "resumed"), [(0, 4096), (4096, 0), (4096, 20_000)])
 def test_adapted_hyperparameters_resume_with_another_number_of_pieces(saved: int, resumed: int, tmp_path: Path) -> None:
-    resume_at_every_step(
-        "own hyperparameter",
-        BF16,
-        3,
-        tmp_path,
-        layers_per_group=2,
-        elementwise=True,
-        stream_bytes=saved,
-        resumed={"stream_bytes": resumed},
-    )
+    config = {"layers_per_group": 2, "elementwise": True, "stream_bytes": saved, "resumed": {"stream_bytes": resumed}}
+    resume_at_every_step("own hyperparameter", BF16, 3, tmp_path, **config)
 
 
 @pytest.mark.parametrize("config", [{}, {"master": "split"}, {"state": "device"}, {"stream_bytes": 4096}])
@@ -180,7 +158,7 @@ def test_loading_is_idempotent_and_saving_what_was_loaded_gives_it_back(name: st
     run = Run(name, BF16, 12, **config)
     run.train(0, 7)
     saved = run.save()
-    first = torch.load(io.BytesIO(saved), weights_only=True)["optimizer"]
+    first = copy.deepcopy(saved["optimizer"])
     again = Run(name, BF16, 12, weights_seed=9, **config)
     again.load(saved)
     again.load(saved)
@@ -233,24 +211,13 @@ def test_a_tensor_lr_resumes() -> None:
     batches = token_batches(9)
     model, hift, scheduler = made(0)
     train(model, hift, batches, 4, scheduler=scheduler)
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in (model, hift, scheduler)], file)
+    states = reloaded([part.state_dict() for part in (model, hift, scheduler)])
     train(model, hift, batches, 5, start=4, scheduler=scheduler)
-    file.seek(0)
     again = made(9)
-    for part, saved in zip(again, torch.load(file, weights_only=True), strict=True):
+    for part, saved in zip(again, states, strict=True):
         part.load_state_dict(saved)
     train(again[0], again[1], batches, 5, start=4, scheduler=again[2])
     assert_same_bits(again[0], model)
-
-
-def test_saving_does_not_change_the_run() -> None:
-    run, other = Run("AdamW", BF16, 12), Run("AdamW", BF16, 12)
-    for update in range(12):
-        run.train(update, 1)
-        run.save()
-    other.train(0, 12)
-    assert_same_bits(run.model, other.model)
 
 
 @pytest.mark.parametrize("master", ["fp32", "split"])
@@ -268,7 +235,7 @@ def test_what_a_resumed_run_saves_later_is_what_the_run_that_went_on_saves(maste
 def test_loading_does_not_keep_the_callers_tensors(state: str) -> None:
     run = Run("AdamW", BF16, 12, state=state)
     run.train(0, 7)
-    loaded = torch.load(io.BytesIO(run.save()), weights_only=True)["optimizer"]
+    loaded = run.save()["optimizer"]
     kept = copy.deepcopy(loaded)
     again = Run("AdamW", BF16, 12, state=state)
     again.train(0, 7)
@@ -289,7 +256,7 @@ def test_state_dict_is_by_parameter_name_and_holds_fp32_masters_of_visited_group
     assert set(state) == visited and visited < set(names)
     parameters = dict(run.model.named_parameters())
     for name, entry in state.items():
-        assert {"master", "exp_avg", "exp_avg_sq", "step"} <= set(entry)
+        assert "step" in entry
         for key in ("master", "exp_avg", "exp_avg_sq"):
             assert entry[key].dtype == FP32 and entry[key].shape == parameters[name].shape
         assert torch.equal(entry["master"].to(BF16), parameters[name])
@@ -306,7 +273,7 @@ def test_loading_restores_the_active_group_and_what_requires_a_gradient() -> Non
 
 
 @pytest.mark.parametrize("done", range(7))
-def test_accelerator_save_state_resumes_to_the_same_bits(accelerator: Accelerator, tmp_path: Path, done: int) -> None:
+def test_accelerator_save_state_resumes_to_the_same_bits(tmp_path: Path, done: int) -> None:
     def prepared(seed: int) -> tuple[Run, Any, Any, Any]:
         run = Run("AdamW", BF16, 8, weights_seed=seed, layers_per_group=2, order="random")
         return run, *accelerator.prepare(run.model, run.hift, run.scheduler)
@@ -323,28 +290,16 @@ def test_accelerator_save_state_resumes_to_the_same_bits(accelerator: Accelerato
             losses.append(loss.item())
         return losses
 
-    first = prepared(0)
-    loop(*first, 0, done)
-    accelerator.save_state(str(tmp_path))
-    expected = loop(*first, done, 8 - done)
-    accelerator.free_memory()
-    again = prepared(9)
-    accelerator.load_state(str(tmp_path))
-    assert loop(*again, done, 8 - done) == expected
+    with one_device() as accelerator:
+        first = prepared(0)
+        loop(*first, 0, done)
+        accelerator.save_state(str(tmp_path))
+        expected = loop(*first, done, 8 - done)
+        accelerator.free_memory()
+        again = prepared(9)
+        accelerator.load_state(str(tmp_path))
+        assert loop(*again, done, 8 - done) == expected
     assert_same_bits(again[0].model, first[0].model)
-
-
-class Rows(torch.utils.data.Dataset[Batch]):
-    """Forty rows of ids."""
-
-    def __init__(self) -> None:
-        self.rows = [{key: value[0] for key, value in batch.items()} for batch in token_batches(40, batch_size=1)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self.rows[index]
 
 
 @pytest.mark.slow
@@ -365,8 +320,9 @@ def test_trainer_resumes_from_each_of_its_checkpoints_to_the_same_bits(dtype: to
             disable_tqdm=True,
             logging_strategy="no",
         )
-        return Trainer(model=model, args=arguments, train_dataset=Rows(), optimizers=(hift, None)), hift
+        return Trainer(model=model, args=arguments, train_dataset=rows, optimizers=(hift, None)), hift
 
+    rows: Any = [{key: value[0] for key, value in batch.items()} for batch in token_batches(40, batch_size=1)]
     whole, hift = trainer(0, "whole")
     before = weights(whole.model)
     whole.train()

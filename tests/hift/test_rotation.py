@@ -4,7 +4,8 @@ from typing import Any
 import pytest
 import torch
 
-from slivertune.hift.rotation import Rotation
+from slivertune.core.layers import Layer
+from slivertune.hift.rotation import Rotation, cut_groups, turn_order
 
 
 def advance(rotation: Rotation, scheduled: float) -> float:
@@ -17,13 +18,15 @@ def advance(rotation: Rotation, scheduled: float) -> float:
 
 
 def test_every_group_has_its_turn_in_order() -> None:
-    rotation = Rotation(order=(2, 0, 1), steps_per_group=2)
-    turns = []
-    for _ in range(12):
+    rotation = Rotation(order=(2, 0, 1), steps_per_group=3)
+    turns, ends = [], []
+    for _ in range(18):
         turns.append(rotation.active_group)
+        ends.append(rotation.ends_turn)
         advance(rotation, 0.1)
-    assert turns == [2, 2, 0, 0, 1, 1] * 2
-    assert rotation.cycle_length == 6
+    assert turns == [2, 2, 2, 0, 0, 0, 1, 1, 1] * 2
+    assert ends == [False, False, True] * 6
+    assert rotation.cycle_length == 9
 
 
 def test_the_rate_of_a_cycle_is_read_at_its_first_update() -> None:
@@ -68,15 +71,6 @@ def test_rates_are_read_again_while_all_are_0(rates: list[list[Any]], held: list
     assert applied == held
 
 
-def test_turns_end_after_their_steps() -> None:
-    rotation = Rotation(order=(0, 1), steps_per_group=3)
-    ends = []
-    for _ in range(6):
-        ends.append(rotation.ends_turn)
-        advance(rotation, 0.1)
-    assert ends == [False, False, True] * 2
-
-
 def test_it_pickles_in_mid_cycle() -> None:
     rotation = Rotation(order=(1, 0, 2), steps_per_group=2)
     for _ in range(3):
@@ -118,3 +112,47 @@ def test_its_state_continues_it() -> None:
     again = Rotation(order=(0, 1, 2), steps_per_group=1)
     again.restore(rotation.state())
     assert again == rotation and again.skipped is not rotation.skipped
+
+
+def layers(count: int) -> list[Layer]:
+    return [
+        Layer(kind="block", name=f"block.{i}", parameter_names=(f"block.{i}.weight", f"block.{i}.bias"))
+        for i in range(count)
+    ]
+
+
+def all_names(count: int) -> frozenset[str]:
+    return frozenset(name for layer in layers(count) for name in layer.parameter_names)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers_per_group", "expected"),
+    [(34, 1, [1] * 34), (8, 3, [3, 3, 2]), (6, 3, [3, 3]), (5, 5, [5]), (7, 4, [4, 3])],
+)
+def test_layers_are_cut_from_the_bottom_into_groups(
+    num_layers: int, layers_per_group: int, expected: list[int]
+) -> None:
+    groups = cut_groups(layers(num_layers), layers_per_group, all_names(num_layers))
+    assert [len(group.layers) for group in groups] == expected
+    assert [group.index for group in groups] == list(range(len(expected)))
+    assert [layer.name for group in groups for layer in group.layers] == [f"block.{i}" for i in range(num_layers)]
+
+
+def test_frozen_parameters_take_no_part_and_frozen_layers_no_turn() -> None:
+    groups = cut_groups(layers(4), 1, frozenset({"block.0.weight", "block.2.weight", "block.2.bias"}))
+    assert [group.parameter_names for group in groups] == [("block.0.weight",), ("block.2.weight", "block.2.bias")]
+
+
+def test_more_layers_a_group_than_there_are_and_a_model_that_is_frozen_whole_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"layers_per_group=5 must be in \[1, 4\]"):
+        cut_groups(layers(4), 5, all_names(4))
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        cut_groups(layers(4), 1, frozenset())
+
+
+def test_orders() -> None:
+    assert turn_order(4, "bottom2up", 0) == (0, 1, 2, 3)
+    assert turn_order(4, "top2down", 0) == (3, 2, 1, 0)
+    shuffled = turn_order(30, "random", 7)
+    assert shuffled == turn_order(30, "random", 7) != turn_order(30, "random", 8)
+    assert sorted(shuffled) == list(range(30)) != list(shuffled)

@@ -1,12 +1,13 @@
 """Groups that a batch does not reach: their turn passes, counted, without an update, and nobody else starves.
 
 The reference computes every gradient of a dense model, throws away what the active group does not own, and hands the
-turn on where nothing is left.
+turn on where nothing is left. The length of this file is that of the models: each way in which a batch can miss layers
+has one.
 """
 
-import io
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,12 +19,11 @@ import transformers as hf
 from torch import nn
 from torch.amp import GradScaler
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from tests.helpers.models import (
     BLOCKS,
     HIDDEN,
     VOCAB,
-    Batch,
     assert_all_moved,
     assert_same_bits,
     differing,
@@ -36,7 +36,7 @@ from tests.helpers.models import (
     weights,
 )
 from tests.helpers.reference import NaiveHiFT, naive_groups
-from tests.hift.cases import hift_over
+from tests.hift.cases import hift_over, reloaded, said
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -71,8 +71,7 @@ class Case:
 
 
 def plain_bert() -> nn.Module:
-    config = tiny_bert().config
-    return seeded(lambda: hf.BertModel(config, add_pooling_layer=True), 0)
+    return seeded(lambda: hf.BertModel(tiny_bert().config, add_pooling_layer=True), 0)
 
 
 def mean_of_tokens(model: nn.Module, step: int) -> torch.Tensor:
@@ -127,20 +126,14 @@ def random_layers(model: nn.Module, step: int) -> torch.Tensor:
     return model(**token_batches(step + 1)[step]).loss
 
 
-TEXT = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4}
+TOWER = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {**TOWER, "vocab_size": VOCAB, "max_position_embeddings": 32}
+VISION = {**TOWER, "image_size": 8, "patch_size": 4}
 
 
 def clip() -> nn.Module:
-    text = {**TEXT, "num_hidden_layers": 2, "max_position_embeddings": 32, "eos_token_id": 1, "bos_token_id": 0}
-    vision = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": 8,
-        "patch_size": 4,
-    }
-    config = hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    text = {**TEXT, "eos_token_id": 1, "bos_token_id": 0}
+    config = hf.CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16)
     return seeded(lambda: hf.CLIPModel(config), 0)
 
 
@@ -155,25 +148,16 @@ def one_tower(model: Any, step: int) -> torch.Tensor:
 
 
 def llava() -> nn.Module:
-    vision = hf.CLIPVisionConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=8,
-        patch_size=4,
-        projection_dim=16,
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**VISION, projection_dim=16),
+        text_config=hf.LlamaConfig(**TEXT, num_key_value_heads=2, use_cache=False),
+        image_token_index=VOCAB - 1,
     )
-    text = hf.LlamaConfig(
-        **{**TEXT, "num_hidden_layers": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "use_cache": False}
-    )
-    config = hf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=VOCAB - 1)
     return seeded(lambda: hf.LlavaForConditionalGeneration(config), 0)
 
 
 def text_alone(model: nn.Module, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, VOCAB - 1, (2, 8), generator=generator)
+    ids = torch.randint(0, VOCAB - 1, (2, 8), generator=torch.Generator().manual_seed(step))
     return model(input_ids=ids, labels=ids).loss
 
 
@@ -193,8 +177,6 @@ class Experts(nn.Module):
         return SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits=logits)
 
 
-EXPERT_LAYERS = [["embed"], *([f"experts.{index}"] for index in range(4)), ["head"]]
-
 CASES = {
     "an unused pooler under one call": Case(plain_bert, mean_of_tokens),
     "an unused pooler under two calls": Case(plain_bert, pairs),
@@ -202,7 +184,11 @@ CASES = {
     "dropped layers, BART": Case(bart, random_layers),
     "one of two towers": Case(clip, one_tower),
     "text alone in a vision-language model": Case(llava, text_alone),
-    "experts, each a layer": Case(lambda: seeded(Experts, 0), random_layers, layers=EXPERT_LAYERS),
+    "experts, each a layer": Case(
+        lambda: seeded(Experts, 0),
+        random_layers,
+        layers=[["embed"], *([f"experts.{index}"] for index in range(4)), ["head"]],
+    ),
     "a model whose batch reaches everything": Case(tiny_llama, random_layers, skips=False),
 }
 
@@ -218,20 +204,26 @@ def unheard() -> Iterator[None]:
 
 
 def both(case: Case, **config: Any) -> tuple[nn.Module, HiFT, nn.Module, NaiveWithSkips]:
-    model = case.build()
-    other = twin(model)
-    settings = HiFTConfig(layers=case.layers, **config)
-    hift = HiFT(model, torch.optim.AdamW, config=settings, **OPTIONS)
+    other = twin(case.build())
+    model, hift = hift_over(twin(other), torch.optim.AdamW, layers=case.layers, **config, **OPTIONS)
     reference = NaiveWithSkips(
         other,
         torch.optim.AdamW,
         groups=[group.parameter_names for group in hift.groups],
         order=hift.rotation.order,
-        steps_per_group=settings.steps_per_group,
-        discard=settings.state == "discard",
+        steps_per_group=hift.config.steps_per_group,
+        discard=hift.config.state == "discard",
         **OPTIONS,
     )
     return model, hift, other, reference
+
+
+def run(case: Case, model: nn.Module, optimizer: Any, steps: Iterable[int], micro_batches: int = 1) -> None:
+    for step in steps:
+        with unheard():
+            for micro in range(micro_batches * step, micro_batches * (step + 1)):
+                (case.loss(model, micro) / micro_batches).backward()
+            optimizer.step()
 
 
 @pytest.mark.parametrize("config", [{}, {"steps_per_group": 2, "order": "top2down"}], ids=["1", "2 top2down"])
@@ -241,14 +233,9 @@ def test_a_group_that_no_gradient_reaches_passes_its_turn(name: str, config: dic
     model, hift, other, reference = both(case, **config)
     before = weights(model)
     for step in range(STEPS):
-        active = hift.active_group
-        unreached = sum(hift.skipped_turns.values())
-        kept = weights(model)
-        with unheard():
-            case.loss(model, step).backward()
-            hift.step()
-        case.loss(other, step).backward()
-        reference.step()
+        active, unreached, kept = hift.active_group, sum(hift.skipped_turns.values()), weights(model)
+        run(case, model, hift, [step])
+        run(case, other, reference, [step])
         reference.zero_grad()
         assert hift.updates + sum(hift.skipped_turns.values()) == step + 1
         assert hift.skipped_turns == reference.skipped
@@ -262,41 +249,24 @@ def test_a_group_that_no_gradient_reaches_passes_its_turn(name: str, config: dic
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("name", "micro_batches", "config"),
     [
-        {"step_in_backward": True},
-        {"steps_per_group": 3, "state": "discard"},
-        {"state": "device"},
-        {"layers_per_group": 2, "stream_bytes": 4096},
+        ("dropped layers, OPT", 1, {"step_in_backward": True}),
+        ("dropped layers, OPT", 1, {"steps_per_group": 3, "state": "discard"}),
+        ("dropped layers, OPT", 1, {"state": "device"}),
+        ("dropped layers, OPT", 1, {"layers_per_group": 2, "stream_bytes": 4096}),
+        # One of two that reaches the group makes an update.
+        ("experts, each a layer", 2, {}),
     ],
     ids=str,
 )
-def test_skipped_turns_equal_the_reference_wherever_state_waits(config: dict[str, Any]) -> None:
-    case = CASES["dropped layers, OPT"]
-    model, hift, other, reference = both(case, **config)
+def test_skipped_turns_equal_the_reference_wherever_state_waits_and_over_micro_batches(
+    name: str, micro_batches: int, config: dict[str, Any]
+) -> None:
+    model, hift, other, reference = both(CASES[name], **config)
     for step in range(STEPS):
-        with unheard():
-            case.loss(model, step).backward()
-            hift.step()
-        case.loss(other, step).backward()
-        reference.step()
-        reference.zero_grad()
-        assert hift.skipped_turns == reference.skipped
-        assert_same_bits(model, other)
-    assert hift.skipped_turns
-
-
-def test_one_micro_batch_that_reaches_the_group_makes_an_update() -> None:
-    case = CASES["experts, each a layer"]
-    model, hift, other, reference = both(case)
-    for step in range(24):
-        with unheard():
-            for micro in (2 * step, 2 * step + 1):
-                (case.loss(model, micro) / 2).backward()
-            hift.step()
-        for micro in (2 * step, 2 * step + 1):
-            (case.loss(other, micro) / 2).backward()
-        reference.step()
+        run(CASES[name], model, hift, [step], micro_batches)
+        run(CASES[name], other, reference, [step], micro_batches)
         reference.zero_grad()
         assert hift.skipped_turns == reference.skipped
         assert_same_bits(model, other)
@@ -307,25 +277,22 @@ def test_a_step_without_a_backward_or_with_dropped_gradients_passes_nothing() ->
     case = CASES["an unused pooler under one call"]
     model, hift, _, _ = both(case)
     pooler = hift.num_groups - 1
-    with unheard():
-        for step in range(pooler):
-            case.loss(model, step).backward()
-            hift.step()
-        assert hift.active_group == pooler
-        hift.step()
-        assert hift.skipped_turns == {}, "no backward ran"
+    run(case, model, hift, range(pooler))
+    assert hift.active_group == pooler
+    hift.step()
+    assert hift.skipped_turns == {}, "no backward ran"
+    case.loss(model, 0)
+    hift.step()
+    assert hift.skipped_turns == {}, "a forward is no backward"
+    with torch.no_grad():
         case.loss(model, 0)
-        hift.step()
-        assert hift.skipped_turns == {}, "a forward is no backward"
-        with torch.no_grad():
-            case.loss(model, 0)
-        hift.step()
-        assert hift.skipped_turns == {}
-        case.loss(model, 0).backward()
-        hift.step()
-        assert hift.skipped_turns == {pooler: 1} and hift.active_group == 0
-        case.loss(model, 0).backward()
-        hift.zero_grad()
+    hift.step()
+    assert hift.skipped_turns == {}
+    run(case, model, hift, [0])
+    assert hift.skipped_turns == {pooler: 1} and hift.active_group == 0
+    case.loss(model, 0).backward()
+    hift.zero_grad()
+    with unheard():
         hift.step()
     assert hift.skipped_turns == {pooler: 1} and hift.active_group == 0, "gradients came, and were dropped"
 
@@ -336,9 +303,7 @@ def test_the_rate_is_read_in_a_cycles_first_step_even_if_that_is_skipped() -> No
     rates = []
     for step in range(2 * hift.num_groups):
         hift.param_groups[0]["lr"] = 1e-2 / (step + 1)
-        with unheard():
-            case.loss(model, step).backward()
-            hift.step()
+        run(case, model, hift, [step])
         rates += hift.held_lr
     assert rates == [1e-2] * hift.num_groups + [1e-2 / (hift.num_groups + 1)] * hift.num_groups
     assert hift.skipped_turns == {hift.num_groups - 1: 2}
@@ -346,34 +311,23 @@ def test_the_rate_is_read_in_a_cycles_first_step_even_if_that_is_skipped() -> No
 
 def test_skipped_turns_resume_in_mid_cycle_to_the_bit() -> None:
     case = CASES["dropped layers, OPT"]
-
-    def train(model: nn.Module, hift: HiFT, start: int, stop: int) -> None:
-        with unheard():
-            for step in range(start, stop):
-                case.loss(model, step).backward()
-                hift.step()
-
     model, hift, _, _ = both(case, steps_per_group=2)
     saves = []
     for step in range(STEPS):
-        parts = {"model": model.state_dict(), "optimizer": hift.state_dict()}
-        saves.append(io.BytesIO())
-        torch.save(parts, saves[-1])
-        train(model, hift, step, step + 1)
+        saves.append(reloaded({"model": model.state_dict(), "optimizer": hift.state_dict()}))
+        run(case, model, hift, [step])
     assert hift.skipped_turns
     for start in range(1, STEPS, 4):
         again, resumed, _, _ = both(case, steps_per_group=2)
-        saves[start].seek(0)
-        loaded = torch.load(saves[start], weights_only=True)
-        again.load_state_dict(loaded["model"])
-        resumed.load_state_dict(loaded["optimizer"])
-        train(again, resumed, start, STEPS)
+        again.load_state_dict(saves[start]["model"])
+        resumed.load_state_dict(saves[start]["optimizer"])
+        run(case, again, resumed, range(start, STEPS))
         assert resumed.skipped_turns == hift.skipped_turns and resumed.updates == hift.updates
         assert_same_bits(again, model)
 
 
 def test_a_state_of_before_turns_were_counted_is_read() -> None:
-    _, hift, _, _ = both(CASES["a model whose batch reaches everything"])
+    _, hift = hift_over(tiny_llama(), torch.optim.AdamW, **OPTIONS)
     saved = hift.state_dict()
     header = {key: value for key, value in saved["hift"].items() if not key.startswith("skipped")}
     hift.load_state_dict({**saved, "hift": {**header, "version": 1}})
@@ -383,7 +337,7 @@ def test_a_state_of_before_turns_were_counted_is_read() -> None:
 @pytest.mark.parametrize("counts", [{7: 1}, {0: -1}, {"0": 1}, [1]])
 @pytest.mark.parametrize("key", ["skipped_turns", "skipped_in_cycle"])
 def test_counts_that_can_not_be_are_refused(key: str, counts: Any) -> None:
-    _, hift, _, _ = both(CASES["a model whose batch reaches everything"])
+    _, hift = hift_over(tiny_llama(), torch.optim.AdamW, **OPTIONS)
     saved = hift.state_dict()
     with pytest.raises(ValueError, match=f"damaged: {key}="):
         hift.load_state_dict({**saved, "hift": {**saved["hift"], key: counts}})
@@ -392,14 +346,12 @@ def test_counts_that_can_not_be_are_refused(key: str, counts: Any) -> None:
 def test_a_skipped_group_is_told_once_and_named_after_a_cycle_that_never_reached_it() -> None:
     case = CASES["an unused pooler under two calls"]
     model, hift, _, _ = both(case)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with said() as messages:
         for step in range(3 * hift.num_groups):
             case.loss(model, step).backward()
             hift.step()
-    said = [str(each.message) for each in caught]
-    (skipped,) = [message for message in said if "its turn passes" in message]
-    (unreached,) = [message for message in said if "whole cycle" in message]
+    (skipped,) = [message for message in messages if "its turn passes" in message]
+    (unreached,) = [message for message in messages if "whole cycle" in message]
     assert f"group {hift.num_groups - 1} (pooler.dense.weight and 1 more)" in skipped and "skipped_turns" in skipped
     assert "pooler.dense.weight, pooler.dense.bias" in unreached and "layers=" in unreached
 
@@ -407,13 +359,12 @@ def test_a_skipped_group_is_told_once_and_named_after_a_cycle_that_never_reached
 def test_a_group_that_some_batch_of_the_cycle_reaches_is_not_called_unreached() -> None:
     case = CASES["dropped layers, OPT"]
     model, hift, _, _ = both(case, steps_per_group=20)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with said() as messages:
         for step in range(hift.cycle_length):
             case.loss(model, step).backward()
             hift.step()
     assert hift.skipped_turns
-    assert not [each for each in caught if "whole cycle" in str(each.message)]
+    assert not [message for message in messages if "whole cycle" in message]
 
 
 @pytest.mark.parametrize("unscale", [False, True])
@@ -427,10 +378,8 @@ def test_a_grad_scaler_meets_a_skipped_turn_and_an_overflow(unscale: bool) -> No
             with torch.autocast("cpu", dtype=torch.float16):
                 loss = case.loss(model, step)
             scaler.scale(loss).backward()
-            overflow = step in (2, 9)
-            reached = [p for p in model.parameters() if p.grad is not None and p.grad.any()]
-            if overflow:
-                reached[0].grad.view(-1)[0] = float("inf")
+            if step in (2, 9):
+                next(p for p in model.parameters() if p.grad is not None and p.grad.any()).grad.view(-1)[0] = math.inf
                 overflows += 1
             if unscale:
                 scaler.unscale_(hift)
@@ -493,14 +442,13 @@ def test_whatever_a_model_returns_can_be_led_into_a_backward(kind: str) -> None:
         loss_of(output).div_(2).backward()
         hift.step()
     assert hift.skipped_turns == {0: 1} and hift.active_group == 1
-    reached: torch.Tensor = loss_of(model(inputs))
-    assert type(reached.grad_fn).__name__ == "MeanBackward0", "what requires a gradient is left as it is"
+    last = loss_of(model(inputs)).grad_fn
+    assert type(last).__name__ == "MeanBackward0", "what requires a gradient is left as it is"
 
 
 def test_calls_of_a_part_and_forwards_that_fail_are_watched_too() -> None:
-    model: Any = tiny_llama()
     layers = [["model.embed_tokens"], *([f"model.layers.{index}"] for index in range(3)), ["model.norm"], ["lm_head"]]
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=layers, order="top2down"), **OPTIONS)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, layers=layers, order="top2down", **OPTIONS)
     ids = token_batches(1)[0]["input_ids"]
     with pytest.raises(TypeError):
         model(ids, unknown_argument=1, labels="no")
@@ -513,8 +461,7 @@ def test_calls_of_a_part_and_forwards_that_fail_are_watched_too() -> None:
 
 def test_a_copy_of_the_model_is_not_watched() -> None:
     model, hift = hift_over(tiny_llama(), torch.optim.AdamW, order="top2down", **OPTIONS)
-    batch: Batch = token_batches(1)[0]
-    twin(model)(**batch).loss.backward()
+    twin(model)(**token_batches(1)[0]).loss.backward()
     hift.step()
     assert hift.updates == 0 and hift.skipped_turns == {}
     assert naive_groups(model, 1)[-1] == list(hift.groups[-1].parameter_names)

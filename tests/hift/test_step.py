@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.amp import GradScaler
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT
 from tests.helpers.models import (
     LAYERS,
     Batch,
@@ -19,10 +19,8 @@ from tests.helpers.models import (
     twin,
     weights,
 )
-from tests.helpers.reference import NaiveHiFT, naive_groups, train
-from tests.hift.cases import hift_over
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+from tests.helpers.reference import naive_groups, train
+from tests.hift.cases import DTYPES, hift_over, with_reference
 
 
 def test_step_frees_the_gradients_and_rotates() -> None:
@@ -48,18 +46,12 @@ def test_step_frees_the_gradients_where_the_group_stays_too(dtype: torch.dtype, 
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_group_stays_during_accumulation() -> None:
+def test_the_group_stays_during_accumulation_and_when_zero_grad_clears_the_gradients() -> None:
     model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     first = trainable(model)
     for batch in token_batches(4):
         model(**batch).loss.backward()
         assert trainable(model) == first and hift.updates == 0
-
-
-def test_zero_grad_clears_the_gradients_and_keeps_the_group() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2)
-    first = trainable(model)
-    model(**token_batches(1)[0]).loss.backward()
     hift.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
     assert trainable(model) == first and hift.updates == 0
@@ -76,10 +68,9 @@ def test_a_step_without_any_gradient_is_no_update() -> None:
 
 @DTYPES
 def test_parameters_without_a_gradient_are_left_alone(dtype: torch.dtype) -> None:
-    model = tiny_llama(dtype)
-    other = twin(model)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=2), lr=1e-2, weight_decay=0.1)
-    reference = NaiveHiFT(other, torch.optim.AdamW, groups=naive_groups(other, 2), lr=1e-2, weight_decay=0.1)
+    model, hift, other, reference = with_reference(
+        tiny_llama(dtype), torch.optim.AdamW, layers_per_group=2, lr=1e-2, weight_decay=0.1
+    )
     for update, batch in enumerate(token_batches(9)):
         for trained, optimizer in ((model, hift), (other, reference)):
             trained(**batch).loss.backward()
@@ -99,10 +90,9 @@ def test_parameters_without_a_gradient_are_left_alone(dtype: torch.dtype) -> Non
 def test_non_finite_gradients_reach_the_weights_as_with_the_base_optimizer(
     value: float, master: str, dtype: torch.dtype
 ) -> None:
-    model = tiny_llama(dtype)
-    other = twin(model)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=2, master=master), lr=1e-2)
-    reference = NaiveHiFT(other, torch.optim.AdamW, groups=naive_groups(other, 2), lr=1e-2)
+    model, hift, other, reference = with_reference(
+        tiny_llama(dtype), torch.optim.AdamW, layers_per_group=2, master=master, lr=1e-2
+    )
     for trained, optimizer in ((model, hift), (other, reference)):
         for update in range(6):
             trained(**token_batches(1)[0]).loss.backward()
@@ -115,8 +105,7 @@ def test_non_finite_gradients_reach_the_weights_as_with_the_base_optimizer(
             optimizer.step()
             optimizer.zero_grad()
     assert hift.updates == 6
-    broken = model.get_parameter("model.embed_tokens.weight")
-    assert not torch.isfinite(broken).all()
+    assert not torch.isfinite(model.get_parameter("model.embed_tokens.weight")).all()
     for (name, left), right in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(left.isnan(), right.isnan()), name
         assert torch.equal(left.nan_to_num(), right.nan_to_num()), name
@@ -132,11 +121,15 @@ def closure_of(model: torch.nn.Module, optimizer: Any, batch: Batch) -> Any:
     return closure
 
 
+def over_the_bare_optimizer() -> tuple[Any, HiFT, Any, torch.optim.Optimizer]:
+    """A model under HiFT with one group, and its twin under the base optimizer."""
+    bare = tiny_llama()
+    model, hift = hift_over(twin(bare), torch.optim.AdamW, layers_per_group=LAYERS, lr=1e-2)
+    return model, hift, bare, torch.optim.AdamW(bare.parameters(), lr=1e-2)
+
+
 def test_closures_behave_as_with_the_base_optimizer() -> None:
-    model = tiny_llama()
-    bare = twin(model)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=LAYERS), lr=1e-2)
-    plain = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+    model, hift, bare, plain = over_the_bare_optimizer()
     for batch in token_batches(5):
         loss = hift.step(closure_of(model, hift, batch))
         expected = plain.step(closure_of(bare, plain, batch))
@@ -146,10 +139,7 @@ def test_closures_behave_as_with_the_base_optimizer() -> None:
 
 
 def test_closures_run_once_with_gradients_enabled_and_before_the_rotation() -> None:
-    model = tiny_llama()
-    other = twin(model)
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
-    reference = NaiveHiFT(other, torch.optim.AdamW, groups=naive_groups(other, 1), lr=1e-2)
+    model, hift, other, reference = with_reference(tiny_llama(), torch.optim.AdamW, lr=1e-2)
     calls: list[set[str]] = []
     for batch in token_batches(7):
         inner = closure_of(model, hift, batch)
@@ -162,8 +152,7 @@ def test_closures_run_once_with_gradients_enabled_and_before_the_rotation() -> N
             loss = hift.step(closure=closure)
         assert loss is not None
         train(other, reference, [batch], 1)
-    groups = naive_groups(other, 1)
-    assert calls == [set(groups[update % LAYERS]) for update in range(7)]
+    assert calls == [set(reference.groups[update % LAYERS]) for update in range(7)]
     assert_same_bits(model, other)
 
 
@@ -175,11 +164,10 @@ def test_a_closure_that_makes_no_gradient_is_no_update_and_returns_its_value() -
 
 @pytest.mark.parametrize("layers_per_group", [1, LAYERS])
 def test_grad_scaler_overflow_skips_the_update_and_keeps_the_rotation(layers_per_group: int) -> None:
-    model = tiny_llama()
-    other, before = twin(model), weights(model)
-    groups = naive_groups(other, layers_per_group)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=layers_per_group), lr=1e-2)
-    reference = NaiveHiFT(other, torch.optim.AdamW, groups=groups, lr=1e-2)
+    model, hift, other, reference = with_reference(
+        tiny_llama(), torch.optim.AdamW, layers_per_group=layers_per_group, lr=1e-2
+    )
+    before = weights(model)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=10_000)
     scale, applied = 2.0**10, 0
     for update, batch in enumerate(token_batches(12)):
@@ -217,10 +205,7 @@ def test_grad_scaler_overflow_skips_the_update_and_keeps_the_rotation(layers_per
 
 
 def test_grad_scaler_without_unscale_equals_the_base_optimizer() -> None:
-    model = tiny_llama()
-    bare = twin(model)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers_per_group=LAYERS), lr=1e-2)
-    plain = torch.optim.AdamW(bare.parameters(), lr=1e-2)
+    model, hift, bare, plain = over_the_bare_optimizer()
     for trained, optimizer in ((model, hift), (bare, plain)):
         scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
         for batch in token_batches(6):
@@ -243,9 +228,8 @@ def test_hooks_on_the_optimizer_run_once_per_step() -> None:
 
 
 def test_evaluation_between_updates_changes_nothing() -> None:
-    model = tiny_llama()
-    other = twin(model)
-    batches = token_batches(6)
+    runs, batches = [hift_over(tiny_llama(), torch.optim.AdamW, lr=1e-2) for _ in range(2)], token_batches(6)
+    (model, _), (other, _) = runs
 
     def evaluate(_: int) -> None:
         model.eval()
@@ -253,8 +237,8 @@ def test_evaluation_between_updates_changes_nothing() -> None:
             model(**batches[0])
         model.train()
 
-    for trained, after in ((model, evaluate), (other, None)):
-        train(trained, HiFT(trained, torch.optim.AdamW, lr=1e-2), batches, 6, after_step=after)
+    for run, after in zip(runs, (evaluate, None), strict=True):
+        train(*run, batches, 6, after_step=after)
     assert_same_bits(model, other)
 
 

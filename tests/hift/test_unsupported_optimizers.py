@@ -12,9 +12,9 @@ from torch import nn
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from slivertune import HiFT, HiFTConfig
-from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, trainable, twin
+from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, trainable
 from tests.helpers.reference import train
-from tests.hift.cases import BIG_VOCAB
+from tests.hift.cases import BIG_VOCAB, hift_over
 
 
 class Lomo(torch.optim.Optimizer):
@@ -80,14 +80,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_class_that_cannot_be_rotated_is_refused_with_the_way_out(name: str, wrap: bool) -> None:
     find, message = REFUSED[name]
-    model = tiny_llama()
-    kind = find()
-
-    def build() -> HiFT:
-        return HiFT.wrap(kind(model.parameters(), lr=0.1), model) if wrap else HiFT(model, kind, lr=0.1)
-
+    model, kind = tiny_llama(), find()
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        build()
+        HiFT.wrap(kind(model.parameters(), lr=0.1), model) if wrap else HiFT(model, kind, lr=0.1)
     assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 
@@ -125,22 +120,25 @@ def test_an_instance_that_would_be_rebuilt_otherwise_is_refused(make: Callable[[
 
 
 def test_what_is_no_optimizer_is_named() -> None:
-    model = tiny_llama()
     wrong: Any = object()
     with pytest.raises(TypeError, match=r"must be an instance of torch\.optim\.Optimizer"):
-        HiFT.wrap(wrong, model)
+        HiFT.wrap(wrong, tiny_llama())
 
 
 def test_arguments_that_are_only_attributes_are_kept_when_wrapped() -> None:
     from torchao.optim import AdamW8bit
 
     model = tiny_llama(vocab=384)
-    base = AdamW8bit(model.parameters(), lr=1e-2, block_size=128)
-    hift = HiFT.wrap(base, model)
+    hift = HiFT.wrap(AdamW8bit(model.parameters(), lr=1e-2, block_size=128), model)
     with torch.compiler.set_stance("force_eager"):
         train(model, hift, token_batches(1, vocab=384), 1)
-    moment = hift.state_dict()["state"]["model.embed_tokens.weight"]["exp_avg"]
-    assert moment.block_size == 128
+    assert hift.state_dict()["state"]["model.embed_tokens.weight"]["exp_avg"].block_size == 128
+
+
+def new_manager(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """bitsandbytes' manager of overrides, as a new process has it."""
+    monkeypatch.setattr(GlobalOptimManager, "_instance", None)
+    return GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("by", ["module", "parameter"])
@@ -151,8 +149,7 @@ def test_overrides_of_bitsandbytes_are_those_of_the_bare_optimizer(
     """The Trainer asks for 32-bit state of embeddings; bitsandbytes knows them by parameter, and by position."""
     results = []
     for kind in ("bare", "hift"):
-        monkeypatch.setattr(GlobalOptimManager, "_instance", None)
-        manager: Any = GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
+        manager = new_manager(monkeypatch)
         model = tiny_llama(vocab=BIG_VOCAB)
         embedding: Any = model.get_submodule("model.embed_tokens")
         if by == "module":
@@ -161,28 +158,21 @@ def test_overrides_of_bitsandbytes_are_those_of_the_bare_optimizer(
             manager.override_config(embedding.weight, "optim_bits", 32)
         optimizer: Any = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-2)  # type: ignore[no-untyped-call]
         if kind == "hift":
-            config = HiFTConfig(layers_per_group=5, stream_bytes=stream_bytes)
-            optimizer = HiFT.wrap(optimizer, model, config=config)
+            optimizer = HiFT.wrap(optimizer, model, config=HiFTConfig(layers_per_group=5, stream_bytes=stream_bytes))
         train(model, optimizer, token_batches(4, vocab=BIG_VOCAB), 4)
         if kind == "hift":
             state = optimizer.state_dict()["state"]
             assert state["model.embed_tokens.weight"]["state1"].dtype == torch.float32
             assert state["lm_head.weight"]["state1"].dtype == torch.uint8
-            again = twin(model)
-            for parameter in again.parameters():
-                parameter.requires_grad_(True)
             optimizer.load_state_dict(optimizer.state_dict())
         results.append(model)
     assert_same_bits(*results)
 
 
 def test_an_override_of_one_group_does_not_reach_the_first_tensor_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GlobalOptimManager, "_instance", None)
-    manager: Any = GlobalOptimManager.get_instance()  # type: ignore[no-untyped-call]
-    model = tiny_llama(vocab=BIG_VOCAB)
+    model, manager = tiny_llama(vocab=BIG_VOCAB), new_manager(monkeypatch)
     manager.register_module_override(model.get_submodule("model.embed_tokens"), "weight", {"optim_bits": 32})
     layers = [["model.embed_tokens"], ["lm_head"], ["model.layers", "model.norm"]]
-    config = HiFTConfig(layers=layers, stream_bytes=0)
-    hift = HiFT(model, bitsandbytes.optim.AdamW8bit, config=config, lr=1e-2)
+    _, hift = hift_over(model, "AdamW8bit", layers=layers, stream_bytes=0)
     train(model, hift, token_batches(2, vocab=BIG_VOCAB), 2)
     assert hift.state_dict()["state"]["lm_head.weight"]["state1"].dtype == torch.uint8

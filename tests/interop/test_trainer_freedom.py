@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 import slivertune
 from slivertune import HiFTConfig, TokenTune
 from tests.helpers.models import assert_same_bits, differing, tiny_llama, trainable, twin, weights
-from tests.hift.test_detach import hooks_of
+from tests.hift.test_model_hooks import hooks_of
 from tests.interop.test_trainer import attach_sliver
 from tests.training.test_callbacks import ROWS, collate, make_trainer
 

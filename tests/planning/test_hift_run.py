@@ -5,7 +5,7 @@ import pytest
 from transformers import LlamaConfig
 
 from slivertune.core.layers import find_layers
-from slivertune.hift.groups import cut_groups
+from slivertune.hift.rotation import cut_groups
 from slivertune.planning.fake import without_data
 from slivertune.planning.hift_run import HiFTRun, alike
 from slivertune.planning.make import make_plan

@@ -101,8 +101,8 @@ class BaseOptimizer:
         refuse_instance(optimizer)
         arguments = _arguments_of(optimizer)
         rebuilt = _rebuilt(optimizer, arguments)
-        made: dict[str, Any] = next(iter(rebuilt.state.values()), {})
-        if any(_has_stepped(state, made) for state in optimizer.state.values()):
+        made_at_once: dict[str, Any] = next(iter(rebuilt.state.values()), {})
+        if any(_has_stepped(state, made_at_once) for state in optimizer.state.values()):
             raise ValueError(
                 f"the {type(optimizer).__name__} to wrap has already taken steps; wrap it before its first step, "
                 "or load its successor's state with HiFT.load_state_dict"
@@ -139,8 +139,7 @@ class BaseOptimizer:
         if hasattr(optimizer, "mng"):
             # bitsandbytes keeps overrides (32-bit state for embeddings) by parameter and, for all instances together,
             # by position.
-            overrides = {id(own): self.overrides_of(of_model) for own, of_model in stands_for}
-            pid2config = {key: dict(config) for key, config in overrides.items() if config}
+            pid2config = {id(own): dict(self.overrides_of(of_model)) for own, of_model in stands_for}
             optimizer.mng = SimpleNamespace(pid2config=pid2config, index2config={}, module_weight_config_triple=[])
         return optimizer
 
@@ -179,10 +178,9 @@ def _rebuilt(optimizer: torch.optim.Optimizer, arguments: Mapping[str, Any]) -> 
     """
     name = type(optimizer).__name__
     first = next(parameter for group in optimizer.param_groups for parameter in group["params"])
-    hyperparameters = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     dummy = torch.nn.Parameter(torch.zeros((1,) * max(1, first.dim()), dtype=first.dtype))
     try:
-        return type(optimizer)([{**hyperparameters, "params": [dummy]}], **arguments)
+        return type(optimizer)([{**optimizer.param_groups[0], "params": [dummy]}], **arguments)
     except Exception as error:
         raise ValueError(
             f"HiFT builds one {name} a group, and can't read its arguments back from this instance "
@@ -227,9 +225,13 @@ def _slicing(sample: torch.optim.Optimizer, elementwise: bool | None) -> Slicing
     )
     if elementwise or (elementwise is None and known):
         return Slicing(unit="elements", minimum=max(minimum, CUT_MULTIPLE), is_listed=known)
-    full_name = f"{optimizer_class.__module__}.{optimizer_class.__qualname__}"
     from_torchao = optimizer_class.__module__.startswith("torchao.") and optimizer_class.__name__ in _TORCHAO_TENSORWISE
-    if known or optimizer_class in _TENSORWISE or full_name in _TENSORWISE_NAMES or from_torchao:
+    if (
+        known
+        or optimizer_class in _TENSORWISE
+        or f"{optimizer_class.__module__}.{optimizer_class.__qualname__}" in _TENSORWISE_NAMES
+        or from_torchao
+    ):
         return Slicing(unit="tensors", is_listed=True)
     return Slicing(unit="group")
 

@@ -73,7 +73,7 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         )
     for key in _SINCE_2:
         _check_counts(key, theirs.get(key, {}), len(theirs["groups"]))
-    _same_names(_flat(theirs["groups"]), _flat(ours["groups"]))
+    _same_names(theirs["groups"], ours["groups"])
     check_identity("the saved state", theirs, {key: ours[key] for key in _MEANINGS})
     lost = [name for name in theirs.get("weights", []) if name not in saved["state"]]
     if lost:
@@ -109,16 +109,13 @@ def check_identity(
             )
 
 
-def check_weights(
-    state: Mapping[str, WeightState], weights: Iterable[Weight], *, with_masters: bool, meter: StepMeter
-) -> None:
+def check_weights(state: Mapping[str, WeightState], weights: Iterable[Weight], meter: StepMeter) -> None:
     """Check each weight's saved state.
 
     Args:
         state: Saved states by key, by name of the weight.
         weights: What is trained.
-        with_masters: Whether 16-bit weights are trained on an fp32 master.
-        meter: Knows what the base optimizer keeps for a weight.
+        meter: Knows what the base optimizer keeps for a weight, and whether for an fp32 master.
 
     Raises:
         StateMismatchError: Naming the weight and what is wrong.
@@ -127,21 +124,16 @@ def check_weights(
     for name, values in state.items():
         if name not in known:
             raise StateMismatchError(f"the saved state has {name}, which this model does not train")
-        _check_weight(known[name], values, with_masters and known[name].has_master, meter)
+        _check_weight(known[name], values, meter)
 
 
-def _check_weight(weight: Weight, state: WeightState, on_master: bool, meter: StepMeter) -> None:
-    name, shape = weight.name, weight.parameter.shape
+def _check_weight(weight: Weight, state: WeightState, meter: StepMeter) -> None:
+    name, shape, on_master = weight.name, weight.parameter.shape, meter.steps_master(weight)
     if on_master != (MASTER in state):
         there, way_out = ("no", "none") if on_master else ("an", "fp32")
         raise StateMismatchError(f"the saved state has {there} fp32 master for {name}; resume with master={way_out!r}")
-    if set(state) != {MASTER}:
-        needs = meter.needs(weight, torch.float32 if on_master else weight.parameter.dtype)
-        missing = sorted(needs.keys - set(state))
-        if missing:
-            raise StateMismatchError(
-                f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another"
-            )
+    if set(state) != {MASTER} and (missing := sorted(meter.needs(weight).keys - set(state))):
+        raise StateMismatchError(f"the saved state of {name} lacks {missing}; the checkpoint is damaged, use another")
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:
             continue
@@ -155,25 +147,21 @@ def _check_weight(weight: Weight, state: WeightState, on_master: bool, meter: St
 
 
 def _check_counts(key: str, counts: Any, num_groups: int) -> None:
-    right = isinstance(counts, Mapping) and all(
+    if not isinstance(counts, Mapping) or not all(
         isinstance(group, int) and 0 <= group < num_groups and isinstance(count, int) and count >= 0
         for group, count in counts.items()
-    )
-    if not right:
+    ):
         raise StateMismatchError(f"the saved state is damaged: {key}={counts!r}; use another checkpoint")
 
 
-def _same_names(theirs: Sequence[str], ours: Sequence[str]) -> None:
-    missing, unknown = sorted(set(ours) - set(theirs)), sorted(set(theirs) - set(ours))
+def _same_names(their_groups: Iterable[Iterable[str]], our_groups: Iterable[Iterable[str]]) -> None:
+    theirs, ours = (set[str]().union(*groups) for groups in (their_groups, our_groups))
+    missing, unknown = sorted(ours - theirs), sorted(theirs - ours)
     if missing or unknown:
         raise StateMismatchError(
             f"the saved state is of another model: it has no {_short(missing)}, and this model has no "
             f"{_short(unknown)}; load it into the model that it was saved with"
         )
-
-
-def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
-    return [name for group in groups for name in group]
 
 
 def _short(value: Any) -> str:

@@ -59,15 +59,12 @@ class HiFTConfig:
         return -(-self.stream_bytes // 2) if self.step_in_backward else self.stream_bytes
 
     def __post_init__(self) -> None:
-        check_integer("layers_per_group", self.layers_per_group, 1)
-        check_integer("steps_per_group", self.steps_per_group, 1)
-        check_integer("stream_bytes", self.stream_bytes, 0)
-        check_choice("order", self.order, get_args(Order))
-        check_choice("state", self.state, get_args(StatePlace))
-        check_choice("master", self.master, get_args(MasterKind))
+        for name, least in (("layers_per_group", 1), ("steps_per_group", 1), ("stream_bytes", 0), ("seed", None)):
+            check_integer(name, getattr(self, name), least)
+        for name, choices in (("order", Order), ("state", StatePlace), ("master", MasterKind)):
+            check_choice(name, getattr(self, name), get_args(choices))
         if not isinstance(self.step_in_backward, bool):
             raise ValueError(f"step_in_backward={self.step_in_backward!r} must be True or False")
-        check_integer("seed", self.seed)
         if self.state == "disk" and self.state_dir is None:
             raise ValueError('state="disk" needs state_dir, the folder for its files; name one on a fast local disk')
         if self.state != "disk" and self.state_dir is not None:

@@ -39,12 +39,11 @@ class BackwardSteps:
         self._stepped: set[str] = set()
         self._running: set[int] = set()
         self._broken: str | None = None
-        self._first = next(iter(weights.values())).parameter
         self._hooks: list[RemovableHandle] = []
 
     def attach(self, model: nn.Module) -> None:
         """Put the hooks on a model; an open update stays open."""
-        first = self._first
+        first = next(iter(self._weight_of.values())).parameter
         parent = next(
             module for module in model.modules() if any(each is first for each in module.parameters(recurse=False))
         )
@@ -146,7 +145,7 @@ class BackwardSteps:
         to be called when that begins.
         """
         task = running_backward()
-        if task == -1 or task in self._running:
+        if task == NO_BACKWARD or task in self._running:
             return
         self._running.add(task)
         at_end_of_backward(lambda: self._running.discard(task))

@@ -20,7 +20,6 @@ from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of, with_tensors_replaced
 from slivertune.core.parameters import check_form, held_parameters, settle_requires_grad, whole_shape
 from slivertune.core.torch_internals import at_end_of_backward, running_backward
-from slivertune.hift.backward_range import entry_modules, lead_through_anchor, truncate_backward
 from slivertune.hift.piece import Weight
 
 
@@ -72,8 +71,8 @@ class ModelHooks:
         """Freeze all that is trained, until its turn, and hook the model."""
         for _, parameter in self._trained.values():
             parameter.requires_grad_(False)
-        self._handles = [self.model.register_forward_pre_hook(truncate_backward)]
-        for module in entry_modules(self.model, self._layers):
+        self._handles = [self.model.register_forward_pre_hook(_truncate_backward)]
+        for module in _entry_modules(self.model, self._layers):
             self._handles += [
                 module.register_forward_pre_hook(ModuleHook(self._before_forward)),
                 module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
@@ -170,10 +169,9 @@ class ModelHooks:
 
     def free_successors(self) -> None:
         """Let what has replaced trained parameters have gradients: it was made like them, maybe while frozen."""
-        present = dict(self.model.named_parameters())
-        for name, parameter in self._trained.values():
-            successor = present.get(name)
-            if successor is not None and successor is not parameter and successor.is_floating_point():
+        trained = dict(self._trained.values())
+        for name, successor in self.model.named_parameters():
+            if trained.get(name, successor) is not successor and successor.is_floating_point():
                 successor.requires_grad_(True)
 
     def _judge(self, others: Iterable[nn.Parameter]) -> None:
@@ -201,8 +199,8 @@ class ModelHooks:
             )
 
     def _names(self, parameters: Iterable[torch.Tensor]) -> str:
-        wanted = set(map(id, parameters))
-        names = [name for name, parameter in self.model.named_parameters() if id(parameter) in wanted]
+        wanted = set(parameters)
+        names = [name for name, parameter in self.model.named_parameters() if parameter in wanted]
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
@@ -228,10 +226,14 @@ class ModelHooks:
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._begin_backward)
-        anchored = with_tensors_replaced(
-            output, lambda tensor: lead_through_anchor(tensor, self._anchor, self._begin_backward)
-        )
+        anchored = with_tensors_replaced(output, self._lead_through_anchor)
         return None if anchored is output else anchored
+
+    def _lead_through_anchor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if it has a gradient, or can't have one."""
+        if tensor.requires_grad or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        return _Anchor.apply(tensor, self._anchor, self._begin_backward)  # type: ignore[no-any-return, no-untyped-call]
 
     def _begin_backward(self, gradient: torch.Tensor | None = None) -> None:
         task = running_backward()
@@ -262,3 +264,48 @@ class ModelHooks:
         device = next((parameter.device.type for parameter in self._active.values()), "cpu")
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             self._is_scaled = True
+
+
+def _entry_modules(model: nn.Module, layers: Iterable[Layer]) -> list[nn.Module]:
+    """The model, and the modules in it that hold a whole layer and more: what a training loop may call by itself."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    first_of = {layer.parameter_names[0]: frozenset(layer.parameter_names) for layer in layers}
+    found = [model]
+    for module in model.modules():
+        if module is model or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        own = {name_of[id(parameter)] for parameter in module.parameters()}
+        if any(first in own and len(own) > len(names) and names <= own for first, names in first_of.items()):
+            found.append(module)
+    return found
+
+
+class _Anchor(torch.autograd.Function):
+    """The identity on a tensor without a gradient, whose backward tells that it ran."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, anchor: torch.Tensor, tell: Callable[[], None]) -> torch.Tensor:
+        ctx.tell = tell
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        ctx.tell()
+        return None, None, None
+
+
+def _truncate_backward(model: nn.Module, inputs: Any) -> None:
+    """Undo `enable_input_require_grads`, which transformers 5 calls along with checkpointing.
+
+    With the embedding's output requiring a gradient, backward would run through every frozen block down to it.
+    Reentrant checkpointing needs it that way, so there it stays.
+    """
+    for module in model.modules():
+        if getattr(module, "_require_grads_hooks", None) and not _is_reentrant(module):
+            module.disable_input_require_grads()  # type: ignore[operator]
+
+
+def _is_reentrant(model: nn.Module) -> bool:
+    checkpointed = (module for module in model.modules() if getattr(module, "gradient_checkpointing", False))
+    functions = (getattr(module, "_gradient_checkpointing_func", None) for module in checkpointed)
+    return next((getattr(each, "keywords", {}).get("use_reentrant") is not False for each in functions), False)

@@ -6,8 +6,9 @@ objects with tensors among their attributes (GaLore's projectors).
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,43 +34,17 @@ class _Inner:
 
 
 @dataclass(frozen=True, slots=True)
-class _Subclass:
-    """A wrapper, which consists of the tensors that it names."""
-
-    type: Any
-    context: Any
-    inner: dict[str, Any]
-    size: torch.Size
-    stride: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _AttributedTensor:
-    """A plain tensor with a type and attributes of its own."""
-
-    type: type[torch.Tensor]
-    attributes: dict[str, Any]
-    inner: _Inner
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """An object of any class; its attributes that hold tensors."""
-
-    value: Any
-    attributes: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Structure:
     """What is left of a value once its tensors are taken out."""
 
-    template: Any
-
-    @property
-    def is_subclass(self) -> bool:
-        """Whether the value itself is a tensor with an inside of its own."""
-        return isinstance(self.template, _Subclass)
+    parts: dict[Any, Any]
+    """What was inside, by name: an `_Inner`, a `Structure`, or something without tensors."""
+    build: Callable[[dict[Any, Any]], Any]
+    """Makes such a value of other parts."""
+    of_object: Any = None
+    """The object whose attributes the parts are, if they are some's: it is given other tensors and stays the same."""
+    is_subclass: bool = False
+    """Whether the value is a tensor with an inside of its own."""
 
 
 def flatten_state(state: dict[str, Any], *, copy_objects: bool = False) -> dict[str, Any]:
@@ -88,12 +63,9 @@ def flatten_state(state: dict[str, Any], *, copy_objects: bool = False) -> dict[
     """
     flat: dict[str, Any] = {}
     for key, value in state.items():
-        if isinstance(value, torch.Tensor) and _is_plain(value):
-            flat[key] = value
-            continue
         tensors: dict[str, torch.Tensor] = {}
-        template = _take_apart(value, key, tensors, copy_objects)
-        flat[key] = Structure(template) if tensors else value
+        apart = _take_apart(value, key, tensors, copy_objects)
+        flat[key] = apart if tensors and key not in tensors else value
         flat.update(tensors)
     return flat
 
@@ -107,116 +79,105 @@ def unflatten_state(flat: dict[str, Any], *, copy_objects: bool = False) -> dict
     """
     nested = {key for key, value in flat.items() if isinstance(value, Structure)}
     return {
-        key: _put_together(value.template, flat, copy_objects) if key in nested else value
+        key: _put_together(value, flat, copy_objects)
         for key, value in flat.items()
         if key in nested or key.partition(_SEPARATOR)[0] not in nested
     }
 
 
-def empty_objects(flat: dict[str, Any]) -> None:
+def empty_objects(flat: dict[Any, Any]) -> None:
     """Let objects drop the tensors that were taken out of them; `unflatten_state` gives them others."""
     for value in flat.values():
         if isinstance(value, Structure):
-            for part in _parts(value.template):
-                if isinstance(part, _Object):
-                    vars(part.value).update(dict.fromkeys(part.attributes))
+            if value.of_object is not None:
+                vars(value.of_object).update(dict.fromkeys(value.parts))
+            empty_objects(value.parts)
 
 
 def _take_apart(value: Any, path: str, tensors: dict[str, torch.Tensor], copy_objects: bool) -> Any:
-    def inside(part: Any, name: object) -> Any:
-        return _take_apart(part, f"{path}{_SEPARATOR}{name}", tensors, copy_objects)
+    """An `_Inner`, a `Structure`, or the value itself if no tensor can be inside of it."""
+
+    def inside(parts: dict[Any, Any]) -> dict[Any, Any]:
+        return {
+            name: _take_apart(part, f"{path}{_SEPARATOR}{name}", tensors, copy_objects) for name, part in parts.items()
+        }
 
     if isinstance(value, torch.Tensor):
-        return _take_tensor_apart(value, path, tensors, inside)
+        if _is_plain(value):
+            tensors[path] = value
+            return _Inner(path)
+        return _take_tensor_apart(value, path, inside)
+    # What builds must not hold the tensors that were taken out.
+    kind = type(value)
     if isinstance(value, dict):
-        return _with_items(value, [(key, inside(part, key)) for key, part in value.items()])
+        return Structure(inside(value), partial(_with_items, _with_items(value, {})))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(inside(part, index) for index, part in enumerate(value)))
-    if type(value) in _SEQUENCES:
-        return type(value)(inside(part, index) for index, part in enumerate(value))
-    if not _may_hold_tensors(value):
+        return Structure(inside(dict(enumerate(value))), lambda parts: kind(*parts.values()))
+    if kind in _SEQUENCES:
+        return Structure(inside(dict(enumerate(value))), lambda parts: kind(parts.values()))
+    # A module's and an optimizer's tensors are not the state's to move.
+    if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.optim.Optimizer)):
         return value
     attributes = {}
     for name, part in vars(value).items():
         if isinstance(part, (torch.Tensor, dict, *_SEQUENCES)):
             before = len(tensors)
-            template = inside(part, name)
+            apart = inside({name: part})
             if len(tensors) > before:
-                attributes[name] = template
-    return _Object(copy.copy(value) if copy_objects else value, attributes) if attributes else value
+                attributes.update(apart)
+    if not attributes:
+        return value
+    owner = copy.copy(value) if copy_objects else value
+    return Structure(attributes, partial(_with_attributes, owner), of_object=owner)
 
 
-def _take_tensor_apart(
-    value: torch.Tensor, path: str, tensors: dict[str, torch.Tensor], inside: Callable[[Any, str], Any]
-) -> Any:
+def _take_tensor_apart(value: torch.Tensor, path: str, inside: Callable[[dict[Any, Any]], dict[Any, Any]]) -> Structure:
+    kind = type(value)
     if value.layout != torch.strided:
         raise UnsupportedStateError(f"{path!r} is a tensor of layout {value.layout}")
-    if _is_plain(value):
-        tensors[path] = value
-        return _Inner(path)
     if is_traceable_wrapper_subclass(value):
         names, context = value.__tensor_flatten__()
-        parts = {name: getattr(value, name) for name in names}
+        inner = {name: getattr(value, name) for name in names}
+        tensors = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
         # What is no tensor (a DTensor's mesh) is not this state's alone.
-        inner = {name: inside(part, name) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
-        return _Subclass(type(value), context, inner, value.size(), value.stride())
-    if not _has_memory(value):
-        raise UnsupportedStateError(
-            f"{path!r} is a {type(value).__name__}, a tensor subclass without __tensor_flatten__"
+        others = {name: part for name, part in inner.items() if name not in tensors}
+        size, stride = value.size(), value.stride()
+        return Structure(
+            inside(tensors),
+            lambda parts: kind.__tensor_unflatten__({**others, **parts}, context, size, stride),
+            is_subclass=True,
         )
-    return _AttributedTensor(type(value), dict(vars(value)), inside(value.as_subclass(torch.Tensor), "data"))
+    if not _has_memory(value):
+        raise UnsupportedStateError(f"{path!r} is a {kind.__name__}, a tensor subclass without __tensor_flatten__")
+    attributes = dict(vars(value))
+    return Structure(
+        inside({"data": value.as_subclass(torch.Tensor)}),
+        lambda parts: _with_attributes(parts["data"].as_subclass(kind), attributes),
+    )
 
 
-def _put_together(template: Any, flat: dict[str, Any], copy_objects: bool) -> Any:
-    def whole(part: Any) -> Any:
-        return _put_together(part, flat, copy_objects)
-
-    if isinstance(template, _Inner):
-        return flat[template.key]
-    if isinstance(template, _Subclass):
-        inner = {name: whole(part) for name, part in template.inner.items()}
-        return template.type.__tensor_unflatten__(inner, template.context, template.size, template.stride)
-    if isinstance(template, _AttributedTensor):
-        tensor = whole(template.inner).as_subclass(template.type)
-        vars(tensor).update(template.attributes)
-        return tensor
-    if isinstance(template, _Object):
-        value = copy.copy(template.value) if copy_objects else template.value
-        vars(value).update({name: whole(part) for name, part in template.attributes.items()})
-        return value
-    if isinstance(template, dict):
-        return _with_items(template, [(key, whole(part)) for key, part in template.items()])
-    if isinstance(template, tuple) and hasattr(template, "_fields"):
-        return type(template)(*map(whole, template))
-    if type(template) in _SEQUENCES:
-        return type(template)(map(whole, template))
-    return template
+def _put_together(apart: Any, flat: dict[str, Any], copy_objects: bool) -> Any:
+    if isinstance(apart, _Inner):
+        return flat[apart.key]
+    if not isinstance(apart, Structure):
+        return apart
+    parts = {name: _put_together(part, flat, copy_objects) for name, part in apart.parts.items()}
+    if copy_objects and apart.of_object is not None:
+        return _with_attributes(copy.copy(apart.of_object), parts)
+    return apart.build(parts)
 
 
-def _parts(template: Any) -> Iterator[Any]:
-    """A template and all templates inside of it."""
-    yield template
-    inside: Any = ()
-    if isinstance(template, _Subclass):
-        inside = template.inner.values()
-    elif isinstance(template, _AttributedTensor):
-        inside = (template.inner,)
-    elif isinstance(template, _Object):
-        inside = template.attributes.values()
-    elif isinstance(template, dict):
-        inside = template.values()
-    elif type(template) in _SEQUENCES or isinstance(template, tuple):
-        inside = template
-    for part in inside:
-        yield from _parts(part)
-
-
-def _with_items(like: dict[Any, Any], items: list[tuple[Any, Any]]) -> dict[Any, Any]:
+def _with_items(like: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """A dictionary of the same class (and default factory) with other items."""
     made = copy.copy(like)
     made.clear()
     made.update(items)
     return made
+
+
+def _with_attributes(value: Any, attributes: dict[str, Any]) -> Any:
+    vars(value).update(attributes)
+    return value
 
 
 def _is_plain(value: torch.Tensor) -> bool:
@@ -230,8 +191,3 @@ def _has_memory(value: torch.Tensor) -> bool:
         return value.numel() == 0 or value.data_ptr() != 0
     except RuntimeError:  # no storage at all
         return False
-
-
-def _may_hold_tensors(value: Any) -> bool:
-    # A module's and an optimizer's tensors are not the state's to move.
-    return hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, torch.optim.Optimizer))

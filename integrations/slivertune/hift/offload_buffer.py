@@ -1,20 +1,47 @@
-"""Memory in which a group's masters and optimizer state wait for their turn: pinned host memory, or files."""
+"""Where a group's masters and optimizer state wait for their turn: pinned host memory, or files.
+
+What waits is flat: a value with tensors inside is a `Structure` under its key, its tensors have keys of their own.
+"""
 
 import errno
+import math
 import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
+from slivertune.hift.base import CUT_MULTIPLE
+from slivertune.hift.masters import join_master, refresh_master, split_master
+from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
+from slivertune.hift.piece import Slice, Weight
+from slivertune.hift.probe import StepMeter
+from slivertune.hift.residency import MASTER, WeightState
 
 ALIGNMENT = 64
 """Bytes; tensors in one buffer begin at multiples of it."""
+
+_GAPS_BYTES = 512
+"""The gaps between a weight's tensors."""
+
+LOW = "master_low"
+"""Key of the lower 16 bits that complete a bf16 weight to its master."""
+TIES = "master_ties"
+"""Key of the rounding ties that `LOW` leaves open; few, so they travel with the scalars."""
+
+_WHOLE = -1
+"""In place of a slice's start: the scalars restored for the whole weight."""
+
+# bitsandbytes' 8-bit state: one scale a block of CUT_MULTIPLE elements, and the code book.
+_OF_BLOCKS = ("absmax1", "absmax2")
+_TABLES = ("qmap1", "qmap2")
 
 
 def aligned(num_bytes: int) -> int:
@@ -36,7 +63,7 @@ def tensor_at(buffer: torch.Tensor, start: int, model: torch.Tensor) -> torch.Te
     return flat.as_strided(dense.shape, dense.stride())
 
 
-def small_copy(value: torch.Tensor) -> torch.Tensor:
+def _small_copy(value: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor of a few bytes, in ordinary host memory; waits for the device."""
     with claimed_at_birth("state", "host"):
         copy = value.detach().to("cpu", copy=True)
@@ -142,3 +169,167 @@ def _mapped(directory: Path, num_bytes: int) -> torch.Tensor:
     finally:
         os.close(handle)
         Path(name).unlink()
+
+
+def waiting_bytes(weights: Sequence[Weight], meter: StepMeter) -> Counter[torch.dtype]:
+    """Bytes of one group's masters and state that will wait between its steps, by dtype.
+
+    Without `state="disk"`, whose files are allocated whole, state is left out where counting it would take an extra
+    step on a dummy weight.
+
+    Args:
+        weights: What the group trains.
+        meter: Knows what its steps need, and HiFT's settings.
+    """
+    num_bytes: Counter[torch.dtype] = Counter()
+    for weight in weights:
+        if meter.steps_master(weight):
+            dtype = torch.int16 if meter.config.master == "split" else torch.float32
+            num_bytes[dtype] += aligned(weight.parameter.numel() * dtype.itemsize)
+        if meter.is_elementwise or meter.config.state == "disk":
+            for dtype, state_bytes in meter.needs(weight).state_bytes.items():
+                num_bytes[dtype] += aligned(math.ceil(state_bytes)) + _GAPS_BYTES
+    return num_bytes
+
+
+class OffloadedState:
+    """What waits of one group.
+
+    Args:
+        buffer: Where tensors with dimensions wait.
+        split: Whether masters wait as their lower 16 bits.
+    """
+
+    def __init__(self, buffer: OffloadBuffer, *, split: bool) -> None:
+        self.buffer = buffer
+        self._split = split
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
+        self._received: dict[tuple[str, int], frozenset[str]] = {}
+        """Keys of the tensors that each slice has left here; a weight's other slices may have none yet."""
+
+    def tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
+        """A slice's parts of the waiting tensors, by key."""
+        name = one.weight.name
+        keys = self._received.get((name, one.start), self._received.get((name, _WHOLE), frozenset()))
+        return {key: _part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
+
+    def scalars_of(self, one: Slice) -> dict[str, Any]:
+        """Copies of a slice's state without dimensions, each where it lies in a step."""
+        name = one.weight.name
+        scalars = self._scalars.get((name, one.start))
+        if scalars is None:  # restored: every slice starts from the weight's
+            scalars = dict(self._scalars.get((name, _WHOLE), {}))
+            if TIES in scalars:
+                ties = scalars[TIES]
+                scalars[TIES] = ties[(ties >= one.start) & (ties < one.stop)] - one.start
+        device = one.weight.parameter.device
+        return {
+            key: value.to(device if key in one.scalars_on_device else "cpu", non_blocking=True, copy=True)
+            if isinstance(value, torch.Tensor)
+            else value
+            for key, value in scalars.items()
+        }
+
+    def receive(self, one: Slice, state: WeightState) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Take a slice's state after its step; tensors are to be copied by the caller.
+
+        Args:
+            one: The slice.
+            state: By key; its master under `MASTER`.
+
+        Returns:
+            The copies to make: tensors on the device, and where each is to wait.
+        """
+        state = flatten_state(state)
+        if self._split and MASTER in state:
+            state[LOW], state[TIES] = split_master(state.pop(MASTER))
+        known = self._tensors.get(one.weight.name, {})
+        tensors = self._keep_scalars(one.weight, one.start, state)
+        copies = []
+        for key, value in tensors.items():
+            if not (key in _TABLES and key in known):  # it never changes, and the next piece may be loading it
+                whole = self._whole(one.weight, key, _like_whole(value, one, key))
+                copies.append((value, _part(whole, one, key)))
+        empty_objects(state)
+        return copies
+
+    def export(self, weights: Sequence[Weight]) -> dict[str, WeightState]:
+        """The state of a group's weights: living tensors, masters whole and following what others have written."""
+        exported: dict[str, WeightState] = {}
+        for weight in weights:
+            kept = {key for (name, _), keys in self._received.items() if name == weight.name for key in keys}
+            tensors: WeightState = {k: v for k, v in self._tensors.get(weight.name, {}).items() if k in kept}
+            starts = sorted(start for name, start in self._scalars if name == weight.name)
+            # What was restored for the whole weight is out of date once its slices were stepped.
+            slices = [start for start in starts if start != _WHOLE] or starts
+            scalars = dict(self._scalars[weight.name, slices[0]]) if slices else {}
+            scalars.pop(TIES, None)
+            if LOW in tensors:
+                ties = [self._scalars[weight.name, start][TIES] + max(start, 0) for start in slices]
+                tensors[MASTER] = join_master(weight.parameter.detach().cpu(), tensors.pop(LOW), torch.cat(ties))
+            if MASTER in tensors:
+                refresh_master(tensors[MASTER], weight.parameter.detach().to(tensors[MASTER].device))
+            if tensors or scalars:
+                exported[weight.name] = unflatten_state({**tensors, **scalars}, copy_objects=True)
+        return exported
+
+    def restore(self, weights: Sequence[Weight], state: Mapping[str, WeightState]) -> None:
+        """Take copies of what `export` returned."""
+        arriving: dict[str, WeightState] = {}
+        num_bytes: Counter[torch.dtype] = Counter()
+        for weight in weights:
+            values = flatten_state(state.get(weight.name, {}), copy_objects=True)
+            if self._split and MASTER in values:
+                values[LOW], values[TIES] = split_master(values.pop(MASTER).to("cpu", torch.float32))
+            arriving[weight.name] = self._keep_scalars(weight, _WHOLE, values)
+            for value in arriving[weight.name].values():
+                num_bytes[value.dtype] += aligned(value.nbytes)
+        self.buffer.reserve(num_bytes)
+        for weight in weights:
+            for key, value in arriving[weight.name].items():
+                self._whole(weight, key, value).copy_(value)
+
+    def _keep_scalars(self, weight: Weight, start: int, state: WeightState) -> dict[str, torch.Tensor]:
+        """Keep what has no dimensions of a slice's state, and the keys of the others, which are returned."""
+        tensors = {key: value for key, value in state.items() if _has_extent(key, value)}
+        self._received[weight.name, start] = frozenset(tensors)
+        self._scalars[weight.name, start] = {
+            key: _small_copy(value) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+            if key not in tensors
+        }
+        return tensors
+
+    def _whole(self, weight: Weight, key: str, model: torch.Tensor) -> torch.Tensor:
+        """Where all of a weight's state under `key` waits; made like `model` if it is new or has changed."""
+        tensors = self._tensors.setdefault(weight.name, {})
+        known = tensors.get(key)
+        if known is None or known.shape != model.shape or known.dtype != model.dtype:
+            tensors[key] = self.buffer.empty_like(model)
+        return tensors[key]
+
+
+def _has_extent(key: str, value: Any) -> bool:
+    # A master counts even of a weight without dimensions.
+    return isinstance(value, torch.Tensor) and key != TIES and (value.dim() > 0 or key in (MASTER, LOW))
+
+
+def _part(whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
+    if key in _OF_BLOCKS and not one.is_whole:
+        return whole[one.start // CUT_MULTIPLE : -(-one.stop // CUT_MULTIPLE)]
+    return whole if key in _TABLES else one.part_of(whole)
+
+
+def _like_whole(value: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
+    """A tensor without memory in the form of a weight's state, given that of one slice."""
+    if one.is_whole or key in _TABLES:
+        return value
+    if key in _OF_BLOCKS:
+        return value.new_empty(-(-one.weight.parameter.numel() // CUT_MULTIPLE), device="meta")
+    if value.numel() != one.stop - one.start:
+        raise ValueError(
+            f"the state {key!r} of {one.weight.name} has {value.numel()} elements for {one.stop - one.start} of the "
+            "weight, so the base optimizer is not element-wise; set elementwise=False"
+        )
+    return value.new_empty(one.weight.parameter.shape, device="meta")

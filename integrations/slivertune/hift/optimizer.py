@@ -1,8 +1,8 @@
 """HiFT around any optimizer class: one group of layers a step (HiFT, Algorithm 1).
 
-The length of this file is that of the documented interface: a `Rotation` knows whose turn it is, a `Residency` steps
-each group, `ModelHooks` sees to the model, `checkpoint` makes and checks saved states, and `CheckpointedSliver` hands
-them out.
+The length of this file is that of the documented interface: a `Rotation` knows whose turn it is, a `ResidentGroup` or
+a `StreamedGroup` steps each group, `ModelHooks` sees to the model, `checkpoint` makes and checks saved states, and
+`CheckpointedSliver` hands them out.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.groups import cut_groups, turn_order
 from slivertune.hift.in_backward import BackwardSteps
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter, try_step
-from slivertune.hift.residency import Residency, export_state, restore_state
-from slivertune.hift.resident import ResidentGroup
-from slivertune.hift.rotation import LearningRate, Rotation, scheduled_lr
+from slivertune.hift.residency import ResidentGroup, export_state, restore_state
+from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
 from slivertune.hift.streamed import StreamedGroup
-from slivertune.hift.trainable import refuse_offloaded, say_what_is_not_trained, trainable_weights
+from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
 
 
@@ -87,8 +85,7 @@ class HiFT(CheckpointedSliver):
     ) -> None:
         config = config or HiFTConfig()
         base = BaseOptimizer.of_class(optimizer_class, optimizer_kwargs, config.elementwise)
-        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._build(model, base, [{"params": trainable}], config)
+        self._build(model, base, [{"params": [each for each in model.parameters() if each.requires_grad]}], config)
 
     @classmethod
     def wrap(cls, optimizer: torch.optim.Optimizer, model: nn.Module, *, config: HiFTConfig | None = None) -> HiFT:
@@ -129,14 +126,12 @@ class HiFT(CheckpointedSliver):
         self.base = base
         """Makes instances of the base optimizer."""
         weights = trainable_weights(model, param_groups)
-        refuse_offloaded(model, weights)
-        layers = find_layers(model, config.layers)
-        self.groups = cut_groups(layers, config.layers_per_group, frozenset(weights))
+        self.groups = cut_groups(find_layers(model, config.layers), config.layers_per_group, frozenset(weights))
         """The groups, bottom of the model first."""
         try_step(base, param_groups, list(weights.values()))
         super().__init__(param_groups, dict(base.defaults))
         say_what_is_not_trained(model, weights)
-        self._meter = StepMeter(base, self.param_groups)
+        self._meter = StepMeter(base, self.param_groups, config)
         order = turn_order(len(self.groups), config.order, config.seed)
         self.rotation = Rotation(order=order, steps_per_group=config.steps_per_group)
         """Whose turn it is; a layout that steps in HiFT's place advances it."""
@@ -156,12 +151,16 @@ class HiFT(CheckpointedSliver):
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
-        self._weights = [tuple(weights[name] for name in group.parameter_names) for group in self.groups]
         made = ResidentGroup if self.config.state == "device" else StreamedGroup
-        self._residencies: list[Residency] = [made(each, self.base, self._meter, self.config) for each in self._weights]
-        layers = [layer for group in self.groups for layer in group.layers]
+        self._residencies = [
+            made([weights[name] for name in group.parameter_names], self._meter) for group in self.groups
+        ]
         self._hooks = ModelHooks(
-            model, layers, self.trained_weights, self._backward_listeners, checks_model=checks_model
+            model,
+            [layer for group in self.groups for layer in group.layers],
+            self.trained_weights,
+            self._backward_listeners,
+            checks_model=checks_model,
         )
         self._attach()
 
@@ -183,7 +182,7 @@ class HiFT(CheckpointedSliver):
         """Let the active group have gradients, and no other."""
         residency = self._residencies[self.active_group]
         on_gradient = self._in_backward.on_gradient if self._in_backward is not None else lambda _: residency.prefetch()
-        self._hooks.activate(self._weights[self.active_group], on_gradient)
+        self._hooks.activate(residency.weights, on_gradient)
 
     @property
     def config(self) -> HiFTConfig:
@@ -201,12 +200,12 @@ class HiFT(CheckpointedSliver):
         Args:
             group: Its index, bottom of the model first.
         """
-        return self._weights[group]
+        return self._residencies[group].weights
 
     @property
     def trained_weights(self) -> tuple[Weight, ...]:
         """What all groups train, bottom of the model first."""
-        return tuple(weight for weights in self._weights for weight in weights)
+        return tuple(weight for residency in self._residencies for weight in residency.weights)
 
     @property
     def active_group(self) -> int:
@@ -296,7 +295,7 @@ class HiFT(CheckpointedSliver):
         rotation.warn_of_unreached(self.groups)
 
     def _step_from_gradients(self) -> bool:
-        weights = self._weights[self.active_group]
+        weights = self._residencies[self.active_group].weights
         for weight in weights:
             if weight.trained is not weight.parameter:
                 weight.take_gradient()
@@ -428,7 +427,7 @@ class HiFT(CheckpointedSliver):
             )
         self._take_off()
         release(self._parameters_of_state(), self)
-        self._weights, self._residencies = [], []
+        self._residencies = []
         del self._hooks  # which holds them, too
         self._fill_placeholder()
 
@@ -469,14 +468,12 @@ class HiFT(CheckpointedSliver):
         """
         self._check_not_delegated()
         check_header(state_dict, self._header())
-        check_weights(
-            state_dict["state"], self.trained_weights, with_masters=self.config.master != "none", meter=self._meter
-        )
+        check_weights(state_dict["state"], self.trained_weights, self._meter)
         if self._in_backward is not None:
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
         self.rotation.restore(state_dict["hift"])
-        restore_state(self._residencies, self._weights, state_dict["state"], state_dict.get("own", {}))
+        restore_state(self._residencies, state_dict["state"], state_dict.get("own", {}))
         if not self.is_detached:
             self._activate()
         if self.uses_sidecar:

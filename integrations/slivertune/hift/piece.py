@@ -30,11 +30,6 @@ class Weight:
     param_group: int
     """Index of the param group that holds its hyperparameters."""
 
-    @property
-    def has_master(self) -> bool:
-        """Whether it is stored in 16 bits, so that an fp32 master can stand behind it."""
-        return self.parameter.dtype == torch.bfloat16
-
     def take_gradient(self) -> None:
         """Let `parameter` hold what `trained` does, its gradient included; asked for where it is another tensor."""
 
@@ -73,7 +68,7 @@ class Slice:
         return self.part_of(self.weight.parameter.data)
 
     def place_leaf(self, data: torch.Tensor) -> None:
-        """Put the leaf on `data`: the part of the weight, or its master."""
+        """Put the leaf on `data`: the part of the weight, or its master; or on nothing, to let go of what it lay on."""
         if not self.is_weight:
             self.leaf.grad = None
             self.leaf.data = data
@@ -96,11 +91,6 @@ class Slice:
         self.leaf.grad = None
         if self.stop == self.weight.parameter.numel():
             self.weight.parameter.grad = None
-
-    def clear_leaf(self) -> None:
-        """Let go of what the leaf lay on."""
-        if not self.is_weight:
-            self.leaf.data = torch.empty(0, dtype=self.leaf.dtype)
 
 
 PARAM_GROUP = "slivertune_param_group"
@@ -194,8 +184,7 @@ class Piece:
             }
             for index in indices
         ]
-        optimizer = base.build(groups, [(one.leaf, one.weight.parameter) for one in self.slices])
-        self.instance = Instance(optimizer, indices)
-        if own:
-            self.instance.restore(param_groups, own)
+        leaves = [(one.leaf, one.weight.parameter) for one in self.slices]
+        self.instance = Instance(base.build(groups, leaves), indices)
+        self.instance.restore(param_groups, own)
         return self.instance

@@ -12,9 +12,10 @@ import torch
 from slivertune.core.ledger import Ledger, claim
 from slivertune.core.torch_internals import FakeTensor
 from slivertune.hift.base import CUT_MULTIPLE, BaseOptimizer
+from slivertune.hift.config import HiFTConfig
 from slivertune.hift.nested_state import Structure, UnsupportedStateError, flatten_state
 from slivertune.hift.piece import Weight
-from slivertune.hift.unsupported_optimizers import refuse_closure, refuse_state
+from slivertune.hift.unsupported_optimizers import NEEDS_CLOSURE, refusal
 
 _PROBE_ELEMENTS = 64 * CUT_MULTIPLE
 
@@ -34,59 +35,57 @@ class StepNeeds:
 
 
 class StepMeter:
-    """Measures a base optimizer; remembers what it measured.
+    """Measures what the steps of a base optimizer need under HiFT's settings; remembers what it measured.
 
     Args:
         base: The base optimizer.
         param_groups: Hyperparameters by param group.
+        config: HiFT's settings.
     """
 
-    def __init__(self, base: BaseOptimizer, param_groups: Sequence[dict[str, Any]]) -> None:
-        self._base = base
+    def __init__(self, base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], config: HiFTConfig) -> None:
+        self.base = base
+        self.config = config
         self._param_groups = param_groups
         self._measured: dict[tuple[Any, ...], StepNeeds] = {}
 
     @property
     def is_elementwise(self) -> bool:
         """Whether a large weight needs in proportion what a small one does."""
-        return self._base.slicing.unit == "elements"
+        return self.base.slicing.unit == "elements"
 
-    def needs(self, weight: Weight, dtype: torch.dtype) -> StepNeeds:
-        """The needs of a weight stepped in `dtype`, on its device."""
+    def steps_master(self, weight: Weight) -> bool:
+        """Whether a weight is stored in 16 bits, and an fp32 master stands behind it, which is stepped."""
+        return self.config.master != "none" and weight.parameter.dtype == torch.bfloat16
+
+    def needs(self, weight: Weight) -> StepNeeds:
+        """The needs of a weight, or of its master, on its device."""
         parameter = weight.parameter
-        num_elements = parameter.numel()
-        if not self.is_elementwise or num_elements < _PROBE_ELEMENTS:
-            return self._of_shape(tuple(parameter.shape), weight.param_group, dtype, parameter)
-        sample = self._of_shape((_PROBE_ELEMENTS,), weight.param_group, dtype, parameter)
-        scale = num_elements / _PROBE_ELEMENTS
+        is_sampled = self.is_elementwise and parameter.numel() >= _PROBE_ELEMENTS
+        shape = (_PROBE_ELEMENTS,) if is_sampled else tuple(parameter.shape)
+        dtype = torch.float32 if self.steps_master(weight) else parameter.dtype
+        key = (shape, weight.param_group, dtype, parameter.device, self.base.overrides_of(parameter))
+        if key not in self._measured:
+            with _same_random_numbers(parameter):
+                self._measured[key] = self._measure(weight, torch.zeros(shape, dtype=dtype, device=parameter.device))
+        if not is_sampled:
+            return self._measured[key]
+        sample, scale = self._measured[key], parameter.numel() / _PROBE_ELEMENTS
         return replace(
             sample,
             state_bytes={dtype: num_bytes * scale for dtype, num_bytes in sample.state_bytes.items()},
             temporary_bytes=sample.temporary_bytes * scale,
         )
 
-    def scalars_on_device(self, weight: Weight, dtype: torch.dtype) -> frozenset[str]:
+    def scalars_on_device(self, weight: Weight) -> frozenset[str]:
         """Keys of state without dimensions that must return to the device; on a CPU there is nowhere to go."""
-        return frozenset() if weight.parameter.device.type == "cpu" else self.needs(weight, dtype).scalars_on_device
+        return frozenset() if weight.parameter.device.type == "cpu" else self.needs(weight).scalars_on_device
 
-    def _of_shape(
-        self, shape: tuple[int, ...], param_group: int, dtype: torch.dtype, parameter: torch.Tensor
-    ) -> StepNeeds:
-        device = parameter.device
-        key = (shape, param_group, dtype, device, self._base.overrides_of(parameter))
-        if key not in self._measured:
-            with _same_random_numbers(parameter):
-                self._measured[key] = self._measure(shape, param_group, dtype, parameter)
-        return self._measured[key]
-
-    def _measure(
-        self, shape: tuple[int, ...], param_group: int, dtype: torch.dtype, parameter: torch.Tensor
-    ) -> StepNeeds:
-        device = parameter.device
-        weight = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    def _measure(self, stands_for: Weight, zeros: torch.Tensor) -> StepNeeds:
+        weight = torch.nn.Parameter(zeros)
         weight.grad = torch.zeros_like(weight)
-        hyperparameters = {key: value for key, value in self._param_groups[param_group].items() if key != "params"}
-        optimizer = self._base.build([{**hyperparameters, "params": [weight]}], [(weight, parameter)])
+        group = self._param_groups[stands_for.param_group]
+        optimizer = self.base.build([{**group, "params": [weight]}], [(weight, stands_for.parameter)])
         optimizer.step()  # the first step creates the state
         claim(weight, "parameters")
         claim(weight.grad, "gradients")
@@ -132,7 +131,7 @@ def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weight
     shape = _TRIAL_SHAPE if parameter.dim() > 1 else _TRIAL_SHAPE[:1]
     dummy = torch.nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=parameter.device))
     dummy.grad = torch.zeros_like(dummy)
-    group = {key: value for key, value in param_groups[weight.param_group].items() if key != "params"}
+    group = param_groups[weight.param_group]
     name = base.optimizer_class.__name__
     with torch.no_grad(), _same_random_numbers(parameter), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -141,12 +140,13 @@ def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weight
             optimizer.step()
         except Exception:
             if _steps_with_closure(base, group, dummy):
-                raise refuse_closure(name) from None
+                raise refusal(name, NEEDS_CLOSURE.reason, NEEDS_CLOSURE.way_out) from None
             return
     try:
         flat = flatten_state(optimizer.state.get(dummy, {}))
     except UnsupportedStateError as error:
-        raise refuse_state(name, str(error)) from error
+        reason = f"its state {error}, which can't be moved to host memory or to disk"
+        raise refusal(name, reason, "take an optimizer that keeps dense tensors") from error
     cut = [key for key, value in flat.items() if isinstance(value, Structure) and value.is_subclass]
     if cut and base.slicing.unit == "elements":
         raise ValueError(
@@ -176,6 +176,7 @@ def _steps_with_closure(base: BaseOptimizer, group: dict[str, Any], dummy: torch
 @contextmanager
 def _same_random_numbers(parameter: torch.Tensor) -> Iterator[None]:
     """Leave the random generators as they were: stochastic rounding draws from them; fake numbers are not drawn."""
-    devices = [parameter.device] if parameter.device.type == "cuda" else []
-    with torch.random.fork_rng(devices, enabled=not isinstance(parameter, FakeTensor)):
+    with torch.random.fork_rng(
+        [parameter.device] if parameter.device.type == "cuda" else [], enabled=not isinstance(parameter, FakeTensor)
+    ):
         yield

@@ -1,16 +1,16 @@
-"""Where a group's masters and optimizer state live between its turns: the contract of the two ways."""
+"""Where a group's masters and optimizer state live between its turns: here on the device, and as `streamed` off it."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from slivertune.core.hyperparameters import differs
-from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import HiFTConfig
-from slivertune.hift.cutting import PieceCutter
-from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Piece, Weight
+from slivertune.core.ledger import claim
+from slivertune.hift.cutting import cut_group
+from slivertune.hift.masters import refresh_master
+from slivertune.hift.nested_state import flatten_state, unflatten_state
+from slivertune.hift.piece import Instance, OwnHyperparameters, ParamGroups, Piece, Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.rotation import LearningRate
 
@@ -20,37 +20,34 @@ WeightState = dict[str, Any]
 MASTER = "master"
 
 
-class Residency(ABC):
-    """Owns the masters and the optimizer state of one group.
+class ResidentGroup:
+    """Owns the masters and the optimizer state of one group, which never leave the device (`state="device"`).
+
+    One instance of the base optimizer steps the whole group, or, with `step_in_backward`, one each weight.
 
     Args:
         weights: What the group trains.
-        base: The base optimizer; one instance steps a piece of the group.
-        meter: Measures its steps.
-        config: HiFT's settings.
+        meter: Measures the base optimizer's steps, and knows HiFT's settings.
     """
 
-    def __init__(self, weights: Sequence[Weight], base: BaseOptimizer, meter: StepMeter, config: HiFTConfig) -> None:
-        self._weights = weights
-        self._base = base
-        self._config = config
-        self._cutter = PieceCutter(weights, base, meter, config)
+    def __init__(self, weights: Sequence[Weight], meter: StepMeter) -> None:
+        self.weights = tuple(weights)
+        self._meter = meter
         self._pieces: list[Piece] = []
+        self._restored: dict[str, WeightState] = {}
         self._restored_own: OwnHyperparameters = {}
 
-    @abstractmethod
     def prefetch(self) -> None:
         """Start to bring the first pieces to the device; called during backward, as often as one likes."""
 
-    @abstractmethod
     def begin(self) -> None:
         """Make ready for `step`, whose first call in an update this precedes.
 
         Raises:
             OSError: If the state has no room; nothing was stepped then.
         """
+        self._pieces = self._pieces or cut_group(self.weights, self._meter)
 
-    @abstractmethod
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Step weights from their gradients, and drop the gradients.
 
@@ -59,22 +56,51 @@ class Residency(ABC):
             param_groups: The optimizer's.
             held_lr: What is applied, one a param group.
         """
+        piece = next(each for each in self._pieces if each.slices[0].weight is weights[0])
+        instance = piece.instance or self._build(piece, param_groups)
+        for one in piece.slices:
+            if one.on_master:
+                refresh_master(one.leaf.data, one.part_of_weight())
+            one.attach_gradient()
+        instance.push(param_groups, held_lr)
+        instance.optimizer.step()
+        for one in piece.slices:
+            if not one.is_weight:
+                one.part_of_weight().copy_(one.leaf.data)
+            one.drop_gradient()
+            for value in flatten_state(instance.optimizer.state.get(one.leaf, {})).values():
+                if isinstance(value, torch.Tensor):
+                    claim(value, "state")
 
-    @abstractmethod
     def end(self) -> None:
         """Let go of what is kept on the device from one `step` of an update to the next."""
 
-    @abstractmethod
     def export(self) -> dict[str, WeightState]:
         """The state of every weight that has some, by name. Tensors are the living ones where they can be."""
+        exported = {name: dict(state) for name, state in self._restored.items()}
+        for weight in self.weights:
+            if MASTER in exported.get(weight.name, {}):
+                arrived = exported[weight.name][MASTER].clone()
+                exported[weight.name][MASTER] = refresh_master(arrived, weight.parameter.detach().to(arrived.device))
+        for piece in self._pieces:
+            if piece.instance is None:
+                continue
+            for one in piece.slices:
+                if one.on_master:
+                    refresh_master(one.leaf.data, one.part_of_weight())
+                master = {} if one.is_weight else {MASTER: one.leaf.data}
+                exported[one.weight.name] = {**master, **piece.instance.optimizer.state.get(one.leaf, {})}
+        return {weight.name: exported[weight.name] for weight in self.weights if exported.get(weight.name)}
 
-    @abstractmethod
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         """Replace all state by a copy of what `export` and `own_hyperparameters` returned."""
+        self.discard()
+        self._restored, self._restored_own = {name: dict(values) for name, values in state.items()}, own
 
-    @abstractmethod
     def discard(self) -> None:
         """Forget all state."""
+        self._pieces = []
+        self._restored, self._restored_own = {}, {}
 
     def own_hyperparameters(self) -> OwnHyperparameters:
         """What the base optimizer's instances adapted by themselves; empty where they adapt nothing.
@@ -90,40 +116,62 @@ class Residency(ABC):
                 if known.keys() != values.keys() or any(differs(known[key], values[key]) for key in known):
                     raise RuntimeError(
                         f"the pieces of one group adapted {sorted(known | values)} differently, so "
-                        f"{self._base.name} is not element-wise; set elementwise=False"
+                        f"{self._meter.base.name} is not element-wise; set elementwise=False"
                     )
         # What was restored counts until all pieces have got it.
         return common or (self._restored_own if len(instances) < max(1, len(self._pieces)) else {})
 
+    def _build(self, piece: Piece, param_groups: ParamGroups) -> Instance:
+        for one in piece.slices:
+            if one.on_master:
+                weight = one.weight
+                source = self._restored.get(weight.name, {}).get(MASTER, weight.parameter.data)
+                master = source.to(device=weight.parameter.device, dtype=torch.float32, copy=True)
+                claim(master, "state")
+                one.place_leaf(master)
+        instance = piece.build(self._meter.base, param_groups, self._restored_own)
+        for one in piece.slices:
+            if state := self._on_device(one):
+                instance.optimizer.state[one.leaf] = state
+            self._restored.pop(one.weight.name, None)
+        return instance
 
-def export_state(residencies: Sequence[Residency]) -> tuple[dict[str, WeightState], dict[int, OwnHyperparameters]]:
+    def _on_device(self, one: Slice) -> WeightState:
+        """Copies of the state that was restored for a slice: tensors with dimensions are on its weight's device."""
+        state: WeightState = {}
+        for key, value in flatten_state(self._restored.get(one.weight.name, {}), copy_objects=True).items():
+            if isinstance(value, torch.Tensor):
+                with_weight = value.dim() or key in one.scalars_on_device
+                value = value.to(one.weight.parameter.device if with_weight else "cpu", copy=True)
+            state[key] = value
+        state.pop(MASTER, None)
+        return unflatten_state(state)
+
+
+def export_state(groups: Sequence[ResidentGroup]) -> tuple[dict[str, WeightState], dict[int, OwnHyperparameters]]:
     """The state of every weight that has some, by name, and by group what instances adapted by themselves.
 
     Args:
-        residencies: Of all groups, by index.
+        groups: All groups' owners of state, by index.
     """
-    state = {name: values for each in residencies for name, values in each.export().items()}
-    adapted = {index: each.own_hyperparameters() for index, each in enumerate(residencies)}
+    state = {name: values for each in groups for name, values in each.export().items()}
+    adapted = {index: each.own_hyperparameters() for index, each in enumerate(groups)}
     return state, {index: dict(own) for index, own in adapted.items() if own}
 
 
 @torch.no_grad()
 def restore_state(
-    residencies: Sequence[Residency],
-    weights_of: Sequence[Sequence[Weight]],
-    state: Mapping[str, WeightState],
-    own: Mapping[int, OwnHyperparameters],
+    groups: Sequence[ResidentGroup], state: Mapping[str, WeightState], own: Mapping[int, OwnHyperparameters]
 ) -> None:
     """Replace all state by a copy of what `export_state` returned, and set weights to their masters, rounded.
 
     Args:
-        residencies: Of all groups, by index.
-        weights_of: What each group trains.
+        groups: All groups' owners of state, by index.
         state: By name of the weight.
         own: By group.
     """
-    for index, (residency, weights) in enumerate(zip(residencies, weights_of, strict=True)):
-        residency.restore({w.name: state[w.name] for w in weights if w.name in state}, own.get(index, {}))
-    for weight in (weight for weights in weights_of for weight in weights):
+    for index, group in enumerate(groups):
+        group.restore({w.name: state[w.name] for w in group.weights if w.name in state}, own.get(index, {}))
+    for weight in (weight for group in groups for weight in group.weights):
         if MASTER in state.get(weight.name, {}):
             weight.parameter.copy_(state[weight.name][MASTER])

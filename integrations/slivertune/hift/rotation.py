@@ -1,5 +1,6 @@
-"""Whose turn it is, and the learning rate held for a cycle (HiFT, Algorithm 1 and section 3.1). Picklable."""
+"""Groups of layers, whose turn it is, and the learning rate held for a cycle (HiFT, Algorithm 1 and section 3.1)."""
 
+import random
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,14 +9,73 @@ from typing import Any
 import torch
 
 from slivertune.core.hyperparameters import own_copy
-from slivertune.hift.groups import Group
+from slivertune.core.layers import Layer
+from slivertune.hift.config import Order
 
 LearningRate = float | torch.Tensor | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Layers that train together."""
+
+    index: int
+    """Position from the bottom of the model, in [0, k)."""
+    layers: tuple[Layer, ...]
+    """The layers, bottom first."""
+    parameter_names: tuple[str, ...]
+    """Names of the parameters that train, as in `model.named_parameters()`."""
+
+
+def cut_groups(layers: Sequence[Layer], layers_per_group: int, trainable: frozenset[str]) -> tuple[Group, ...]:
+    """Cut n layers into k = ceil(n / m) groups, from the bottom; the last may be smaller.
+
+    Args:
+        layers: The model's layers, bottom first.
+        layers_per_group: m, in [1, n].
+        trainable: Names of the parameters that may train; a layer with none of them takes no part.
+
+    Returns:
+        The groups, bottom first; their membership never changes.
+
+    Raises:
+        ValueError: If no parameter trains, or m is larger than the number of layers that train.
+    """
+    training = [layer for layer in layers if not trainable.isdisjoint(layer.parameter_names)]
+    if not training:
+        raise ValueError("no parameter of the model requires a gradient; set requires_grad on what is to train")
+    if layers_per_group > len(training):
+        raise ValueError(
+            f"layers_per_group={layers_per_group} must be in [1, {len(training)}], the layers that train; "
+            f"{len(training)} trains the whole model in every step"
+        )
+    groups = []
+    for index, start in enumerate(range(0, len(training), layers_per_group)):
+        members = tuple(training[start : start + layers_per_group])
+        names = tuple(name for layer in members for name in layer.parameter_names if name in trainable)
+        groups.append(Group(index=index, layers=members, parameter_names=names))
+    return tuple(groups)
+
+
+def turn_order(num_groups: int, order: Order, seed: int) -> tuple[int, ...]:
+    """The groups' indices in the order of their turns, the same in every cycle.
+
+    Args:
+        num_groups: k.
+        order: `bottom2up`, `top2down`, or `random`, which is shuffled once.
+        seed: Seed of the shuffle.
+    """
+    indices = list(range(num_groups))
+    if order == "top2down":
+        indices.reverse()
+    elif order == "random":
+        random.Random(seed).shuffle(indices)
+    return tuple(indices)
+
+
 @dataclass(kw_only=True, slots=True)
 class Rotation:
-    """Counts steps: updates, and those that passed without one; everything else follows from the counts."""
+    """Counts steps: updates, and those that passed without one; everything else follows from the counts. Picklable."""
 
     order: tuple[int, ...]
     """Group indices in the order of their turns."""

@@ -19,12 +19,22 @@ import torch
 from typing_extensions import override
 
 from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.hift.cutting import cut_group
 from slivertune.hift.masters import join_master, refresh_master
 from slivertune.hift.nested_state import unflatten_state
-from slivertune.hift.offload_buffer import OffloadBuffer, aligned, disk_buffer, host_buffer, tensor_at
-from slivertune.hift.offloaded_state import LOW, TIES, OffloadedState
+from slivertune.hift.offload_buffer import (
+    LOW,
+    TIES,
+    OffloadBuffer,
+    OffloadedState,
+    aligned,
+    disk_buffer,
+    host_buffer,
+    tensor_at,
+    waiting_bytes,
+)
 from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight
-from slivertune.hift.residency import MASTER, Residency, WeightState
+from slivertune.hift.residency import MASTER, ResidentGroup, WeightState
 from slivertune.hift.rotation import LearningRate
 
 Direction = Literal["inbound", "outbound"]
@@ -34,8 +44,8 @@ Loaded = list[dict[str, torch.Tensor]]
 """For each slice of a piece, its tensors on the device by key."""
 
 
-class StreamedGroup(Residency):
-    """A group whose masters and state wait in an offload buffer; see `Residency`.
+class StreamedGroup(ResidentGroup):
+    """A group whose masters and state wait in an offload buffer; called as `ResidentGroup` is.
 
     On the device there are at most two pieces at a time, each of at most `stream_bytes` with its temporaries.
 
@@ -61,17 +71,17 @@ class StreamedGroup(Residency):
     def prefetch(self) -> None:
         self._follow_the_model()
         if self._offloaded is not None and not self._loaded:
-            self._cut()
+            self._pieces = self._pieces or cut_group(self.weights, self._meter)
             self._load_two(0)
 
     @override
     def begin(self) -> None:
         self._follow_the_model()
-        self._cut()
+        self._pieces = self._pieces or cut_group(self.weights, self._meter)
         if self._offloaded is None:
-            buffer = self._make_buffer()
-            buffer.reserve(self._cutter.waiting_bytes())
-            self._offloaded, self._offloaded_from = self._waiting_in(buffer), self._device()
+            offloaded = self._new_state()
+            offloaded.buffer.reserve(waiting_bytes(self.weights, self._meter))
+            self._offloaded, self._offloaded_from = offloaded, self._device()
             self._is_first_turn = True
 
     @override
@@ -115,14 +125,14 @@ class StreamedGroup(Residency):
         if self._offloaded is None:
             return {}
         self._synchronize()
-        return self._offloaded.export(self._weights)
+        return self._offloaded.export(self.weights)
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         self.discard()
         if state:
-            offloaded = self._waiting_in(self._make_buffer())
-            offloaded.restore(self._weights, state)
+            offloaded = self._new_state()
+            offloaded.restore(self.weights, state)
             self._offloaded, self._offloaded_from = offloaded, self._device()
         self._restored_own = own
 
@@ -130,10 +140,9 @@ class StreamedGroup(Residency):
     def discard(self) -> None:
         self._synchronize()
         self._empty_slots()
-        self._pieces = []
+        super().discard()
         self._turn = []
         self._offloaded = None
-        self._restored_own = {}
 
     def _follow_the_model(self) -> None:
         """Take the state along if the model has moved to another device since: only for that is its memory right."""
@@ -143,11 +152,8 @@ class StreamedGroup(Residency):
             self._streams = {}
             self.restore(state, own)
 
-    def _cut(self) -> None:
-        self._pieces = self._pieces or self._cutter.cut()
-
     def _device(self) -> torch.device:
-        devices = {weight.parameter.device for weight in self._weights}
+        devices = {weight.parameter.device for weight in self.weights}
         if len(devices) > 1:
             raise ValueError(
                 f"a group's weights lie on {sorted(map(str, devices))}; a group must lie on one device: "
@@ -156,12 +162,11 @@ class StreamedGroup(Residency):
         return devices.pop()
 
     def _make_buffer(self) -> OffloadBuffer:
-        if self._config.state == "disk":
-            return disk_buffer(Path(self._config.state_dir or "."))
-        return host_buffer(self._device())
+        config = self._meter.config
+        return disk_buffer(Path(config.state_dir or ".")) if config.state == "disk" else host_buffer(self._device())
 
-    def _waiting_in(self, buffer: OffloadBuffer) -> OffloadedState:
-        return OffloadedState(buffer, split=self._config.master == "split")
+    def _new_state(self) -> OffloadedState:
+        return OffloadedState(self._make_buffer(), split=self._meter.config.master == "split")
 
     @contextmanager
     def _on(self, direction: Direction, *after: Event) -> Iterator[None]:
@@ -247,7 +252,7 @@ class StreamedGroup(Residency):
             one.place_leaf(data)
             one.attach_gradient()
             states.append(unflatten_state({**tensors, **scalars}))
-        instance = piece.instance or piece.build(self._base, param_groups, self._restored_own)
+        instance = piece.instance or piece.build(self._meter.base, param_groups, self._restored_own)
         # An empty state leaves what the constructor made.
         instance.optimizer.state.update(
             {one.leaf: state for one, state in zip(piece.slices, states, strict=True) if state}
@@ -270,7 +275,7 @@ class StreamedGroup(Residency):
                 state[MASTER] = one.leaf.data
             leaving += self._offloaded.receive(one, state)
             one.drop_gradient()
-            one.clear_leaf()
+            one.place_leaf(torch.empty(0, dtype=one.leaf.dtype))
         with self._on("outbound", self._record()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
@@ -279,11 +284,8 @@ class StreamedGroup(Residency):
             self._compute_after(self._stored[index])  # before the memory of new tensors is used again
 
     def _empty_slots(self) -> None:
-        self._slots = []
-        self._loaded = {}
-        self._ready = {}
-        self._stored = {}
-        self._left = {}
+        for held in (self._slots, self._loaded, self._ready, self._stored, self._left):
+            held.clear()
 
 
 def _leaf_data(one: Slice, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> torch.Tensor:

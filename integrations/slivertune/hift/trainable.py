@@ -19,14 +19,13 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
         param_groups: Those of the base optimizer.
 
     Raises:
-        ValueError: If a param group holds what is no parameter of the model, or a weight is fp16.
+        ValueError: If a param group holds what is no parameter of the model, or a weight is fp16, or lies elsewhere.
     """
     group_of: dict[int, int] = {}
     for index, group in enumerate(param_groups):
         group_of.update({id(parameter): index for parameter in group["params"]})
     named = dict(model.named_parameters())
-    own = {id(parameter) for parameter in named.values()}
-    num_foreign = sum(key not in own for key in group_of)
+    num_foreign = len(group_of.keys() - {id(parameter) for parameter in named.values()})
     if num_foreign:
         raise ValueError(
             f"{num_foreign} of the optimizer's {len(group_of)} parameters are not the model's; "
@@ -43,6 +42,7 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
                 f"{name} is stored in float16, whose range is too small for weights that are trained; "
                 "load the model in bfloat16, or in float32 with fp16 autocast and a GradScaler"
             )
+    _refuse_offloaded(model, weights)
     return weights
 
 
@@ -68,28 +68,23 @@ def say_what_is_not_trained(model: nn.Module, weights: Mapping[str, Weight]) -> 
         warnings.warn("; ".join(said), UserWarning, stacklevel=4)
 
 
-def refuse_offloaded(model: nn.Module, weights: Mapping[str, Weight]) -> None:
-    """Refuse parameters whose values lie elsewhere and come only for a forward.
-
-    Args:
-        model: The model.
-        weights: What is trained, by name.
-
-    Raises:
-        ValueError: Naming one.
-    """
+def _refuse_offloaded(model: nn.Module, weights: Mapping[str, Weight]) -> None:
+    """Refuse parameters whose values lie elsewhere and come only for a forward."""
     # Where several ranks load one checkpoint, those without values get them when the model is prepared.
     is_alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    offloading = [module for module in model.modules() if _offloads(getattr(module, "_hf_hook", None))]
-    away = {id(parameter) for module in offloading for parameter in module.parameters(recurse=False)}
+    away = {
+        id(parameter)
+        for module in model.modules()
+        if _offloads(getattr(module, "_hf_hook", None))
+        for parameter in module.parameters(recurse=False)
+    }
     for name, weight in weights.items():
         on_meta = weight.parameter.device.type == "meta"
         if id(weight.parameter) in away or (on_meta and is_alone):
-            where = "on meta" if on_meta else "offloaded"
             raise ValueError(
-                f"{name} is {where} (accelerate's cpu_offload, disk_offload or a device_map, or a model that was built "
-                "without values), where it can't be trained; load the model whole on one device: HiFT keeps masters "
-                "and state off it"
+                f"{name} is {'on meta' if on_meta else 'offloaded'} (accelerate's cpu_offload, disk_offload or a "
+                "device_map, or a model that was built without values), where it can't be trained; load the model "
+                "whole on one device: HiFT keeps masters and state off it"
             )
 
 

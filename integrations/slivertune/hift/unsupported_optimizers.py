@@ -38,7 +38,7 @@ _PAGED = UnsupportedOptimizer(
     holds=lambda kind: kind.__module__.startswith("bitsandbytes.") and kind.__name__.startswith("Paged"),
     names=lambda name: name.startswith("paged_"),
 )
-_CLOSURE = UnsupportedOptimizer(
+NEEDS_CLOSURE = UnsupportedOptimizer(
     reason="it evaluates the model again inside its step, on weights that HiFT writes back only afterwards",
     way_out="use an optimizer whose step needs no closure",
     holds=_demands_closure,
@@ -64,7 +64,7 @@ UNSUPPORTED = (
         names=lambda name: name.endswith("_layerwise"),
     ),
     _PAGED,
-    _CLOSURE,
+    NEEDS_CLOSURE,
     UnsupportedOptimizer(
         reason="it takes sparse gradients alone, and a model's blocks have dense ones",
         way_out="set sparse=False on the embedding and take torch.optim.Adam",
@@ -89,7 +89,7 @@ def refuse_class(optimizer_class: type) -> None:
     """
     for kind in UNSUPPORTED:
         if kind.holds(optimizer_class):
-            raise _refusal(optimizer_class.__name__, kind.reason, kind.way_out)
+            raise refusal(optimizer_class.__name__, kind.reason, kind.way_out)
 
 
 def refuse_name(optim: str) -> None:
@@ -103,7 +103,7 @@ def refuse_name(optim: str) -> None:
     """
     for kind in UNSUPPORTED:
         if kind.names(optim):
-            raise _refusal(f"--optim {optim}", kind.reason, kind.way_out)
+            raise refusal(f"--optim {optim}", kind.reason, kind.way_out)
 
 
 def refuse_instance(optimizer: Any) -> None:
@@ -117,46 +117,30 @@ def refuse_instance(optimizer: Any) -> None:
     """
     name = type(optimizer).__name__
     if getattr(optimizer, "is_paged", False):
-        raise _refusal(f"{name} with is_paged=True", _PAGED.reason, "leave is_paged out")
+        raise refusal(f"{name} with is_paged=True", _PAGED.reason, "leave is_paged out")
     if optimizer.defaults.get("gradient_release"):
-        raise _refusal(
+        raise refusal(
             f"{name} with gradient_release=True",
             "it updates weights inside backward and keeps no gradient to step with",
             "leave gradient_release out, and set step_in_backward=True",
         )
     inner = next(_optimizers_in(vars(optimizer)), None)
     if inner is not None:
-        raise _refusal(
+        raise refusal(
             name,
             f"it steps {type(inner).__name__} in a way of its own, which would be left out",
             f"give HiFT the {type(inner).__name__} itself",
         )
 
 
-def refuse_closure(name: str) -> ValueError:
-    """The error for a step that does nothing without a closure.
+def refusal(name: str, reason: str, way_out: str) -> ValueError:
+    """The error for an optimizer that can't be rotated.
 
     Args:
         name: The optimizer's.
+        reason: Why it can't be, as the middle of a sentence.
+        way_out: What to do instead.
     """
-    return _refusal(name, _CLOSURE.reason, _CLOSURE.way_out)
-
-
-def refuse_state(name: str, fault: str) -> ValueError:
-    """The error for state that can't leave the device.
-
-    Args:
-        name: The optimizer's.
-        fault: What its state holds.
-    """
-    return _refusal(
-        name,
-        f"its state {fault}, which can't be moved to host memory or to disk",
-        "take an optimizer that keeps dense tensors",
-    )
-
-
-def _refusal(name: str, reason: str, way_out: str) -> ValueError:
     return ValueError(f"{name} can't be HiFT's base optimizer: {reason}; {way_out}, or train densely")
 
 

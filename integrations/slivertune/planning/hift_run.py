@@ -10,7 +10,7 @@ from torch import nn
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
-from slivertune.hift.groups import Group
+from slivertune.hift.rotation import Group
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
 from slivertune.planning.model import attached
