@@ -10,9 +10,9 @@ import pytest
 
 from slivertune.cli import main
 from slivertune.planning import command
-from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
+from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from slivertune.planning.request import PlanRequest
 from tests.planning.made import write_config
 

@@ -8,8 +8,7 @@ from slivertune.core.layers import find_layers
 from slivertune.hift.groups import cut_groups
 from slivertune.planning.fake import without_data
 from slivertune.planning.hift_run import HiFTRun, alike
-from slivertune.planning.make import make_plan
-from slivertune.planning.model import attached, build_model, give_sizes, make_batch
+from slivertune.planning.make import attached, build_model, give_sizes, make_batch, make_plan
 from slivertune.planning.request import PlanRequest
 from tests.planning.real import LLAMA
 

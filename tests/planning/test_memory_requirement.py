@@ -1,13 +1,13 @@
 import pytest
 
-from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, make_allowance
-from slivertune.planning.memory_requirement import Limits, add_allowance
+from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, Limits, add_allowance
 from slivertune.planning.request import PlanRequest
 from tests.planning.made import GIB, moment, simple_plan
 
 
 def test_an_allowance_adds_up_and_counts_collectives_on_several_gpus_alone() -> None:
-    one, four = make_allowance(moving_bytes=1000, num_gpus=1), make_allowance(moving_bytes=1000, num_gpus=4)
+    requests = [PlanRequest(), PlanRequest(layout="ddp", num_gpus=4)]
+    one, four = (add_allowance(simple_plan(each, moment(residual=1000))).allowance for each in requests)
     assert (one.context, one.workspace, one.collectives) == (CUDA_CONTEXT_BYTES, CUBLAS_WORKSPACE_BYTES, 0)
     assert one.fragmentation == 50, "5 % of what moves"
     assert one.total == CUDA_CONTEXT_BYTES + CUBLAS_WORKSPACE_BYTES + 50

@@ -17,7 +17,7 @@ from slivertune.planning import make
 from slivertune.planning.arguments import PlanArguments, parse_plan_arguments
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
 
 pytestmark = pytest.mark.slow

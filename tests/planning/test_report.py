@@ -8,7 +8,7 @@ from rich.console import Console
 
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.candidates import all_candidates
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.report import describe_request, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found, search

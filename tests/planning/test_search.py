@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slivertune.planning.candidates import BUSY_TOKENS, SMALL_PIECE_BYTES, all_candidates
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.methods import planned_methods
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import DoesNotFitError, Found, search, start_of_search
 from tests.planning.made import GIB, moment, simple_plan

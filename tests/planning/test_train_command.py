@@ -7,11 +7,11 @@ import pytest
 
 from slivertune.core.layout import Layout
 from slivertune.core.presets import preset_path
+from slivertune.planning.answer import DATASET, train_command
 from slivertune.planning.methods import planned_methods
 from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
-from slivertune.planning.train_command import DATASET, train_command
 from slivertune.training.options.checks import enum_value
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
-from slivertune.planning.four_bit_rules import clash_with_method
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement
-from slivertune.planning.methods import planned
+from slivertune.planning.methods import clash_with_method, planned
+from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
 SMALL_PIECE_BYTES = 32 * 2**20

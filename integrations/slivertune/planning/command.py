@@ -17,7 +17,7 @@ from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.configs import ModelFigures, find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.plot import draw, require_matplotlib
 from slivertune.planning.report import print_answer, print_sweep
 from slivertune.planning.request import PlanRequest

@@ -12,8 +12,8 @@ from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.groups import Group
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
-from slivertune.planning.model import attached
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
@@ -159,9 +159,6 @@ class PlannedHiFT(PlannedMethod):
         if request.step_in_backward:
             arguments += ["--step_in_backward", "true", "--max_grad_norm", "0"]
         return tuple(arguments)
-
-
-METHOD = PlannedHiFT()
 
 
 def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:

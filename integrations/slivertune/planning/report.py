@@ -11,9 +11,8 @@ from rich.text import Text
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.configs import ModelFigures
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement
 from slivertune.planning.methods import planned, planned_methods
-from slivertune.planning.plan import GroupPlan, Moment, Plan
+from slivertune.planning.plan import GroupPlan, Limits, MemoryRequirement, Moment, Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found
 

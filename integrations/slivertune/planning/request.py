@@ -8,8 +8,7 @@ from slivertune.core.setting_checks import check_choice, check_integer
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import MasterKind, StatePlace
 from slivertune.hift.unsupported import clash_with_layout
-from slivertune.planning.four_bit_rules import clash_with_method, clash_with_zero3
-from slivertune.planning.methods import planned, planned_methods
+from slivertune.planning.methods import clash_with_method, clash_with_zero3, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
 from slivertune.sft.config import SelectionCriterion
 from slivertune.sft.unsupported import clash_of_4bit

@@ -6,8 +6,8 @@ from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import Candidate
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement
 from slivertune.planning.methods import planned, planned_methods
+from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
 Estimator = Callable[[PlanRequest], MemoryRequirement]
@@ -46,6 +46,23 @@ class Found:
     """What was looked at and not changed, and why."""
     num_plans: int
     """Plans that were made."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, without what was found."""
+        return {
+            "need_bytes_as_asked": self.start.device_bytes,
+            "host_bytes_as_asked": self.start.host_bytes,
+            "steps": [
+                {
+                    "title": step.title,
+                    "cost": step.cost,
+                    "changes": {name: {"from": old, "to": new} for name, (old, new) in step.changes.items()},
+                }
+                for step in self.steps
+            ],
+            "skipped": [{"title": title, "reason": reason} for title, reason in self.skipped],
+            "num_plans": self.num_plans,
+        }
 
 
 def start_of_search(given: dict[str, Any]) -> PlanRequest:

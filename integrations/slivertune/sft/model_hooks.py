@@ -40,9 +40,6 @@ class ModelHooks:
         optimizer: The one that may step the deltas.
     """
 
-    layer_class = DeltaLayer
-    """Adds the deltas in the layer form; planning, whose 4-bit weights are sizes alone, takes another."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -82,7 +79,7 @@ class ModelHooks:
                 hook = self._gradient_hook(at)
                 self._handles.append(weight.target.parameter.register_post_accumulate_grad_hook(hook))
             else:
-                self._layers.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
+                self._layers.append(DeltaLayer(weight, at, self._gradient_sync, self._phi_gradient))
         if not self._gradient_sync.communicator.is_alone:
             self._handles += self._gradient_sync.watch(self._model)
         # On a layer, as a model that is a container would count it among its layers and call it.

@@ -10,7 +10,7 @@ from transformers.utils.import_utils import is_torch_bf16_gpu_available
 
 from slivertune.parallel.accelerate_internals import forget_state
 from slivertune.parallel.zero.shm_comm import check_build
-from slivertune.planning.four_bit_rules import clash_with_zero3
+from slivertune.planning.methods import clash_with_zero3
 
 
 def asks_for(engine: Literal["deepspeed", "fsdp"], values: dict[str, Any]) -> bool:
