@@ -23,7 +23,10 @@ def every_peak(request: PlanRequest) -> dict[int, int]:
         with attached(request, model):
             batch = make_batch(request)
             run = HiFTRun(model, request)
-            return {group.index: run.measure(group, lambda: model(**batch).loss).census.device for group in run.groups}
+            return {
+                group.index: run.measure(group, lambda: model(**batch).loss).census.device
+                for group in run.optimizer.groups
+            }
 
 
 @pytest.mark.slow

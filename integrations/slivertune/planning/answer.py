@@ -48,12 +48,11 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
     is_classifier, method = request.task == "classification", planned(request.method)
     has_all_logits = not request.chunked_cross_entropy and not is_classifier
     # What is bf16 arithmetic to others is autocast to dense fine-tuning.
-    bf16 = ("--weights_dtype", "bf16") if method.bf16_precision == "mixed" else ("--bf16",)
     precisions = {
         "fp32": ("--weights_dtype", "fp32"),
         "mixed": ("--weights_dtype", "fp32", "--bf16"),
         "mixed_hi": ("--bf16",),
-        "bf16": bf16,
+        "bf16": ("--weights_dtype", "bf16") if method.bf16_precision == "mixed" else ("--bf16",),
     }
     arguments = (
         *("slivertune", "train"),

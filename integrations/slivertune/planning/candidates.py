@@ -148,64 +148,55 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
 
 
 def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
-    streams = _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > SMALL_PIECE_BYTES
-    return [replace(request, stream_bytes=SMALL_PIECE_BYTES)] if streams else []
+    may = _comes_in_pieces(request) and request.stream_bytes > SMALL_PIECE_BYTES
+    return _changed(request, may, stream_bytes=SMALL_PIECE_BYTES)
 
 
 def _split_masters(request: PlanRequest) -> list[PlanRequest]:
-    whole = request.master_kind == "fp32" and request.state != "device"
-    return _changed(request, master="split") if whole else []
+    return _changed(request, request.master_kind == "fp32" and request.state != "device", master="split")
 
 
 def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanRequest]:
-    if request.step_in_backward:
-        return []
-    parts = [
-        size
-        for size in range(request.batch_size - 1, 0, -1)
-        if request.batch_size % size == 0 and size * request.seq_length >= fewest_tokens
-    ]
-    times = request.gradient_accumulation_steps
+    sizes = range(request.batch_size - 1, 0, -1)
+    num_sequences = request.gradient_accumulation_steps * request.batch_size
     return [
-        replace(request, batch_size=size, gradient_accumulation_steps=times * request.batch_size // size)
-        for size in parts
+        replace(request, batch_size=size, gradient_accumulation_steps=num_sequences // size)
+        for size in (() if request.step_in_backward else sizes)
+        if request.batch_size % size == 0 and size * request.seq_length >= fewest_tokens
     ]
 
 
 def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
-    return [] if request.gradient_checkpointing else [replace(request, gradient_checkpointing=True)]
+    return _changed(request, not request.gradient_checkpointing, gradient_checkpointing=True)
 
 
 def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
-    is_adam = request.optimizer == "adamw" and not planned(request.method).is_optimizer
-    return _changed(request, optimizer="adamw8bit") if is_adam else []
+    may = request.optimizer == "adamw" and not planned(request.method).is_optimizer
+    return _changed(request, may, optimizer="adamw8bit")
 
 
 def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
-    alone = request.layout == "single" and request.gradient_accumulation_steps == 1
-    may = alone and _reads(request, "step_in_backward") and not request.step_in_backward
-    return [replace(request, step_in_backward=True)] if may else []
+    is_alone = request.layout == "single" and request.gradient_accumulation_steps == 1
+    may = is_alone and _reads(request, "step_in_backward") and not request.step_in_backward
+    return _changed(request, may, step_in_backward=True)
 
 
 def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
-    return _changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
+    return _changed(request, _reads(request, "state") and request.state == "host", state="disk")
 
 
 def _no_masters(request: PlanRequest) -> list[PlanRequest]:
-    return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
+    return _changed(request, request.precision != "bf16", precision="bf16", master=None)
 
 
 def _four_bits(request: PlanRequest) -> list[PlanRequest]:
     may = clash_with_method(request.method) is None and not request.load_in_4bit and request.layout == "single"
-    if not may:
-        return []
-    return [replace(request, load_in_4bit=True, precision="fp32" if request.precision == "fp32" else "bf16")]
+    return _changed(request, may, load_in_4bit=True, precision="fp32" if request.precision == "fp32" else "bf16")
 
 
 def _offload(request: PlanRequest) -> list[PlanRequest]:
-    if request.offload_parameters or request.load_in_4bit or request.layout != "single":
-        return []
-    return _changed(request, layout="fsdp2", offload_parameters=True, step_in_backward=False)
+    may = not request.offload_parameters and not request.load_in_4bit and request.layout == "single"
+    return _changed(request, may, layout="fsdp2", offload_parameters=True, step_in_backward=False)
 
 
 def _shorter(request: PlanRequest, minimum: int | None) -> list[PlanRequest]:
@@ -219,10 +210,10 @@ def _reads(request: PlanRequest, setting: str) -> bool:
     return setting in planned(request.method).settings
 
 
-def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
+def _changed(request: PlanRequest, may: bool, **changes: Any) -> list[PlanRequest]:
     """The request with other settings; none where these do not go together with the rest, or need what is not there."""
     try:
-        return [replace(request, **changes)]
+        return [replace(request, **changes)] if may else []
     except (ValueError, ImportError):
         return []
 

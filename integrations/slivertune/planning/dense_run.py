@@ -33,14 +33,18 @@ class PlannedDense(PlannedMethod):
                 [measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards) for _ in range(2)]
             )
         state = [value for values in optimizer.state.values() for value in values.values()]
-        group = group_plan(
-            peak,
-            name="all",
-            num_parameters=sum(parameter.numel() for parameter in trained),
-            gradient_bytes=meter.bytes_of(trained),
-            state_bytes=sum(each.nbytes for each in state if isinstance(each, torch.Tensor)),
+        return MeasuredSteps(
+            groups=[
+                group_plan(
+                    peak,
+                    name="all",
+                    num_parameters=sum(parameter.numel() for parameter in trained),
+                    gradient_bytes=meter.bytes_of(trained),
+                    state_bytes=sum(each.nbytes for each in state if isinstance(each, torch.Tensor)),
+                )
+            ],
+            notes=notes,
         )
-        return MeasuredSteps(groups=[group], notes=notes)
 
 
 class PlannedLora(PlannedDense):

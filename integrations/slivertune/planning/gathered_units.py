@@ -8,7 +8,6 @@ share. The order of all this is that of torch 2.13, torch/distributed/fsdp/_full
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from slivertune.core.ledger import Kind, claim, claimed_at_birth
+from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
 
 
@@ -169,7 +169,7 @@ class GatheredUnits:
         self._last_buffer = None
 
     def _watch_inputs(self, unit: GatheredUnit, args: Any, kwargs: Any) -> Any:
-        tensors = list(_that_need_gradients((args, kwargs)))
+        tensors = _that_need_gradients((args, kwargs))
         if not tensors or not torch.is_grad_enabled():
             return args, kwargs
         watch: Any = _AfterBackward.apply
@@ -248,16 +248,8 @@ class _AfterBackward(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _that_need_gradients(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        if values.requires_grad:
-            yield values
-    elif isinstance(values, dict):
-        for each in values.values():
-            yield from _that_need_gradients(each)
-    elif isinstance(values, Sequence) and not isinstance(values, str):
-        for each in values:
-            yield from _that_need_gradients(each)
+def _that_need_gradients(values: Any) -> list[torch.Tensor]:
+    return [each for each in tensors_of(values) if each.requires_grad]
 
 
 def _bytes(num_bytes: int, kind: Kind) -> torch.Tensor:

@@ -134,9 +134,11 @@ def _with_buckets(group: GroupPlan, request: PlanRequest, *, is_estimating: bool
         return replace(group.peak, residual=group.peak.residual + group.gradient_bytes)
     # Inside of a phase, beside the deltas' gradients, go those of about as many candidates; outside there are none.
     copied = min((2 if is_estimating else 1) * group.gradient_bytes, BUCKET_ELEMENTS * _FP32)
-    weights = _before_step(group).parameters
-    gradient_sync = _moment(group, "backward", weights, group.gradient_bytes + copied, group.state_bytes)
-    return max(group.peak, gradient_sync, key=lambda moment: moment.total)
+    return max(
+        group.peak,
+        _moment(group, "backward", _before_step(group).parameters, group.gradient_bytes + copied, group.state_bytes),
+        key=lambda moment: moment.total,
+    )
 
 
 def _zero_moments(group: GroupPlan, request: PlanRequest) -> list[Moment]:
@@ -144,11 +146,17 @@ def _zero_moments(group: GroupPlan, request: PlanRequest) -> list[Moment]:
     ranks = request.num_gpus
     state = math.ceil(_zero_state_bytes(group) / ranks)
     # What a rank keeps of the gradients, and the same laid out flat.
-    own_gradients = 2 * math.ceil(group.gradient_bytes / ranks)
     return [
         # The reduce bucket was part of the step that was run.
         replace(_before_step(group), state=state),
-        _moment(group, "step", group.peak.parameters, own_gradients, state, _fp32_gradients(group, ranks)),
+        _moment(
+            group,
+            "step",
+            group.peak.parameters,
+            2 * math.ceil(group.gradient_bytes / ranks),
+            state,
+            _fp32_gradients(group, ranks),
+        ),
     ]
 
 
@@ -161,9 +169,15 @@ def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
         # Its vectors are on every rank, whole, and ZeRO has no bucket. It trains no embedding, which is released early.
         return [replace(_before_step(group), parameters=own + min(gathered, weights - sizes.looked_up))]
     state, gradients = math.ceil(_zero_state_bytes(group) / ranks), math.ceil(group.gradient_bytes / ranks)
-    bucket = sizes.bucket_elements * sizes.itemsize
     return [
-        _moment(group, "backward", own + gathered, gradients, state, group.activation_bytes + bucket),
+        _moment(
+            group,
+            "backward",
+            own + gathered,
+            gradients,
+            state,
+            group.activation_bytes + (sizes.bucket_elements * sizes.itemsize),
+        ),
         _moment(group, "step", own, gradients, state, _fp32_gradients(group, ranks)),
     ]
 
@@ -197,8 +211,9 @@ def _before_step(group: GroupPlan) -> Moment:
 
 
 def _moment(group: GroupPlan, phase: Phase, parameters: int, gradients: int, state: int, residual: int = 0) -> Moment:
-    sizes = {"parameters": parameters, "gradients": gradients, "state": state, "residual": residual}
-    return Moment(group=group.index, phase=phase, **sizes)
+    return Moment(
+        group=group.index, phase=phase, parameters=parameters, gradients=gradients, state=state, residual=residual
+    )
 
 
 def _zero_state_bytes(group: GroupPlan) -> int:
@@ -220,13 +235,12 @@ def _host_bytes(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> int:
         if not request.offload_parameters:
             return waiting
         on_device = 0 if plan.host_bytes else sum(group.state_bytes * len(group.indices) for group in plan.groups)
-        shards = sizes.stored + max(group.gradient_bytes for group in plan.groups) + on_device
-        return waiting + math.ceil(shards / ranks)
+        gradients = max(group.gradient_bytes for group in plan.groups)
+        return waiting + math.ceil((sizes.stored + gradients + on_device) / ranks)
     waiting = 0
     if planned(request.method).waits_on_host(request):
         waiting = sum(_zero_state_bytes(group) * len(group.indices) for group in plan.groups)
-    weights = sizes.stored if request.offload_parameters else 0
-    return math.ceil((waiting + weights) / ranks)
+    return math.ceil((waiting + (sizes.stored if request.offload_parameters else 0)) / ranks)
 
 
 class _NoOtherRank:
@@ -281,8 +295,14 @@ def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) ->
     method, layout = planned(request.method), request.layout
     with ExitStack() as stack:
         if layout == "fsdp2":
-            settings = {"num_gpus": request.num_gpus, "num_backwards": request.num_backwards}
-            stack.callback(GatheredUnits(model, **settings, offloads=request.offload_parameters).remove)
+            stack.callback(
+                GatheredUnits(
+                    model,
+                    num_gpus=request.num_gpus,
+                    num_backwards=request.num_backwards,
+                    offloads=request.offload_parameters,
+                ).remove
+            )
         elif layout == "zero3":
             # Its matrix products keep their inputs, also those of frozen weights.
             for module in model.modules():
@@ -291,8 +311,9 @@ def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) ->
         elif layout != "single" and method.averages_in_buckets:
             if layout == "ddp" or method.steps_itself:
                 alone, nothing = Heartbeat("planning"), _NoOtherRank()
-                means = BucketedAllReduce(model, model.parameters(), alone, start_mean=lambda flat: nothing)
-                stack.callback(means.remove)
+                stack.callback(
+                    BucketedAllReduce(model, model.parameters(), alone, start_mean=lambda flat: nothing).remove
+                )
             else:
                 _watch_reduce_bucket(model, bucket_elements, stack)
         yield

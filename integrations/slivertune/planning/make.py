@@ -60,8 +60,7 @@ def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanReq
             return loss
 
         with standing_in(shared, model, bucket_elements):
-            steps = planned(request.method).measure(request, model, forward, shared.layout)
-            return _plan(request, model, steps)
+            return _plan(request, model, planned(request.method).measure(request, model, forward, shared.layout))
 
 
 def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
@@ -70,14 +69,13 @@ def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
     num_own = sum(each.numel() for each in steps.own_parameters)
     num_parameters = num_weights(model)
     num_bytes = sum(each.nbytes for each in model.parameters()) - sum(each.nbytes for each in steps.own_parameters)
-    copies = 2 * num_parameters if request.precision == "mixed" else 0
     return Plan(
         request=request,
         peak=peak,
         groups=tuple(steps.groups),
         num_parameters=num_parameters - num_own,
         num_trainable_peak=largest.num_parameters,
-        parameter_bytes=num_bytes + copies + largest.master_bytes,
+        parameter_bytes=num_bytes + (2 * num_parameters if request.precision == "mixed" else 0) + largest.master_bytes,
         gradient_bytes=largest.gradient_bytes,
         state_bytes=largest.state_bytes,
         residual_bytes=peak.residual,
@@ -116,8 +114,12 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             hold_in_4bit(model, torch.bfloat16 if is_bf16 else torch.float32)
         if request.gradient_checkpointing:
             # torch takes function modes off for the time of a backward, in which checkpoints are computed again.
-            contexts = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), GpuKernels())}
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs=contexts)
+            model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs={
+                    "use_reentrant": False,
+                    "context_fn": lambda: (nullcontext(), GpuKernels()),
+                }
+            )
         model = planned(request.method).change_model(model, request)
     return model.train()
 
@@ -132,8 +134,9 @@ def give_sizes(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in replaced:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                replaced[id(parameter)] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+                )
                 vars(replaced[id(parameter)]).update(vars(parameter))  # what 4-bit codes carry
             module._parameters[name] = replaced[id(parameter)]
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):

@@ -217,8 +217,7 @@ class MemoryRequirement:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: the plan's own fields, and beside them the allowance and the sum."""
-        own = {"allowance": self.allowance.to_json(), "need_bytes": self.device_bytes}
-        return {**self.plan.to_json(), **own}
+        return {**self.plan.to_json(), "allowance": self.allowance.to_json(), "need_bytes": self.device_bytes}
 
 
 def add_allowance(plan: Plan) -> MemoryRequirement:
@@ -228,11 +227,11 @@ def add_allowance(plan: Plan) -> MemoryRequirement:
         plan: The plan.
     """
     # Weights that are streamed come and go like everything else.
-    resident = 0 if plan.request.offload_parameters else plan.peak.parameters
+    moving = plan.peak_bytes - (0 if plan.request.offload_parameters else plan.peak.parameters)
     allowance = Allowance(
         context=CUDA_CONTEXT_BYTES,
         workspace=CUBLAS_WORKSPACE_BYTES,
         collectives=COLLECTIVE_BYTES if plan.request.num_gpus > 1 else 0,
-        fragmentation=round(FRAGMENTATION_SHARE * (plan.peak_bytes - resident)),
+        fragmentation=round(FRAGMENTATION_SHARE * moving),
     )
     return MemoryRequirement(plan=plan, allowance=allowance)

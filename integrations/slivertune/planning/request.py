@@ -230,8 +230,7 @@ class PlanRequest:
     @property
     def has_autocast(self) -> bool:
         """Whether operators compute in bf16 by autocast, as `slivertune train --bf16` has it for the method."""
-        adapters_in_fp32 = self.precision == "bf16" and (self.method == "lora" or self.load_in_4bit)
-        return self.precision == "mixed" or adapters_in_fp32
+        return self.precision == "mixed" or (self.precision == "bf16" and (self.method == "lora" or self.load_in_4bit))
 
     def _clashes_with_precision(self) -> tuple[tuple[object, str], ...]:
         return (
@@ -253,16 +252,16 @@ class PlanRequest:
                     "on masters; take precision='mixed_hi'"
                 ),
             ),
-            (
-                self.load_in_4bit and self.precision not in ("fp32", "bf16"),
-                f"load_in_4bit computes in precision 'bf16' or 'fp32', not {self.precision!r}",
-            ),
         )
 
     def _clashes_with_method(self) -> tuple[tuple[object, str | None], ...]:
         method, clash_of_4bit_weights = planned(self.method), clash_with_method(self.method)
         return (
             (self.load_in_4bit and clash_of_4bit_weights, clash_of_4bit_weights),
+            (
+                self.load_in_4bit and self.precision not in ("fp32", "bf16"),
+                f"load_in_4bit computes in precision 'bf16' or 'fp32', not {self.precision!r}",
+            ),
             (
                 method.is_optimizer and self.optimizer != "adamw",
                 (
@@ -339,10 +338,9 @@ class PlanRequest:
 
 def kinds_of(request_class: type) -> dict[str, Any]:
     """The type of each field by name, None left out: `int`, `float`, `bool`, `str`, or a `Literal`."""
-    hints = get_type_hints(request_class)
     return {
         name: next((kind for kind in get_args(hint) if NoneType in get_args(hint) and kind is not NoneType), hint)
-        for name, hint in hints.items()
+        for name, hint in get_type_hints(request_class).items()
     }
 
 

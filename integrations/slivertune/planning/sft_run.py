@@ -162,8 +162,12 @@ class PlannedSFT(PlannedMethod):
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """How many weights, and how they are chosen."""
         density = () if request.density is None else ("--density", str(request.density))
-        names = ("reselection_interval", "estimation_steps", "replacement_rate", "load_in_4bit")
-        return (*density, "--selection", request.selection, *given_arguments(request, names))
+        return (
+            *density,
+            "--selection",
+            request.selection,
+            *given_arguments(request, ("reselection_interval", "estimation_steps", "replacement_rate", "load_in_4bit")),
+        )
 
 
 def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:
