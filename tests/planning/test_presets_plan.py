@@ -108,8 +108,9 @@ def test_what_is_planned_is_what_the_preset_runs(stem: str) -> None:
     engine = settings.get("deepspeed_config") or settings.get("fsdp_config") or {}
     if settings["distributed_type"] == "DEEPSPEED":
         assert request.layout == f"zero{engine['zero_stage']}"
-    offloads = engine.get("offload_param_device", "none") != "none" or engine.get("fsdp_offload_params", False)
-    assert request.offload_parameters == offloads
+    assert request.offload_parameters == (
+        engine.get("offload_param_device", "none") != "none" or engine.get("fsdp_offload_params", False)
+    )
     row = table()[stem]
     size = re.match(r"\d+B", row["What for"])
     assert size is not None and arguments.model.endswith(size[0].lower())

@@ -39,8 +39,11 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
     backward = moment(parameters=weights, gradients=gradients if request.gradient_accumulation_steps > 1 else 0,
                       residual=activations)  # fmt: skip
     step = moment(phase="step", parameters=weights, gradients=gradients, state=state)
-    peak = max(backward, step, key=lambda each: each.total)
-    return add_allowance(simple_plan(request, peak, host_bytes=0 if request.state == "disk" else host))
+    return add_allowance(
+        simple_plan(
+            request, max(backward, step, key=lambda each: each.total), host_bytes=0 if request.state == "disk" else host
+        )
+    )
 
 
 def find(limit: int, *, host: int | None = None, min_seq_length: int | None = None, **given: Any) -> Found:
@@ -96,19 +99,23 @@ def test_checkpointing_comes_before_forwards_too_small_for_a_gpu_and_gives_the_b
 
 def test_a_batch_that_fits_in_part_beside_checkpointing_is_given_back_in_part() -> None:
     # One sequence takes 4 GiB without checkpointing, which is too much; with it 16 take 8 GiB, 8 take 4, 4 take 2.
-    found = find(15 * GIB, batch_size=16, seq_length=2048)
-    assert chosen(found) == {"batch_size": 4, "gradient_accumulation_steps": 4, "gradient_checkpointing": True}
+    assert chosen(find(15 * GIB, batch_size=16, seq_length=2048)) == {
+        "batch_size": 4,
+        "gradient_accumulation_steps": 4,
+        "gradient_checkpointing": True,
+    }
 
 
 def test_smaller_pieces_are_taken_where_the_peak_is_in_the_step() -> None:
     # The step needs 512 + 256 MiB beside the weights, a short forward next to nothing.
-    found = find(11 * GIB + 200 * MIB, seq_length=16)
-    assert chosen(found) == {"stream_bytes": SMALL_PIECE_BYTES}
+    assert chosen(find(11 * GIB + 200 * MIB, seq_length=16)) == {"stream_bytes": SMALL_PIECE_BYTES}
 
 
 def test_stepping_in_backward_is_tried_without_accumulation_alone() -> None:
-    found = find(10 * GIB + 850 * MIB, seq_length=16)
-    assert chosen(found) == {"stream_bytes": SMALL_PIECE_BYTES, "step_in_backward": True}
+    assert chosen(find(10 * GIB + 850 * MIB, seq_length=16)) == {
+        "stream_bytes": SMALL_PIECE_BYTES,
+        "step_in_backward": True,
+    }
     with pytest.raises(DoesNotFitError):
         find(10 * GIB + 850 * MIB, seq_length=16, gradient_accumulation_steps=2, layout="single")
 
@@ -142,8 +149,7 @@ def test_weights_that_do_not_fit_alone_are_streamed_and_nothing_else_is_tried_fi
 
 
 def test_dense_gives_up_masters_and_the_32_bits_of_its_state_before_it_streams_weights() -> None:
-    found = find(25 * GIB, method="dense")
-    assert chosen(found) == {"optimizer": "adamw8bit", "precision": "bf16"}
+    assert chosen(find(25 * GIB, method="dense")) == {"optimizer": "adamw8bit", "precision": "bf16"}
     assert chosen(find(31 * GIB, method="dense")) == {"precision": "bf16"}, "fp32 weights alone take 20 GiB"
 
 

@@ -1,6 +1,6 @@
 """The figures of well-known models, so that they can be planned without a network; no weights.
 
-Each table is what the model's `config.json` on the hub says about sizes; tests/planning/test_shipped.py builds every
+Each table is what the model's `config.json` on the hub says about sizes; tests/planning/test_configs.py builds every
 one without memory and compares its number of parameters with the published one.
 """
 

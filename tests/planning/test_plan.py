@@ -19,10 +19,11 @@ def test_an_allowance_adds_up_and_counts_collectives_on_several_gpus_alone() -> 
 
 @pytest.mark.parametrize(("offload", "moving"), [(False, 4 * GIB), (True, 16 * GIB)])
 def test_resident_weights_do_not_fragment_and_streamed_ones_do(offload: bool, moving: int) -> None:
-    layout = "fsdp2" if offload else "single"
-    request = PlanRequest(layout=layout, offload_parameters=offload)
     requirement = add_allowance(
-        simple_plan(request, moment(parameters=12 * GIB, gradients=GIB, state=GIB, residual=2 * GIB))
+        simple_plan(
+            PlanRequest(layout="fsdp2" if offload else "single", offload_parameters=offload),
+            moment(parameters=12 * GIB, gradients=GIB, state=GIB, residual=2 * GIB),
+        )
     )
     assert requirement.allowance.fragmentation == round(0.05 * moving)
     assert requirement.device_bytes == 16 * GIB + requirement.allowance.total
