@@ -135,8 +135,10 @@ class GatheredUnits:
             self._gather(unit)
             self._copy_out(unit)
             return args, kwargs
-        if unit is self._units[-1]:
-            self._begin_forward()
+        if unit is self._units[-1] and self._backwards % self._num_backwards == 0:  # a new update
+            self._backwards = 0
+            for each in self._units:
+                each.shards.clear()
         if unit.phase == "forward":
             return args, kwargs
         unit.phase, unit.num_run = "forward", 0
@@ -157,13 +159,6 @@ class GatheredUnits:
         self._order.append(unit)
         for tensor in _that_need_gradients(output):
             tensor.register_hook(partial(self._before_backward, unit))
-
-    def _begin_forward(self) -> None:
-        if self._backwards == self._num_backwards:  # the update after the last is over
-            self._backwards = 0
-        if not self._backwards:
-            for unit in self._units:
-                unit.shards.clear()
 
     def _end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         self._last_buffer = None
