@@ -26,6 +26,14 @@ def test_sft_by_accumulated_gradients_takes_20_bytes_a_weight_and_36_inside_a_ph
     assert outside.gradient_bytes == 4 * outside.num_parameters + 4
 
 
+def test_sft_with_accumulation_takes_no_other_state() -> None:
+    alone, accumulated = (make_plan(replace(SPARSE, gradient_accumulation_steps=n), LLAMA).groups for n in (1, 2))
+    for before, after in zip(alone, accumulated, strict=True):
+        assert after.state_bytes == before.state_bytes
+        # The first micro-batch's gradients stay.
+        assert after.peak.total == before.peak.total + before.gradient_bytes
+
+
 def test_sft_by_momentum_takes_10_bytes_a_weight_and_a_number_a_row_and_column() -> None:
     (group,) = make_plan(replace(SPARSE, selection="momentum"), LLAMA).groups
     block = 4 * (128 + 128) + 3 * (128 + 256)
