@@ -117,8 +117,7 @@ def _accelerated(ranks: AbstractContextManager[Any], model: nn.Module, optimizer
             stepped.zero_grad()
 
         def made() -> list[torch.Tensor]:
-            parameters = [getattr(each, "_local_tensor", each) for each in prepared.parameters()]
-            return [*parameters, *prepared.buffers()]
+            return [*[getattr(each, "_local_tensor", each) for each in prepared.parameters()], *prepared.buffers()]
 
         yield step, lambda: _gathered(prepared), made
 
@@ -137,19 +136,22 @@ def _gathered(model: nn.Module) -> list[torch.Tensor]:
 @contextmanager
 def _on_zero(request: PlanRequest, model: nn.Module, optimizer: Any) -> Iterator[_Made]:
     quiet()
-    config = {
-        "train_micro_batch_size_per_gpu": request.batch_size,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "bf16": {"enabled": request.precision == "mixed_hi"},
-        "zero_optimization": {
-            "stage": int(request.layout.removeprefix("zero")),
-            "reduce_bucket_size": LLAMA.hidden_size**2,
-            "stage3_prefetch_bucket_size": int(0.9 * LLAMA.hidden_size**2),
-            "stage3_param_persistence_threshold": 10 * LLAMA.hidden_size,
+    engine, *_ = initialize(
+        model=model,
+        optimizer=optimizer,
+        config={
+            "train_micro_batch_size_per_gpu": request.batch_size,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": request.precision == "mixed_hi"},
+            "zero_optimization": {
+                "stage": int(request.layout.removeprefix("zero")),
+                "reduce_bucket_size": LLAMA.hidden_size**2,
+                "stage3_prefetch_bucket_size": int(0.9 * LLAMA.hidden_size**2),
+                "stage3_param_persistence_threshold": 10 * LLAMA.hidden_size,
+            },
         },
-    }
-    engine, *_ = initialize(model=model, optimizer=optimizer, config=config)
+    )
 
     def step(batch: dict[str, torch.Tensor]) -> None:
         engine.backward(engine(**batch).loss)

@@ -34,8 +34,12 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 def tiny_model() -> ModelFigures:
     """A tiny Llama that was found somewhere."""
-    figures = {name: value for name, value in TINY_FIGURES.items() if name != "model_type"}
-    return ModelFigures(name="tiny", source="a test", name_or_path="owner/tiny", config=LlamaConfig(**figures))
+    return ModelFigures(
+        name="tiny",
+        source="a test",
+        name_or_path="owner/tiny",
+        config=LlamaConfig(**{name: value for name, value in TINY_FIGURES.items() if name != "model_type"}),
+    )
 
 
 def moment(

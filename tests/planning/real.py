@@ -56,8 +56,12 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
     if request.method == "lora":
         from peft import LoraConfig, get_peft_model
 
-        task_type = "CAUSAL_LM" if request.task == "causal_lm" else "SEQ_CLS"
-        adapters = LoraConfig(task_type=task_type, r=request.lora_rank, lora_alpha=32, target_modules="all-linear")
+        adapters = LoraConfig(
+            task_type="CAUSAL_LM" if request.task == "causal_lm" else "SEQ_CLS",
+            r=request.lora_rank,
+            lora_alpha=32,
+            target_modules="all-linear",
+        )
         with warnings.catch_warnings():
             # PEFT 0.21 asks by the name that transformers 5.23 retires.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -118,25 +122,33 @@ def base_optimizer(request: PlanRequest) -> tuple[type[torch.optim.Optimizer], d
 
 def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimizer:
     if request.method == "sft":
-        config = SFTConfig(
-            density=request.density,
-            selection=request.selection,
-            estimation_steps=request.estimation_steps,
-            reselection_interval=request.reselection_interval or None,
-            replacement_rate=request.replacement_rate,
+        return SFT(
+            model,
+            config=SFTConfig(
+                density=request.density,
+                selection=request.selection,
+                estimation_steps=request.estimation_steps,
+                reselection_interval=request.reselection_interval or None,
+                replacement_rate=request.replacement_rate,
+            ),
+            lr=1e-3,
+            total_steps=1000,
         )
-        return SFT(model, config=config, lr=1e-3, total_steps=1000)
     optimizer_class, arguments = base_optimizer(request)
     if request.method != "hift":
         return optimizer_class([each for each in model.parameters() if each.requires_grad], **arguments)
-    settings = HiFTConfig(
-        layers_per_group=request.layers_per_group,
-        state=request.state,
-        master=request.master_kind,
-        stream_bytes=request.stream_bytes,
-        step_in_backward=request.step_in_backward,
+    return HiFT(
+        model,
+        optimizer_class,
+        config=HiFTConfig(
+            layers_per_group=request.layers_per_group,
+            state=request.state,
+            master=request.master_kind,
+            stream_bytes=request.stream_bytes,
+            step_in_backward=request.step_in_backward,
+        ),
+        **arguments,
     )
-    return HiFT(model, optimizer_class, config=settings, **arguments)
 
 
 def run_for_real(

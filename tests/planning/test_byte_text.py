@@ -31,8 +31,10 @@ def test_what_is_no_size_or_could_be_two_is_refused_with_an_example(text: str) -
 
 
 def test_sizes_are_written_in_the_largest_unit_of_which_there_is_one() -> None:
-    sizes = (0, 1023, 1024, 2**20 - 1, 1536 * 2**20, 42 * 2**30, 200 * 2**30, 3 * 2**40, -(2**31))
-    assert [format_bytes(size) for size in sizes] == [
+    assert [
+        format_bytes(size)
+        for size in (0, 1023, 1024, 2**20 - 1, 1536 * 2**20, 42 * 2**30, 200 * 2**30, 3 * 2**40, -(2**31))
+    ] == [
         "0 B",
         "1023 B",
         "1.00 KiB",

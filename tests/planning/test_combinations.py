@@ -34,8 +34,12 @@ def test_every_combination_has_a_peak_or_the_refusal_that_training_has(
         assert str(caught.value) == refusals[0]
         return
     assert not (four_bit and method in ("hift", "dense"))
-    request = PlanRequest(gradient_checkpointing=checkpointing, batch_size=2, seq_length=32, **settings)  # type: ignore[arg-type]
-    assert make_plan(request, LLAMA).peak_bytes > 0
+    assert (
+        make_plan(
+            PlanRequest(gradient_checkpointing=checkpointing, batch_size=2, seq_length=32, **settings), LLAMA
+        ).peak_bytes
+        > 0
+    )
 
 
 def test_selected_tokens_over_sparse_deltas_beside_4_bit_weights_are_as_planned() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from slivertune.cli import main
 from slivertune.planning import command
-from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
+from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
 from slivertune.planning.request import PlanRequest
 from tests.planning.made import write_config
 
@@ -34,8 +34,13 @@ def plan_json(capfd: pytest.CaptureFixture[str], folder: Path, *more: str) -> di
 
 @pytest.mark.slow
 def test_with_json_standard_output_is_one_object_and_all_else_goes_to_standard_error(tiny: Path) -> None:
-    command = [sys.executable, "-m", "slivertune", "plan", "--model", str(tiny), "--json", "--fit", "1GiB"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "slivertune", "plan", "--model", str(tiny), "--json", "--fit", "1GiB"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     assert isinstance(json.loads(done.stdout), dict)
     # torchao, where it is installed, writes of kernels that it lacks as soon as PEFT imports it.
     assert re.search(r"^plan 1: .*with the allowance", done.stderr, re.MULTILINE)
@@ -64,12 +69,10 @@ def test_what_libraries_print_or_log_while_a_plan_is_made_does_not_reach_standar
 def test_the_object_is_the_plan_that_the_library_makes(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     values = plan_json(capfd, tiny, "--precision", "mixed_hi", "--stream_bytes", "32KiB")
     request = PlanRequest(precision="mixed_hi", batch_size=2, seq_length=64, stream_bytes=2**15)
-    plan = make_plan(request, find_model(str(tiny)).config)
-    expected = json.loads(json.dumps(plan.to_json()))
+    expected = json.loads(json.dumps(make_plan(request, find_model(str(tiny)).config).to_json()))
     assert {name: values[name] for name in expected} == expected
     allowance = values["allowance"]
-    fixed = CUDA_CONTEXT_BYTES + CUBLAS_WORKSPACE_BYTES
-    assert allowance["total_bytes"] == fixed + allowance["fragmentation_bytes"]
+    assert allowance["total_bytes"] == (CUDA_CONTEXT_BYTES + CUBLAS_WORKSPACE_BYTES) + allowance["fragmentation_bytes"]
     assert values["need_bytes"] == values["peak_bytes"] + allowance["total_bytes"]
     assert values["model_source"] == str(tiny / "config.json")
     assert values["command"].startswith(f"slivertune train --model_name_or_path {tiny} --dataset YOUR_DATA.jsonl")
@@ -86,14 +89,29 @@ def test_people_get_a_table_and_the_next_command(tiny: Path, capfd: pytest.Captu
 def test_a_task_that_is_not_named_is_what_the_model_was_made_for(
     tmp_path: Path, tiny: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    encoder = write_config(
-        tmp_path / "encoder", model_type="roberta", architectures=["RobertaForMaskedLM"], pad_token_id=1
+    assert (
+        plan_json(
+            capfd,
+            write_config(
+                tmp_path / "encoder", model_type="roberta", architectures=["RobertaForMaskedLM"], pad_token_id=1
+            ),
+        )["request"]["task"]
+        == "classification"
     )
-    assert plan_json(capfd, encoder)["request"]["task"] == "classification"
     assert plan_json(capfd, tiny)["request"]["task"] == "causal_lm"
     assert plan_json(capfd, tiny, "--task", "classification")["request"]["task"] == "classification"
-    vit = write_config(tmp_path / "whisper", model_type="clip_text_model")
-    assert main(["plan", "--model", str(vit), "--task", "causal_lm"]) == 2
+    assert (
+        main(
+            [
+                "plan",
+                "--model",
+                str(write_config(tmp_path / "whisper", model_type="clip_text_model")),
+                "--task",
+                "causal_lm",
+            ]
+        )
+        == 2
+    )
 
 
 @pytest.mark.slow
@@ -144,8 +162,10 @@ def test_a_sweep_has_a_plan_a_value_a_table_and_a_picture(
     values = json.loads(capfd.readouterr().out)
     assert [point["seq_length"] for point in values["sweep"]] == [32, 128]
     for point in values["sweep"]:
-        plan = make_plan(PlanRequest(seq_length=point["seq_length"]), find_model(str(tiny)).config)
-        assert point["peak_bytes"] == plan.peak_bytes
+        assert (
+            point["peak_bytes"]
+            == make_plan(PlanRequest(seq_length=point["seq_length"]), find_model(str(tiny)).config).peak_bytes
+        )
         assert point["fits"] == (point["need_bytes"] <= 2**30)
     assert main([*words, "--plot", str(tmp_path / "lengths.png")]) == 0
     captured = capfd.readouterr()

@@ -35,8 +35,7 @@ def test_whole_sequences_get_no_mask_as_with_data() -> None:
     seen: list[Any] = []
     with without_data():
         model: Any = AutoModelForCausalLM.from_config(LLAMA)
-        attention = model.model.layers[0].self_attn
-        attention.register_forward_pre_hook(
+        model.model.layers[0].self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
         )
         model(input_ids=torch.zeros(2, 64, dtype=torch.long), use_cache=False)  # as in training

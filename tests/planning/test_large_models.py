@@ -1,20 +1,32 @@
-"""Models too large for this machine: what their plans must stay under, and what a plan itself may cost."""
+"""Models too large for this machine: what their plans must stay under, and what a plan itself may cost.
+
+The HiFT paper's Tables 6 and 3 (arXiv 2401.15207) against plans of the same runs; its "MB" are MiB.
+
+Not reproduced, each with its reason:
+
+* #Sta of RoBERTa-base with Adafactor. The paper has 0.98 and 0.19 MiB, we count 1.31 and 0.208. Adafactor keeps a row
+  and a column of every matrix and every vector whole, in fp32, and no state of that kind over this model gives the
+  paper's cells (its 0.19 lies within two hundredths of ours by chance); LLaMA's, counted in the same way, agree.
+* #Gra of 16-bit weights. The paper counts 4 bytes an element, as of the fp32 master's gradient; ours are in the
+  weights' own 2 bytes, and are cast for one piece at a time.
+"""
 
 import resource
 import time
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedConfig, RobertaConfig
 
 from slivertune.planning.make import make_plan
+from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 
 pytestmark = pytest.mark.slow
 
-GB, GIB = 10**9, 2**30
+GB, GIB, MIB = 10**9, 2**30, 2**20
 
-LLAMA_2_7B = LlamaConfig()  # its defaults are those of the 7B model
+LLAMA_7B = LlamaConfig()  # its defaults are those of the 7B model
 LLAMA_3_8B = LlamaConfig(intermediate_size=14336, num_key_value_heads=8, vocab_size=128256)
 LLAMA_3_70B = LlamaConfig(
     hidden_size=8192,
@@ -37,10 +49,10 @@ def most_memory() -> int:
 @pytest.mark.parametrize(
     ("config", "settings", "limit"),
     [
-        (LLAMA_2_7B, {"seq_length": 512}, 14.3 * GB),
-        (LLAMA_2_7B, {"seq_length": 512, "step_in_backward": True}, 13.9 * GB),
+        (LLAMA_7B, {"seq_length": 512}, 14.3 * GB),
+        (LLAMA_7B, {"seq_length": 512, "step_in_backward": True}, 13.9 * GB),
         (LLAMA_3_8B, {"batch_size": 2, "seq_length": 2048}, 17.3 * GIB),
-        (LLAMA_2_7B, {"seq_length": 16384}, 24 * GIB),
+        (LLAMA_7B, {"seq_length": 16384}, 24 * GIB),
     ],
     ids=["7b", "7b-step-in-backward", "8b-long", "7b-longest"],
 )
@@ -63,3 +75,68 @@ def test_a_plan_of_70b_costs_blocks_times_that_of_8b_and_less_than_4_gb() -> Non
     assert most_memory() <= max(before, 4 * GB)
     assert plan.num_parameters == pytest.approx(70.55e9, rel=1e-3)
     assert plan.peak_bytes > 2 * plan.num_parameters
+
+
+ROBERTA_BASE = RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1)
+
+OPTIMIZERS: tuple[Any, ...] = ("adamw", "sgd_momentum", "sgd", "adafactor", "adagrad")
+# Millions of parameters; then MiB of parameters, gradients and, by optimizer, state.
+TABLE_6: dict[str, tuple[float, float, float, tuple[float, ...]]] = {
+    "dense": (124.65, 475.49, 475.49, (950.98, 475.49, 0.00, 0.98, 475.49)),
+    "hift": (39.00, 475.49, 148.77, (297.54, 148.77, 0.00, 0.19, 148.77)),
+}
+TABLE_3: dict[str, tuple[float, float, float, tuple[float, ...]]] = {
+    "dense": (6738.42, 25705.04, 25705.04, (51410.08, 25705.04, 0.00, 10.82, 25705.04)),
+    "hift": (202.38, 25705.04, 772.03, (1544.06, 772.03, 0.00, 0.33, 772.03)),
+}
+OUR_ROBERTA_ADAFACTOR = {"dense": 1.31, "hift": 0.208}
+
+
+def plan_of(config: PreTrainedConfig, method: Any, optimizer: Any, precision: Any = "fp32") -> Plan:
+    settings: dict[str, Any] = {"method": method, "optimizer": optimizer, "precision": precision, "stream_bytes": 0}
+    if config is ROBERTA_BASE:
+        return make_plan(PlanRequest(task="classification", batch_size=8, **settings), config)
+    return make_plan(PlanRequest(batch_size=6, **settings), config)
+
+
+def in_mib(value: float) -> Any:
+    """The paper's cell: two decimals, of sums that were rounded in single precision for LLaMA."""
+    return pytest.approx(value, abs=max(0.02, 2e-5 * value))
+
+
+@pytest.mark.parametrize("method", ["dense", "hift"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("config", "table"), [(ROBERTA_BASE, TABLE_6), (LLAMA_7B, TABLE_3)], ids=["base", "7b"])
+def test_fp32_takes_what_the_paper_counted(config: Any, table: Any, optimizer: Any, method: str) -> None:
+    plan = plan_of(config, method, optimizer)
+    trainable, parameters, gradients, states = table[method]
+    state = states[OPTIMIZERS.index(optimizer)]
+    if config is ROBERTA_BASE and optimizer == "adafactor":
+        print(f"#Sta of RoBERTa-base, {method}, Adafactor: the paper {state}, ours {plan.state_bytes / MIB:.3f}")
+        state = OUR_ROBERTA_ADAFACTOR[method]
+    assert plan.num_trainable_peak / 1e6 == pytest.approx(trainable, abs=0.005)
+    assert plan.parameter_bytes / MIB == in_mib(parameters)
+    assert plan.gradient_bytes / MIB == in_mib(gradients)
+    assert plan.state_bytes / MIB == in_mib(state)
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "precision", "parameters"),
+    [
+        (ROBERTA_BASE, "dense", "mixed", 713.25),
+        (ROBERTA_BASE, "hift", "mixed", 713.25),
+        (LLAMA_7B, "dense", "mixed", 38557.56),
+        (LLAMA_7B, "hift", "mixed", 38557.56),
+        (LLAMA_7B, "hift", "mixed_hi", 13624.53),
+    ],
+)
+def test_mixed_precision_holds_the_parameters_that_the_paper_counted(
+    config: Any, method: Any, precision: Any, parameters: float
+) -> None:
+    assert plan_of(config, method, "adamw", precision).parameter_bytes / MIB == in_mib(parameters)
+
+
+def test_gradients_of_16_bit_weights_take_half_of_what_the_paper_counted() -> None:
+    plan = plan_of(LLAMA_7B, "hift", "adamw", "mixed_hi")
+    assert 2 * plan.gradient_bytes / MIB == in_mib(772.03)
+    assert plan.state_bytes / MIB == in_mib(1544.06)

@@ -17,7 +17,7 @@ from slivertune.planning import make
 from slivertune.planning.arguments import PlanArguments, parse_plan_arguments
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
 
 pytestmark = pytest.mark.slow
@@ -108,8 +108,9 @@ def test_what_is_planned_is_what_the_preset_runs(stem: str) -> None:
     engine = settings.get("deepspeed_config") or settings.get("fsdp_config") or {}
     if settings["distributed_type"] == "DEEPSPEED":
         assert request.layout == f"zero{engine['zero_stage']}"
-    offloads = engine.get("offload_param_device", "none") != "none" or engine.get("fsdp_offload_params", False)
-    assert request.offload_parameters == offloads
+    assert request.offload_parameters == (
+        engine.get("offload_param_device", "none") != "none" or engine.get("fsdp_offload_params", False)
+    )
     row = table()[stem]
     size = re.match(r"\d+B", row["What for"])
     assert size is not None and arguments.model.endswith(size[0].lower())

@@ -39,8 +39,10 @@ def check(request: PlanRequest, config: PreTrainedConfig) -> None:
     ],
 )
 def test_dense_is_as_planned(optimizer: Any, task: Any, checkpointing: bool) -> None:
-    request = PlanRequest(method="dense", optimizer=optimizer, task=task, gradient_checkpointing=checkpointing, **SIZES)
-    check(request, LLAMA if task == "causal_lm" else ROBERTA)
+    check(
+        PlanRequest(method="dense", optimizer=optimizer, task=task, gradient_checkpointing=checkpointing, **SIZES),
+        LLAMA if task == "causal_lm" else ROBERTA,
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,10 +58,12 @@ def test_dense_is_as_planned(optimizer: Any, task: Any, checkpointing: bool) -> 
     ],
 )
 def test_hift_is_as_planned(precision: Any, checkpointing: bool, stream_bytes: int, task: Any) -> None:
-    request = PlanRequest(
-        precision=precision, gradient_checkpointing=checkpointing, stream_bytes=stream_bytes, task=task, **SIZES
+    check(
+        PlanRequest(
+            precision=precision, gradient_checkpointing=checkpointing, stream_bytes=stream_bytes, task=task, **SIZES
+        ),
+        LLAMA if task == "causal_lm" else ROBERTA,
     )
-    check(request, LLAMA if task == "causal_lm" else ROBERTA)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adafactor", "adamw8bit"])
@@ -72,15 +76,17 @@ def test_hift_around_other_optimizers_is_as_planned(optimizer: Any) -> None:
     [(1, "device", None), (2, "discard", None), (4, "host", None), (1, "host", "split"), (6, "host", None)],
 )
 def test_hift_with_its_state_anywhere_is_as_planned(layers_per_group: int, state: Any, master: Any) -> None:
-    request = PlanRequest(
-        precision="mixed_hi",
-        state=state,
-        master=master,
-        layers_per_group=layers_per_group,
-        gradient_checkpointing=True,
-        **SIZES,
+    check(
+        PlanRequest(
+            precision="mixed_hi",
+            state=state,
+            master=master,
+            layers_per_group=layers_per_group,
+            gradient_checkpointing=True,
+            **SIZES,
+        ),
+        LLAMA,
     )
-    check(request, LLAMA)
 
 
 def test_hift_that_steps_in_the_backward_is_as_planned() -> None:
@@ -109,10 +115,10 @@ def test_a_causal_model_with_all_its_logits_is_as_planned(method: Any) -> None:
     ],
 )
 def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: bool, task: Any) -> None:
-    request = PlanRequest(
-        method=method, load_in_4bit=four_bit, gradient_checkpointing=checkpointing, task=task, **SIZES
+    check(
+        PlanRequest(method=method, load_in_4bit=four_bit, gradient_checkpointing=checkpointing, task=task, **SIZES),
+        LLAMA if task == "causal_lm" else ROBERTA,
     )
-    check(request, LLAMA if task == "causal_lm" else ROBERTA)
 
 
 @pytest.mark.parametrize("method", ["lora", "sft"])

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from slivertune.planning.candidates import BUSY_TOKENS, SMALL_PIECE_BYTES, all_candidates
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.methods import planned_methods
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import DoesNotFitError, Found, search, start_of_search
 from tests.planning.made import GIB, moment, simple_plan
@@ -39,8 +39,11 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
     backward = moment(parameters=weights, gradients=gradients if request.gradient_accumulation_steps > 1 else 0,
                       residual=activations)  # fmt: skip
     step = moment(phase="step", parameters=weights, gradients=gradients, state=state)
-    peak = max(backward, step, key=lambda each: each.total)
-    return add_allowance(simple_plan(request, peak, host_bytes=0 if request.state == "disk" else host))
+    return add_allowance(
+        simple_plan(
+            request, max(backward, step, key=lambda each: each.total), host_bytes=0 if request.state == "disk" else host
+        )
+    )
 
 
 def find(limit: int, *, host: int | None = None, min_seq_length: int | None = None, **given: Any) -> Found:
@@ -51,6 +54,16 @@ def find(limit: int, *, host: int | None = None, min_seq_length: int | None = No
         memory_of,
         fixed=given,
     )
+
+
+def search_noting(seen: list[PlanRequest], given: dict[str, Any], limit: int) -> Found:
+    """A search that notes what it plans."""
+
+    def memory_noted(request: PlanRequest) -> MemoryRequirement:
+        seen.append(request)
+        return memory_of(request)
+
+    return search(start_of_search(given), all_candidates(), Limits(device_bytes=limit), memory_noted)
 
 
 def chosen(found: Found) -> dict[str, Any]:
@@ -94,21 +107,42 @@ def test_checkpointing_comes_before_forwards_too_small_for_a_gpu_and_gives_the_b
     assert dict(found.skipped)["the batch in parts, with accumulation"].startswith("needless")
 
 
-def test_a_batch_that_fits_in_part_beside_checkpointing_is_given_back_in_part() -> None:
-    # One sequence takes 4 GiB without checkpointing, which is too much; with it 16 take 8 GiB, 8 take 4, 4 take 2.
-    found = find(15 * GIB, batch_size=16, seq_length=2048)
-    assert chosen(found) == {"batch_size": 4, "gradient_accumulation_steps": 4, "gradient_checkpointing": True}
-
-
-def test_smaller_pieces_are_taken_where_the_peak_is_in_the_step() -> None:
-    # The step needs 512 + 256 MiB beside the weights, a short forward next to nothing.
-    found = find(11 * GIB + 200 * MIB, seq_length=16)
-    assert chosen(found) == {"stream_bytes": SMALL_PIECE_BYTES}
+@pytest.mark.parametrize(
+    ("limit", "given", "changes"),
+    [
+        # One sequence takes 4 GiB without checkpointing, which is too much; with it 16 take 8 GiB, 8 take 4, 4 take 2.
+        (
+            15 * GIB,
+            {"batch_size": 16, "seq_length": 2048},
+            {"batch_size": 4, "gradient_accumulation_steps": 4, "gradient_checkpointing": True},
+        ),
+        # The step needs 512 + 256 MiB beside the weights, a short forward next to nothing.
+        (11 * GIB + 200 * MIB, {"seq_length": 16}, {"stream_bytes": SMALL_PIECE_BYTES}),
+        (25 * GIB, {"method": "dense"}, {"optimizer": "adamw8bit", "precision": "bf16"}),
+        (31 * GIB, {"method": "dense"}, {"precision": "bf16"}),  # fp32 weights alone take 20 GiB
+        (8 * GIB, {"method": "lora"}, {"load_in_4bit": True}),
+        (8 * GIB, {"method": "sft"}, {"load_in_4bit": True}),
+    ],
+    ids=[
+        "a batch that fits in part beside checkpointing is given back in part",
+        "smaller pieces are taken where the peak is in the step",
+        "dense gives up masters and the 32 bits of its state before it streams weights",
+        "dense gives up masters alone where that is enough",
+        "lora's frozen weights are put into 4 bits",
+        "sft's frozen weights are put into 4 bits",
+    ],
+)
+def test_the_least_costly_settings_that_fit_are_chosen(
+    limit: int, given: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    assert chosen(find(limit, **given)) == changes
 
 
 def test_stepping_in_backward_is_tried_without_accumulation_alone() -> None:
-    found = find(10 * GIB + 850 * MIB, seq_length=16)
-    assert chosen(found) == {"stream_bytes": SMALL_PIECE_BYTES, "step_in_backward": True}
+    assert chosen(find(10 * GIB + 850 * MIB, seq_length=16)) == {
+        "stream_bytes": SMALL_PIECE_BYTES,
+        "step_in_backward": True,
+    }
     with pytest.raises(DoesNotFitError):
         find(10 * GIB + 850 * MIB, seq_length=16, gradient_accumulation_steps=2, layout="single")
 
@@ -130,26 +164,10 @@ def test_host_memory_is_spared_in_its_own_order(host_gib: int, changes: dict[str
 
 def test_weights_that_do_not_fit_alone_are_streamed_and_nothing_else_is_tried_first() -> None:
     seen: list[PlanRequest] = []
-
-    def watched(request: PlanRequest) -> MemoryRequirement:
-        seen.append(request)
-        return memory_of(request)
-
-    found = search(start_of_search({}), all_candidates(), Limits(device_bytes=8 * GIB), watched)
+    found = search_noting(seen, {}, 8 * GIB)
     assert chosen(found) == {"layout": "fsdp2", "offload_parameters": True}
     assert seen[1].offload_parameters and not seen[1].gradient_checkpointing
     assert found.num_plans == len(seen) == 2
-
-
-def test_dense_gives_up_masters_and_the_32_bits_of_its_state_before_it_streams_weights() -> None:
-    found = find(25 * GIB, method="dense")
-    assert chosen(found) == {"optimizer": "adamw8bit", "precision": "bf16"}
-    assert chosen(find(31 * GIB, method="dense")) == {"precision": "bf16"}, "fp32 weights alone take 20 GiB"
-
-
-def test_frozen_weights_are_put_into_4_bits() -> None:
-    assert chosen(find(8 * GIB, method="lora")) == {"load_in_4bit": True}
-    assert chosen(find(8 * GIB, method="sft")) == {"load_in_4bit": True}
 
 
 def test_sequences_are_shortened_only_where_that_is_allowed_and_no_more_than_needed() -> None:
@@ -209,12 +227,7 @@ def test_a_setting_that_can_not_be_planned_is_passed_over_with_the_reason() -> N
 
 def test_what_can_not_change_the_peak_is_not_planned() -> None:
     seen: list[PlanRequest] = []
-
-    def watched(request: PlanRequest) -> MemoryRequirement:
-        seen.append(request)
-        return memory_of(request)
-
-    found = search(start_of_search({"batch_size": 16}), all_candidates(), Limits(device_bytes=20 * GIB), watched)
+    found = search_noting(seen, {"batch_size": 16}, 20 * GIB)
     assert all(request.optimizer == "adamw" and request.stream_bytes == 128 * MIB for request in seen)
     reasons = dict(found.skipped)
     assert reasons["smaller pieces of masters and state on the GPU"].startswith("no masters or optimizer state")

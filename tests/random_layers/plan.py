@@ -3,8 +3,8 @@ from torch import nn
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod
-from slivertune.planning.model import attached
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step import Forward, GradientMeter, group_plan, largest_of, measure_step
 from tests.random_layers.optimizer import RandomLayers

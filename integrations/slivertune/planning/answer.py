@@ -1,4 +1,4 @@
-"""What `slivertune plan` found out, and the same as plain JSON."""
+"""What `slivertune plan` found out, the same as plain JSON, and the command that makes the run."""
 
 import shlex
 from dataclasses import dataclass
@@ -6,9 +6,83 @@ from typing import Any
 
 from slivertune import __version__
 from slivertune.planning.configs import ModelFigures
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement
-from slivertune.planning.search import Found, Step
-from slivertune.planning.train_command import TrainCommand, train_command
+from slivertune.planning.methods import given_arguments, planned
+from slivertune.planning.optimizers import OptimizerName
+from slivertune.planning.plan import Limits, MemoryRequirement
+from slivertune.planning.request import PlanRequest
+from slivertune.planning.search import Found
+
+DATASET = "YOUR_DATA.jsonl"
+"""Stands for the user's data, which a plan does not know."""
+_OPTIM: dict[OptimizerName, tuple[str, ...]] = {
+    "adamw": (),
+    "sgd_momentum": ("--optim", "sgd", "--optim_args", "momentum=0.9"),
+    "sgd": ("--optim", "sgd"),
+    "adafactor": ("--optim", "adafactor"),
+    "adagrad": ("--optim", "adagrad"),
+    "adamw8bit": ("--optim", "adamw_bnb_8bit"),
+}
+"""As `transformers.TrainingArguments` calls them; AdamW is its default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainCommand:
+    """How to start what was planned."""
+
+    arguments: tuple[str, ...] | None
+    """The command line on one device; None where a launcher starts it."""
+    notes: tuple[str, ...] = ()
+    """What the command does not say, or the launcher's command."""
+
+
+def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand:
+    """Write the command that makes a planned run.
+
+    Args:
+        request: What was planned.
+        model_name_or_path: The model, as `slivertune train` takes it.
+
+    Returns:
+        The command, with a placeholder for the data.
+    """
+    is_classifier, method = request.task == "classification", planned(request.method)
+    has_all_logits = not request.chunked_cross_entropy and not is_classifier
+    # What is bf16 arithmetic to others is autocast to dense fine-tuning.
+    precisions = {
+        "fp32": ("--weights_dtype", "fp32"),
+        "mixed": ("--weights_dtype", "fp32", "--bf16"),
+        "mixed_hi": ("--bf16",),
+        "bf16": ("--weights_dtype", "bf16") if method.bf16_precision == "mixed" else ("--bf16",),
+    }
+    arguments = (
+        *("slivertune", "train"),
+        *("--model_name_or_path", model_name_or_path),
+        *("--dataset", DATASET),
+        *(("--task", "classification") if is_classifier else ()),
+        *("--method", request.method),
+        *precisions[request.precision],
+        *(() if request.method == "sft" else _OPTIM[request.optimizer]),
+        *("--per_device_train_batch_size", str(request.batch_size)),
+        *given_arguments(request, ("gradient_accumulation_steps",)),
+        *("--max_length", str(request.seq_length)),
+        *(("--gradient_checkpointing", "true") if request.gradient_checkpointing else ()),
+        *(("--chunked_cross_entropy", "false") if has_all_logits else ()),
+        *given_arguments(request, ("token_ratio",)),
+        *method.train_arguments(request),
+    )
+    notes = ["PYTORCH_ALLOC_CONF=expandable_segments:True in the environment keeps fragmentation within the allowance"]
+    if request.state == "disk" and request.method == "hift":
+        notes.append("--state_dir names a folder on a fast local disk")
+    if request.layout == "single":
+        return TrainCommand(arguments=arguments, notes=tuple(notes))
+    # The layout's preset; ZeRO-3 that streams weights has one of its own.
+    streams = request.offload_parameters
+    preset = "zero3_offload" if streams and request.layout == "zero3" else request.layout
+    offload = " --fsdp_offload_params true" if streams and request.layout == "fsdp2" else ""
+    launcher = (
+        f"accelerate launch --config_file $(slivertune path {preset}) --num_processes {request.num_gpus}{offload}"
+    )
+    return TrainCommand(arguments=None, notes=(f"start it by {launcher} -m {shlex.join(arguments)}", *notes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,16 +106,19 @@ class Answer:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: the plan's own fields, and beside them the model, the allowance, the command and the search."""
         command = self.command
-        values: dict[str, Any] = {
-            **_requirement_json(self.requirement),
-            "model": self.model.name,
-            "model_source": self.model.source,
+        values = {
+            **self.requirement.to_json(),
+            **_source_json(self.model),
             "command": None if command.arguments is None else shlex.join(command.arguments),
             "command_notes": list(command.notes),
-            "slivertune": __version__,
         }
         if self.limits is not None:
-            values["fit"] = _fit_json(self.limits, self.requirement, self.found)
+            values["fit"] = {
+                "limit_bytes": self.limits.device_bytes,
+                "host_limit_bytes": self.limits.host_bytes,
+                "fits": self.requirement.fits(self.limits),
+                **({} if self.found is None else self.found.to_json()),
+            }
         return values
 
 
@@ -60,52 +137,14 @@ class SweepAnswer:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: an array of plans, each with the field's value."""
-        points = []
-        for value, requirement in self.requirements:
-            point = {self.field: value, **_requirement_json(requirement)}
-            if self.limits is not None:
-                point["fits"] = requirement.fits(self.limits)
-            points.append(point)
-        values: dict[str, Any] = {
-            "field": self.field,
-            "sweep": points,
-            "model": self.model.name,
-            "model_source": self.model.source,
-            "slivertune": __version__,
-        }
+        points = [{self.field: value, **requirement.to_json()} for value, requirement in self.requirements]
+        values = {"field": self.field, "sweep": points, **_source_json(self.model)}
         if self.limits is not None:
             values["fit"] = {"limit_bytes": self.limits.device_bytes}
+            for point, (_, requirement) in zip(points, self.requirements, strict=True):
+                point["fits"] = requirement.fits(self.limits)
         return values
 
 
-def _requirement_json(requirement: MemoryRequirement) -> dict[str, Any]:
-    return {
-        **requirement.plan.to_json(),
-        "allowance": requirement.allowance.to_json(),
-        "need_bytes": requirement.device_bytes,
-    }
-
-
-def _fit_json(limits: Limits, requirement: MemoryRequirement, found: Found | None) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "limit_bytes": limits.device_bytes,
-        "host_limit_bytes": limits.host_bytes,
-        "fits": requirement.fits(limits),
-    }
-    if found is not None:
-        values |= {
-            "need_bytes_as_asked": found.start.device_bytes,
-            "host_bytes_as_asked": found.start.host_bytes,
-            "steps": [_step_json(step) for step in found.steps],
-            "skipped": [{"title": title, "reason": reason} for title, reason in found.skipped],
-            "num_plans": found.num_plans,
-        }
-    return values
-
-
-def _step_json(step: Step) -> dict[str, Any]:
-    return {
-        "title": step.title,
-        "cost": step.cost,
-        "changes": {name: {"from": old, "to": new} for name, (old, new) in step.changes.items()},
-    }
+def _source_json(model: ModelFigures) -> dict[str, Any]:
+    return {"model": model.name, "model_source": model.source, "slivertune": __version__}

@@ -10,12 +10,12 @@ A candidate is only planned where it can change what is too large, as the parts 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
-from slivertune.planning.four_bit_rules import clash_with_method
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement
-from slivertune.planning.methods import planned
+from slivertune.planning.methods import clash_with_method, planned
+from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
 SMALL_PIECE_BYTES = 32 * 2**20
@@ -61,63 +61,63 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             title="smaller pieces of masters and state on the GPU",
             cost="the same update; more and smaller copies, which still fill the bus",
             fields=("stream_bytes",),
-            options=_smaller_pieces,
+            options=partial(_change, "smaller pieces"),
             cannot_help=_no_state_on_device,
         ),
         Candidate(
             title="split masters",
             cost="the same update to the bit; the host keeps the half of a master that its weight lacks",
             fields=("master", "precision"),
-            options=_split_masters,
+            options=partial(_change, "split masters"),
             cannot_help=_host_is_large_enough,
         ),
         Candidate(
             title="the batch in parts, with accumulation",
             cost=f"the same update; a forward keeps {BUSY_TOKENS:,} tokens or more, which keep a GPU busy",
             fields=("gradient_accumulation_steps",),
-            options=lambda request: _parts_of_batch(request, fewest_tokens=BUSY_TOKENS),
+            options=partial(_parts_of_batch, fewest_tokens=BUSY_TOKENS),
             cannot_help=_no_activations_at_peak,
         ),
         Candidate(
             title="gradient checkpointing",
             cost="the same update; each block is computed once more, about a third of a dense step's time",
             fields=("gradient_checkpointing",),
-            options=_checkpointing,
+            options=partial(_change, "checkpointing"),
             cannot_help=_no_activations_at_peak,
         ),
         Candidate(
             title="the batch in smaller parts, with accumulation",
             cost=f"the same update; forwards of less than {BUSY_TOKENS:,} tokens may leave a GPU waiting for memory",
             fields=("gradient_accumulation_steps",),
-            options=lambda request: _parts_of_batch(request, fewest_tokens=1),
+            options=partial(_parts_of_batch, fewest_tokens=1),
             cannot_help=_no_activations_at_peak,
         ),
         Candidate(
             title="8-bit optimizer state",
             cost="moments of 8 bits in place of 32 (bitsandbytes): the update changes a little, quality hardly",
             fields=("optimizer",),
-            options=_eight_bit_state,
+            options=partial(_change, "8-bit state"),
             cannot_help=_no_state_that_is_too_large,
         ),
         Candidate(
             title="stepping in backward",
             cost="the same update, but gradients can't be clipped or accumulated: --max_grad_norm 0",
             fields=("step_in_backward", "gradient_accumulation_steps"),
-            options=_step_in_backward,
+            options=partial(_change, "step in backward"),
             cannot_help=_no_gradients_at_peak,
         ),
         Candidate(
             title="masters and state on disk",
             cost="the same update; each step reads and writes its group's state, so it is as fast as the disk",
             fields=("state",),
-            options=_state_on_disk,
+            options=partial(_change, "state on disk"),
             cannot_help=_host_is_large_enough,
         ),
         Candidate(
             title="bf16 weights without masters",
             cost="steps smaller than a weight's last bit are lost (8 bits), which small learning rates feel",
             fields=("precision", "master"),
-            options=_no_masters,
+            options=partial(_change, "no masters"),
             cannot_help=_no_masters_at_peak,
             shrinks_weights=True,
         ),
@@ -125,7 +125,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             title="frozen weights in 4 bits",
             cost="the frozen weights are rounded to NF4, and unpacked at each use",
             fields=("load_in_4bit", "precision"),
-            options=_four_bits,
+            options=partial(_change, "4 bits"),
             cannot_help=_gpu_is_large_enough,
             shrinks_weights=True,
         ),
@@ -134,7 +134,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cost="the same update; all weights cross the bus in each forward and backward, several times a step's time "
             "with small batches",
             fields=("layout", "offload_parameters", "num_gpus"),
-            options=_offload,
+            options=partial(_change, "weights on the host"),
             cannot_help=_gpu_is_large_enough,
             shrinks_weights=True,
         ),
@@ -142,74 +142,66 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             title="shorter sequences",
             cost="longer rows of the data are cut; only as far as --min_seq_length allows",
             fields=(),
-            options=lambda request: _shorter(request, min_seq_length),
+            options=partial(_shorter, min_seq_length),
             cannot_help=_no_activations_at_peak,
         ),
     )
 
 
-def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
-    streams = _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > SMALL_PIECE_BYTES
-    return [replace(request, stream_bytes=SMALL_PIECE_BYTES)] if streams else []
+def _change(title: str, request: PlanRequest) -> list[PlanRequest]:
+    """The request with a candidate's setting.
 
-
-def _split_masters(request: PlanRequest) -> list[PlanRequest]:
-    whole = request.master_kind == "fp32" and request.state != "device"
-    return _changed(request, master="split") if whole else []
+    None where that is set already, means nothing, does not go together with the rest, or needs what is not there.
+    """
+    is_single, has_fp32 = request.layout == "single", request.precision == "fp32"
+    takes_4bit = clash_with_method(request.method) is None
+    settings: dict[str, tuple[bool, dict[str, Any]]] = {
+        "smaller pieces": (
+            _comes_in_pieces(request) and request.stream_bytes > SMALL_PIECE_BYTES,
+            {"stream_bytes": SMALL_PIECE_BYTES},
+        ),
+        "split masters": (request.master_kind == "fp32" and request.state != "device", {"master": "split"}),
+        "checkpointing": (not request.gradient_checkpointing, {"gradient_checkpointing": True}),
+        "8-bit state": (
+            request.optimizer == "adamw" and not planned(request.method).is_optimizer,
+            {"optimizer": "adamw8bit"},
+        ),
+        "step in backward": (
+            is_single
+            and request.gradient_accumulation_steps == 1
+            and _reads(request, "step_in_backward")
+            and not request.step_in_backward,
+            {"step_in_backward": True},
+        ),
+        "state on disk": (_reads(request, "state") and request.state == "host", {"state": "disk"}),
+        "no masters": (request.precision != "bf16", {"precision": "bf16", "master": None}),
+        "4 bits": (
+            is_single and takes_4bit and not request.load_in_4bit,
+            {"load_in_4bit": True, "precision": "fp32" if has_fp32 else "bf16"},
+        ),
+        "weights on the host": (
+            is_single and not request.offload_parameters and not request.load_in_4bit,
+            {"layout": "fsdp2", "offload_parameters": True, "step_in_backward": False},
+        ),
+    }
+    may, changes = settings[title]
+    try:
+        return [replace(request, **changes)] if may else []
+    except (ValueError, ImportError):
+        return []
 
 
 def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanRequest]:
-    if request.step_in_backward:
-        return []
-    parts = [
-        size
-        for size in range(request.batch_size - 1, 0, -1)
+    sizes = range(request.batch_size - 1, 0, -1)
+    num_sequences = request.gradient_accumulation_steps * request.batch_size
+    return [
+        replace(request, batch_size=size, gradient_accumulation_steps=num_sequences // size)
+        for size in (() if request.step_in_backward else sizes)
         if request.batch_size % size == 0 and size * request.seq_length >= fewest_tokens
     ]
-    times = request.gradient_accumulation_steps
-    return [
-        replace(request, batch_size=size, gradient_accumulation_steps=times * request.batch_size // size)
-        for size in parts
-    ]
 
 
-def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
-    return [] if request.gradient_checkpointing else [replace(request, gradient_checkpointing=True)]
-
-
-def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
-    is_adam = request.optimizer == "adamw" and not planned(request.method).is_optimizer
-    return _changed(request, optimizer="adamw8bit") if is_adam else []
-
-
-def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
-    alone = request.layout == "single" and request.gradient_accumulation_steps == 1
-    may = alone and _reads(request, "step_in_backward") and not request.step_in_backward
-    return [replace(request, step_in_backward=True)] if may else []
-
-
-def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
-    return _changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
-
-
-def _no_masters(request: PlanRequest) -> list[PlanRequest]:
-    return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
-
-
-def _four_bits(request: PlanRequest) -> list[PlanRequest]:
-    may = clash_with_method(request.method) is None and not request.load_in_4bit and request.layout == "single"
-    if not may:
-        return []
-    return [replace(request, load_in_4bit=True, precision="fp32" if request.precision == "fp32" else "bf16")]
-
-
-def _offload(request: PlanRequest) -> list[PlanRequest]:
-    if request.offload_parameters or request.load_in_4bit or request.layout != "single":
-        return []
-    return _changed(request, layout="fsdp2", offload_parameters=True, step_in_backward=False)
-
-
-def _shorter(request: PlanRequest, minimum: int | None) -> list[PlanRequest]:
+def _shorter(minimum: int | None, request: PlanRequest) -> list[PlanRequest]:
     if minimum is None or minimum >= request.seq_length:
         return []
     lengths = [length for length in range(request.seq_length - 1, minimum, -1) if length % _LENGTH_STEP == 0]
@@ -218,14 +210,6 @@ def _shorter(request: PlanRequest, minimum: int | None) -> list[PlanRequest]:
 
 def _reads(request: PlanRequest, setting: str) -> bool:
     return setting in planned(request.method).settings
-
-
-def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
-    """The request with other settings; none where these do not go together with the rest, or need what is not there."""
-    try:
-        return [replace(request, **changes)]
-    except (ValueError, ImportError):
-        return []
 
 
 def _gpu_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str | None:
@@ -243,9 +227,11 @@ def _no_activations_at_peak(requirement: MemoryRequirement, limits: Limits) -> s
 
 
 def _no_gradients_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
-    if not requirement.plan.peak.gradients:
-        return "no gradients live at the peak"
-    return _gpu_is_large_enough(requirement, limits)
+    return (
+        _gpu_is_large_enough(requirement, limits)
+        if requirement.plan.peak.gradients
+        else "no gradients live at the peak"
+    )
 
 
 def _no_state_on_device(requirement: MemoryRequirement, limits: Limits) -> str | None:
@@ -258,20 +244,21 @@ def _no_state_that_is_too_large(requirement: MemoryRequirement, limits: Limits) 
     if requirement.missing_host_bytes(limits):
         return None
     if _comes_in_pieces(requirement.plan.request):
-        size = format_bytes(requirement.plan.request.stream_bytes)
-        return f"state is on the GPU in pieces of {size}, whatever its precision"
+        return f"state is on the GPU in pieces of {_piece(requirement)}, whatever its precision"
     return _no_state_on_device(requirement, limits)
 
 
 def _no_masters_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
     if requirement.missing_host_bytes(limits):
         return None
-    request = requirement.plan.request
-    if request.precision == "mixed_hi" and _comes_in_pieces(request):
-        size = format_bytes(request.stream_bytes)
-        return f"masters are on the GPU in pieces of {size}, and the weights are bf16 already"
+    if requirement.plan.request.precision == "mixed_hi" and _comes_in_pieces(requirement.plan.request):
+        return f"masters are on the GPU in pieces of {_piece(requirement)}, and the weights are bf16 already"
     return _gpu_is_large_enough(requirement, limits)
 
 
 def _comes_in_pieces(request: PlanRequest) -> bool:
     return _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > 0
+
+
+def _piece(requirement: MemoryRequirement) -> str:
+    return format_bytes(requirement.plan.request.stream_bytes)

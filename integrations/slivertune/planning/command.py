@@ -17,9 +17,9 @@ from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.configs import ModelFigures, find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.plot import draw, require_matplotlib
-from slivertune.planning.report import print_answer, print_sweep
+from slivertune.planning.report import line_printer, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Tell, search, start_of_search
 
@@ -63,7 +63,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer:
         if arguments.fit_bytes is not None:
             limits = Limits(device_bytes=arguments.fit_bytes, host_bytes=arguments.fit_host_bytes)
         if arguments.sweep is not None:
-            requirements = _sweep(model, given, arguments.sweep, _teller(console))
+            requirements = _sweep(model, given, arguments.sweep, line_printer(console))
             return SweepAnswer(model=model, field=arguments.sweep.field, requirements=requirements, limits=limits)
         if limits is None:
             return Answer(model=model, requirement=_estimate(PlanRequest(**given), model))
@@ -73,7 +73,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer:
             limits,
             lambda request: _estimate(request, model),
             fixed=arguments.given,
-            tell=_teller(console),
+            tell=line_printer(console),
         )
         return Answer(model=model, requirement=found.requirement, limits=limits, found=found)
 
@@ -102,10 +102,6 @@ def _task(model: ModelFigures, asked: Any) -> Any:
     raise ValueError(
         f"task={asked!r}: a {model.config.model_type!r} has no head for it; take {' or '.join(map(repr, tasks))}"
     )
-
-
-def _teller(console: Console) -> Tell:
-    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _console(*, stderr: bool) -> Console:

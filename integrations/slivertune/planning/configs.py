@@ -2,10 +2,13 @@
 
 import difflib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -13,12 +16,14 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from slivertune.planning.hub_config import download_config, is_hub_id
 from slivertune.planning.request import TaskName
-from slivertune.planning.shipped import SHIPPED_MODELS, ShippedModel
+from slivertune.planning.shipped import SHIPPED_MODELS
 
 CONFIG_NAME = "config.json"
 _MOST_LAYERS = 100_000
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_PROBE_SECONDS = 10.0
+"""How long one request may take that asks the hub whether it is there; a download would try for half a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,31 +83,52 @@ def _find(model: str) -> ModelFigures:
             raise ValueError(f"the folder {model} has no {CONFIG_NAME}; name one that a model was saved in")
         config = _read_config(file)
         return ModelFigures(name=model, source=str(file), name_or_path=str(file.parent), config=config)
-    shipped = _find_shipped(model)
-    if shipped is not None:
-        return ModelFigures(
-            name=model,
-            source=f"the figures of {shipped.hub_id} that come with slivertune",
-            name_or_path=shipped.hub_id,
-            config=_make_config(shipped.figures, model),
-        )
-    if not is_hub_id(model):
-        raise ValueError(f"there is no folder {model!r}. {_ways_out(model)}")
-    file = download_config(model, ways_out=_ways_out(model))
+    for name, shipped in SHIPPED_MODELS.items():
+        if model.casefold() in (name, shipped.hub_id.casefold()):
+            source = f"the figures of {shipped.hub_id} that come with slivertune"
+            config = _make_config(shipped.figures, model)
+            return ModelFigures(name=model, source=source, name_or_path=shipped.hub_id, config=config)
+    file = _download_config(model)
     return ModelFigures(name=model, source=f"{CONFIG_NAME} of {model}", name_or_path=model, config=_read_config(file))
 
 
-def _find_shipped(model: str) -> ShippedModel | None:
-    for name, shipped in SHIPPED_MODELS.items():
-        if model.casefold() in (name, shipped.hub_id.casefold()):
-            return shipped
-    return None
+def _download_config(model: str) -> Path:
+    """Find the configuration of a model on the hub: in its cache if it was downloaded before, else by a small download.
 
-
-def _ways_out(model: str) -> str:
+    Raises:
+        ValueError: If the hub has no such model, does not show it, or can't be reached.
+    """
     near = difflib.get_close_matches(model.rpartition("/")[2].casefold(), SHIPPED_MODELS, n=1)
     meant = f"Did you mean {near[0]}? " if near else ""
-    return f"{meant}Name one of {', '.join(SHIPPED_MODELS)}, or a folder with the model's {CONFIG_NAME}, or a hub id"
+    ways_out = (
+        f"{meant}Name one of {', '.join(SHIPPED_MODELS)}, or a folder with the model's {CONFIG_NAME}, or a hub id"
+    )
+    if _HUB_ID.fullmatch(model) is None:
+        raise ValueError(f"there is no folder {model!r}. {ways_out}")
+    cached = huggingface_hub.try_to_load_from_cache(model, CONFIG_NAME)
+    if isinstance(cached, str):
+        return Path(cached)
+    try:
+        huggingface_hub.HfApi().model_info(model, timeout=_PROBE_SECONDS)
+        return Path(huggingface_hub.hf_hub_download(model, CONFIG_NAME))
+    except GatedRepoError as error:
+        raise ValueError(
+            f"{model} is gated: accept its terms on the hub and log in with `hf auth login`. {ways_out}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"there is no folder {model!r}, and the hub shows no model of that name (a private one needs "
+            f"`hf auth login`). {ways_out}"
+        ) from error
+    except EntryNotFoundError as error:
+        raise ValueError(f"{model} on the hub has no {CONFIG_NAME}. {ways_out}") from error
+    # Every transport has its own errors, and all say the same.
+    except Exception as error:
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(
+            f"there is no folder {model!r}, and the hub can't be reached to look for a model of that name ({reason}). "
+            f"{ways_out}"
+        ) from error
 
 
 def _read_config(file: Path) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""Tensors with sizes and no data, and overrides of the operators that read their values."""
+"""Tensors with sizes and no data, and overrides of what reads their values: operators, and the making of masks."""
 
 import warnings
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from slivertune.core.torch_internals import (
     FINDS_DISTINCT_VALUES,
@@ -14,9 +15,13 @@ from slivertune.core.torch_internals import (
     DynamicOutputShapeException,
     FakeTensorMode,
     TorchDispatchMode,
+    is_without_data,
 )
+from slivertune.core.transformers_internals import has_own
 from slivertune.planning.kernels import GpuKernels
-from slivertune.planning.masks import one_sequence_a_row
+
+_MASKS = "sdpa"
+"""The implementation of attention whose masks are made."""
 
 
 @contextmanager
@@ -62,3 +67,31 @@ class FakeOverrides(TorchDispatchMode):
             none = args[0].new_empty(0, dtype=torch.int64)
             return args[0].new_empty(args[0].numel()), none, none
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def one_sequence_a_row() -> Iterator[None]:
+    """Let models without data skip the mask that they would skip with data.
+
+    transformers reads position ids to find out whether several sequences are packed into one, and makes a mask of n x n
+    where it can't read them. A plan's sequences are never packed, so the answer is known: none.
+
+    For the time being an entry stands in transformers' registry, which passes on whatever is not asked for a plan.
+    """
+    registry: Any = ALL_MASK_ATTENTION_FUNCTIONS
+    function, had_own = registry[_MASKS], has_own(registry, _MASKS)
+
+    def make_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        if is_without_data() and kwargs.get("attention_mask") is None and "allow_is_causal_skip" in kwargs:
+            kwargs["allow_is_causal_skip"] = True
+        mask: torch.Tensor | None = function(*args, **kwargs)
+        return mask
+
+    registry[_MASKS] = make_mask
+    try:
+        yield
+    finally:
+        if had_own:
+            registry[_MASKS] = function
+        else:
+            del registry[_MASKS]

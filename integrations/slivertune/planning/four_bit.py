@@ -6,6 +6,7 @@ long as it lasts; nothing of it is kept for the backward.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,20 @@ _TABLE_SIZE = 16 + 256 + 1
 """Values of the codes, of the scales' codes, and the scales' mean; fp32."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodedState:
+    """What bitsandbytes' codes carry as their `quant_state`, as far as sizes depend on it."""
+
+    shape: tuple[int, ...]
+    """Extents of the dense weight."""
+    dtype: torch.dtype
+    """What the dense weight was stored in."""
+
+    def dense_copy(self, codes: torch.Tensor) -> torch.Tensor:
+        """A dense copy of the weight."""
+        return codes.new_empty(self.shape, dtype=self.dtype)
+
+
 class CodedLinear(nn.Linear):
     """A linear layer whose frozen weight is held in NF4 with double quantisation; it computes sizes alone.
 
@@ -31,16 +46,19 @@ class CodedLinear(nn.Linear):
         compute_dtype: In what the product is computed.
     """
 
+    compute_type_is_set = True
+
     def __init__(self, dense: nn.Linear, compute_dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
-        device = dense.weight.device
+        device, num_elements = dense.weight.device, dense.weight.numel()
         self.in_features, self.out_features = dense.in_features, dense.out_features
-        self.num_elements = dense.weight.numel()
-        self.stored_dtype, self.compute_dtype = dense.weight.dtype, compute_dtype
-        num_scales = math.ceil(self.num_elements / _BLOCK)
-        codes = torch.empty(math.ceil(self.num_elements / 2), 1, dtype=torch.uint8, device=device)
+        self.compute_dtype = compute_dtype
+        codes = torch.empty(math.ceil(num_elements / 2), 1, dtype=torch.uint8, device=device)
         self.weight = nn.Parameter(codes, requires_grad=False)
+        state = CodedState(shape=tuple(dense.weight.shape), dtype=dense.weight.dtype)
+        self.weight.quant_state = state  # type: ignore[attr-defined]
         self.bias = dense.bias
+        num_scales = math.ceil(num_elements / _BLOCK)
         self.register_buffer("scales", torch.empty(num_scales, dtype=torch.uint8, device=device))
         self.register_buffer("scales_of_scales", torch.empty(math.ceil(num_scales / _SCALES_BLOCK), device=device))
         self.register_buffer("tables", torch.empty(_TABLE_SIZE, device=device))
@@ -54,33 +72,27 @@ class CodedLinear(nn.Linear):
         own_bias: torch.Tensor | None = self.bias
         bias = None if own_bias is None else own_bias.to(self.compute_dtype)
         product: torch.Tensor = _CodedProduct.apply(  # type: ignore[no-untyped-call]
-            input.to(self.compute_dtype), self.weight, bias, self
+            input.to(self.compute_dtype), self.weight, bias
         )
         return product.to(input.dtype)
-
-    def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """A dense copy of the weight, shape (out, in)."""
-        copy = self.weight.new_empty(self.out_features, self.in_features, dtype=self.stored_dtype)
-        return copy.to(dtype)
 
 
 class _CodedProduct(torch.autograd.Function):
     """Y = X W^T + b with a W that is made dense for the moment."""
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: torch.Tensor, codes: torch.Tensor, bias: torch.Tensor | None, layer: CodedLinear
-    ) -> torch.Tensor:
-        ctx.layer = layer
-        return F.linear(inputs, codes.new_empty(layer.out_features, layer.in_features, dtype=inputs.dtype), bias)
+    def forward(ctx: Any, inputs: torch.Tensor, codes: Any, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.codes = codes
+        return F.linear(inputs, codes.new_empty(codes.quant_state.shape, dtype=inputs.dtype), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         bias_gradient = gradient.sum(0) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
-            return None, None, bias_gradient, None
-        return torch.matmul(gradient, ctx.layer.dense(gradient.dtype)), None, bias_gradient, None
+            return None, None, bias_gradient
+        matrix = ctx.codes.quant_state.dense_copy(ctx.codes).to(gradient.dtype)
+        return torch.matmul(gradient, matrix), None, bias_gradient
 
 
 def hold_in_4bit(model: nn.Module, compute_dtype: torch.dtype) -> None:
@@ -104,13 +116,4 @@ def hold_in_4bit(model: nn.Module, compute_dtype: torch.dtype) -> None:
 
 def num_weights(module: nn.Module) -> int:
     """Weights of a module and all in it; one in 4 bits counts as one, a tied one once."""
-    codes = {id(each.weight): each.num_elements for each in module.modules() if isinstance(each, CodedLinear)}
-    return sum(codes.get(id(parameter), parameter.numel()) for parameter in module.parameters())
-
-
-def parameter_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and of all in it, without buffers; of a weight in 4 bits those of its codes."""
-    codes = {
-        id(each.weight): math.ceil(each.num_elements / 2) for each in module.modules() if isinstance(each, CodedLinear)
-    }
-    return sum(codes.get(id(parameter), parameter.nbytes) for parameter in module.parameters())
+    return sum(math.prod(getattr(each, "quant_state", each).shape) for each in module.parameters())

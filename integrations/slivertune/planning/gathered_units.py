@@ -8,7 +8,6 @@ share. The order of all this is that of torch 2.13, torch/distributed/fsdp/_full
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from slivertune.core.ledger import Kind, claim, claimed_at_birth
+from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
 
 
@@ -135,8 +135,10 @@ class GatheredUnits:
             self._gather(unit)
             self._copy_out(unit)
             return args, kwargs
-        if unit is self._units[-1]:
-            self._begin_forward()
+        if unit is self._units[-1] and self._backwards % self._num_backwards == 0:  # a new update
+            self._backwards = 0
+            for each in self._units:
+                each.shards.clear()
         if unit.phase == "forward":
             return args, kwargs
         unit.phase, unit.num_run = "forward", 0
@@ -158,18 +160,11 @@ class GatheredUnits:
         for tensor in _that_need_gradients(output):
             tensor.register_hook(partial(self._before_backward, unit))
 
-    def _begin_forward(self) -> None:
-        if self._backwards == self._num_backwards:  # the update after the last is over
-            self._backwards = 0
-        if not self._backwards:
-            for unit in self._units:
-                unit.shards.clear()
-
     def _end_forward(self, model: nn.Module, inputs: Any, output: Any) -> None:
         self._last_buffer = None
 
     def _watch_inputs(self, unit: GatheredUnit, args: Any, kwargs: Any) -> Any:
-        tensors = list(_that_need_gradients((args, kwargs)))
+        tensors = _that_need_gradients((args, kwargs))
         if not tensors or not torch.is_grad_enabled():
             return args, kwargs
         watch: Any = _AfterBackward.apply
@@ -248,16 +243,8 @@ class _AfterBackward(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _that_need_gradients(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        if values.requires_grad:
-            yield values
-    elif isinstance(values, dict):
-        for each in values.values():
-            yield from _that_need_gradients(each)
-    elif isinstance(values, Sequence) and not isinstance(values, str):
-        for each in values:
-            yield from _that_need_gradients(each)
+def _that_need_gradients(values: Any) -> list[torch.Tensor]:
+    return [each for each in tensors_of(values) if each.requires_grad]
 
 
 def _bytes(num_bytes: int, kind: Kind) -> torch.Tensor:

@@ -12,8 +12,8 @@ from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import Group
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
-from slivertune.planning.model import attached
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
@@ -52,16 +52,6 @@ class HiFTRun:
             self.optimizer = HiFT(model, optimizer_class, config=self._config, **arguments)
         self._at_start = self.optimizer.state_dict()
 
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """All groups."""
-        return self.optimizer.groups
-
-    def parameters_of(self, group: Group) -> list[nn.Parameter]:
-        """What a group trains."""
-        named = dict(self._model.named_parameters())
-        return [named[name] for name in group.parameter_names]
-
     def measure(self, group: Group, forward: Forward) -> StepPeak:
         """The larger peak of a group's first turn and of a later one; the state of all other groups is gone.
 
@@ -72,7 +62,8 @@ class HiFTRun:
         Returns:
             The peak; `after` is of the last update.
         """
-        self._activate_group(group)
+        turn = {"updates": group.index * self._num_updates, "held_lr": [self._learning_rate]}
+        self.optimizer.load_state_dict({**self._at_start, "hift": {**self._at_start["hift"], **turn}})
         peaks = []
         with Ledger(self._model) as ledger:
             for _ in range(self._num_updates):
@@ -81,26 +72,30 @@ class HiFTRun:
                     raise RuntimeError(f"group {group.index} lost its turn: no gradient reached its parameters")
         return replace(largest_of(peaks), after=peaks[-1].after)
 
-    def gradient_bytes(self, group: Group) -> int:
-        """Bytes of a measured group's gradients, together."""
-        return self._meter.bytes_of(self.parameters_of(group))
+    def plan_of(self, peak: StepPeak, members: Sequence[Group]) -> GroupPlan:
+        """The plan of groups alike, the first of which was measured last.
 
-    def state_bytes(self, group: Group) -> tuple[int, int]:
-        """Bytes of the state of the group that was measured last: of its masters, and of all else."""
-        masters = others = 0
+        Args:
+            peak: Of the first.
+            members: All of them.
+        """
+        group, named = members[0], dict(self._model.named_parameters())
+        parameters = [named[name] for name in group.parameter_names]
         state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
+        num_bytes = {"master": 0, "state": 0}
         for name in group.parameter_names:
             for key, value in state.get(name, {}).items():
                 if isinstance(value, torch.Tensor):
-                    masters, others = (
-                        (masters + value.nbytes, others) if key == "master" else (masters, others + value.nbytes)
-                    )
-        return masters, others
-
-    def _activate_group(self, group: Group) -> None:
-        start = self._at_start
-        place = {"updates": group.index * self._num_updates, "held_lr": [self._learning_rate]}
-        self.optimizer.load_state_dict({**start, "hift": {**start["hift"], **place}})
+                    num_bytes["master" if key == "master" else "state"] += value.nbytes
+        return group_plan(
+            peak,
+            name=", ".join(layer.name for layer in group.layers),
+            num_parameters=sum(parameter.numel() for parameter in parameters),
+            gradient_bytes=self._meter.bytes_of(parameters),
+            state_bytes=num_bytes["state"],
+            master_bytes=num_bytes["master"],
+            indices=tuple(member.index for member in members),
+        )
 
 
 class PlannedHiFT(PlannedMethod):
@@ -120,26 +115,14 @@ class PlannedHiFT(PlannedMethod):
         run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
         groups, waiting = [], 0
         with attached(request, model) as notes:
-            for members in alike(run.groups, model):
-                group = members[0]
-                peak = run.measure(group, forward)
+            for members in alike(run.optimizer.groups, model):
+                peak = run.measure(members[0], forward)
                 if layout == "fsdp2" and len(members) > 1:
                     # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on
                     # its way.
                     both = (peak.before_step, run.measure(members[1], forward).before_step)
                     peak = replace(peak, before_step=max(both, key=lambda census: census.device))
-                masters, others = run.state_bytes(group)
-                groups.append(
-                    group_plan(
-                        peak,
-                        name=", ".join(layer.name for layer in group.layers),
-                        num_parameters=sum(parameter.numel() for parameter in run.parameters_of(group)),
-                        gradient_bytes=run.gradient_bytes(group),
-                        state_bytes=others,
-                        master_bytes=masters,
-                        indices=tuple(member.index for member in members),
-                    )
-                )
+                groups.append(run.plan_of(peak, members))
                 waiting += peak.after.host * len(members)
         if request.state == "device":
             groups = _with_state_of_others(groups)
@@ -159,9 +142,6 @@ class PlannedHiFT(PlannedMethod):
         if request.step_in_backward:
             arguments += ["--step_in_backward", "true", "--max_grad_norm", "0"]
         return tuple(arguments)
-
-
-METHOD = PlannedHiFT()
 
 
 def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:

@@ -3,15 +3,119 @@
 A plan's tensors say that they lie on the CPU, so torch would give them the CPU's operators. Three of these keep other
 things for the backward than those of a GPU, and are answered here in their place: attention, dropout, and what autocast
 computes in fp32. All else is the same on both.
+
+The attention kernel is the one that torch picks on a GPU. Flash and memory-efficient attention keep queries, keys,
+values, their output and the logarithms of the softmax's sums (and the mask, if there is one); no scores are ever
+stored.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from slivertune.planning.attention import attend
+from slivertune.core.torch_internals import plain_attention
+
+KernelName = Literal["flash", "efficient", "math"]
+
+_LARGEST_FLASH_HEAD = 256
+_EFFICIENT_ROWS = 32
+"""The memory-efficient kernel pads the rows of its logarithms to a multiple of this."""
+
+
+def pick_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> KernelName:
+    """Which kernel torch picks on a GPU since 8.0 (Ampere) for these inputs.
+
+    Args:
+        query: Shape (batch, heads, n, head size).
+        key: Shape (batch, key heads, m, head size).
+        value: As `key`, with a head size of its own.
+        mask: What is added to the scores, or which of them count; None for none.
+
+    Returns:
+        Flash for 16 bits without a mask; the memory-efficient one for fp32 and masks; where that has no form for it
+        (fp32 heads that share keys, without a mask), plain operators that store all scores.
+    """
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    same_size = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if is_half and mask is None and same_size and query.shape[-1] <= _LARGEST_FLASH_HEAD:
+        return "flash"
+    # TokenTune alone gives a mask with shared keys here; on a GPU it folds the queries into rows of a key's head.
+    if query.shape[1] == key.shape[1] or mask is not None:
+        return "efficient"
+    return "math"
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stand in for `torch.nn.functional.scaled_dot_product_attention`; the values of the result are arbitrary.
+
+    Args:
+        query: Shape (batch, heads, n, head size).
+        key: Shape (batch, key heads, m, head size).
+        value: As `key`, with a head size of its own.
+        attn_mask: Bool or float, broadcast to (batch, heads, n, m).
+        dropout_p: Kept as a seed alone by the kernels that store no scores.
+        is_causal: As in torch.
+        scale: As in torch.
+        enable_gqa: Whether several heads of queries share one of keys.
+
+    Returns:
+        Shape (batch, heads, n, value's head size), laid out with heads beside head sizes in memory, as the kernels do.
+    """
+    kernel = pick_kernel(query, key, value, attn_mask)
+    if kernel == "math":
+        return plain_attention(  # type: ignore[no-any-return]
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+    result: torch.Tensor = _Fused.apply(query, key, value, attn_mask, kernel)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Fused(torch.autograd.Function):
+    """A kernel that stores no scores, by its sizes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kernel: KernelName,
+    ) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        rows = length if kernel == "flash" else -(-length // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
+        logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
+        ctx.kernel = kernel
+        ctx.save_for_backward(query, key, value, mask, out, logarithms)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, _, _, logarithms = ctx.saved_tensors
+        # Sums of gradient times output, one a row of the logarithms, live as long as the kernel runs.
+        temporaries = [torch.empty_like(logarithms)]
+        if ctx.kernel == "flash":
+            temporaries.append(torch.empty_like(query, dtype=torch.float32))  # the queries' gradient, summed in fp32
+            if query.shape[1] != key.shape[1]:
+                by_query_head = (query.shape[0], query.shape[1], key.shape[2], key.shape[3])
+                temporaries += [key.new_empty(by_query_head), value.new_empty(by_query_head)]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
 
 
 class GpuKernels(TorchFunctionMode):
@@ -25,7 +129,7 @@ class GpuKernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return attend(*_in_autocast_dtype(args), **_by_name_in_autocast_dtype(kwargs))
+            return attend(*map(_in_autocast_dtype, args), **{key: _in_autocast_dtype(kwargs[key]) for key in kwargs})
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         if func in _IN_FP32 and torch.is_autocast_enabled("cpu"):
@@ -73,17 +177,9 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
 
 
-def _in_autocast_dtype(values: tuple[Any, ...]) -> list[Any]:
-    if not torch.is_autocast_enabled("cpu"):
-        return list(values)
-    dtype = torch.get_autocast_dtype("cpu")
-    return [
-        value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value for value in values
-    ]
-
-
-def _by_name_in_autocast_dtype(values: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(values, _in_autocast_dtype(tuple(values.values())), strict=True))
+def _in_autocast_dtype(value: Any) -> Any:
+    is_cast = isinstance(value, torch.Tensor) and value.is_floating_point() and torch.is_autocast_enabled("cpu")
+    return value.to(torch.get_autocast_dtype("cpu")) if is_cast else value
 
 
 def _dropout(

@@ -11,19 +11,28 @@ G for the gradients of what trains in a step, S for its optimizer state with fp3
 * `fsdp2`: P / N, the state's pieces; what is gathered and reduced stands in the step that is run.
 
 With parameters on the host, P and (under FSDP2, whose optimizer then steps there) G and S wait there, too.
+
+What a layout allocates while a backward makes gradients is put on the model as a stand-in, in the moments when it does.
+Buckets of ours are the real ones, with no other rank. The ledger counts all of them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from slivertune.core.layers import find_layers
-from slivertune.planning.gathered_units import can_be_shared
+from slivertune.core.ledger import claimed_at_birth
+from slivertune.core.torch_internals import at_end_of_backward
+from slivertune.parallel.consistency.heartbeat import Heartbeat
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
+from slivertune.planning.gathered_units import GatheredUnits, can_be_shared
 from slivertune.planning.methods import planned
-from slivertune.planning.plan import GroupPlan, Moment, Plan
+from slivertune.planning.plan import GroupPlan, Moment, Phase, Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.sft.gradient_sync import BUCKET_ELEMENTS
 
@@ -43,8 +52,6 @@ class LayerSizes:
     """The largest block."""
     outside_blocks: int
     """Embedding and head together."""
-    largest_tensor: int
-    """The largest parameter."""
     bucket_elements: int
     """Elements of ZeRO's reduce bucket, where the configuration says "auto": the hidden size, squared."""
     itemsize: int
@@ -57,7 +64,7 @@ class LayerSizes:
     """All weights that FSDP2 cuts."""
 
 
-def sizes_of(model: nn.Module) -> LayerSizes:
+def sizes_of(model: Any) -> LayerSizes:
     """Measure a model's layers.
 
     Args:
@@ -67,25 +74,17 @@ def sizes_of(model: nn.Module) -> LayerSizes:
     layers = find_layers(model)
     num_bytes = [sum(named[name].nbytes for name in layer.parameter_names) for layer in layers]
     blocks = [size for layer, size in zip(layers, num_bytes, strict=True) if layer.kind == "block"]
-    config: object = getattr(model, "config", None)
-    hidden_size = int(getattr(config, "hidden_size", 0) or 0)
+    bottom, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     return LayerSizes(
         largest=max(num_bytes),
         largest_block=max(blocks, default=0),
         outside_blocks=sum(num_bytes) - sum(blocks),
-        largest_tensor=max(parameter.nbytes for parameter in named.values()),
-        bucket_elements=hidden_size**2,
+        bucket_elements=int(getattr(model.config, "hidden_size", 0) or 0) ** 2,
         itemsize=max(parameter.itemsize for parameter in named.values()),
-        looked_up=_looked_up(model),
+        looked_up=0 if head is not None and head.weight is bottom else bottom.nbytes,
         stored=sum(each.nbytes for each in (*named.values(), *model.buffers())),
         shared=sum(parameter.nbytes for parameter in named.values() if can_be_shared(parameter)),
     )
-
-
-def _looked_up(model: Any) -> int:
-    bottom, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    num_bytes: int = bottom.nbytes
-    return 0 if head is not None and head.weight is bottom else num_bytes
 
 
 def spread(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> Plan:
@@ -119,13 +118,13 @@ def _spread_group(group: GroupPlan, plan: Plan, request: PlanRequest, sizes: Lay
             # Its buckets were part of the step that was run.
             return group
         # SFT's last group is the one outside of phases.
-        return replace(group, peak=_with_buckets(group, request, is_estimating=group is not plan.groups[-1]))
-    moments = {
-        "zero1": _zero_moments,
-        "zero2": _zero_moments,
-        "zero3": _zero3_moments,
-        "fsdp2": _fsdp2_moments,
-    }[request.layout](group, request, sizes)
+        moments = [_with_buckets(group, request, is_estimating=group is not plan.groups[-1])]
+    elif request.layout == "fsdp2":
+        moments = _fsdp2_moments(group, request, sizes)
+    elif request.layout == "zero3":
+        moments = _zero3_moments(group, request, sizes)
+    else:
+        moments = _zero_moments(group, request)
     return replace(group, peak=max(moments, key=lambda moment: moment.total))
 
 
@@ -135,46 +134,55 @@ def _with_buckets(group: GroupPlan, request: PlanRequest, *, is_estimating: bool
         return replace(group.peak, residual=group.peak.residual + group.gradient_bytes)
     # Inside of a phase, beside the deltas' gradients, go those of about as many candidates; outside there are none.
     copied = min((2 if is_estimating else 1) * group.gradient_bytes, BUCKET_ELEMENTS * _FP32)
-    before = group.before_step or group.peak
-    gradient_sync = _moment(group, "backward", before.parameters, group.gradient_bytes + copied, group.state_bytes, 0)
-    return max(group.peak, gradient_sync, key=lambda moment: moment.total)
+    return max(
+        group.peak,
+        _moment(group, "backward", _before_step(group).parameters, group.gradient_bytes + copied, group.state_bytes),
+        key=lambda moment: moment.total,
+    )
 
 
-def _zero_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+def _zero_moments(group: GroupPlan, request: PlanRequest) -> list[Moment]:
     """ZeRO-1 and 2: weights whole, state shared out and on the device throughout the group's turn."""
     ranks = request.num_gpus
-    state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
-    gradients_in_fp32 = math.ceil(group.num_parameters * _FP32 / ranks)
+    state = math.ceil(_zero_state_bytes(group) / ranks)
     # What a rank keeps of the gradients, and the same laid out flat.
-    own_gradients = 2 * math.ceil(group.gradient_bytes / ranks)
-    before = group.before_step or group.peak
     return [
         # The reduce bucket was part of the step that was run.
-        replace(before, state=state),
-        _moment(group, "step", group.peak.parameters, own_gradients, state, gradients_in_fp32),
+        replace(_before_step(group), state=state),
+        _moment(
+            group,
+            "step",
+            group.peak.parameters,
+            2 * math.ceil(group.gradient_bytes / ranks),
+            state,
+            _fp32_gradients(group, ranks),
+        ),
     ]
 
 
-def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+def _zero3_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> list[Moment]:
     """ZeRO-3: everything shared out; weights are gathered for a layer and the next, and stay for their next use."""
     ranks, weights = request.num_gpus, group.peak.parameters
     own = 0 if request.offload_parameters else math.ceil(weights / ranks)
     gathered = min(weights, max(sizes.largest + sizes.largest_block, _MOST_LIVE_ELEMENTS * sizes.itemsize))
-    bucket = sizes.bucket_elements * sizes.itemsize
     if planned(request.method).steps_itself:
         # Its vectors are on every rank, whole, and ZeRO has no bucket. It trains no embedding, which is released early.
-        gathered = min(gathered, weights - sizes.looked_up)
-        return [replace(group.before_step or group.peak, parameters=own + gathered)]
-    state = math.ceil((group.state_bytes + _master_bytes(group)) / ranks)
-    gradients = math.ceil(group.gradient_bytes / ranks)
-    gradients_in_fp32 = math.ceil(group.num_parameters * _FP32 / ranks)
+        return [replace(_before_step(group), parameters=own + min(gathered, weights - sizes.looked_up))]
+    state, gradients = math.ceil(_zero_state_bytes(group) / ranks), math.ceil(group.gradient_bytes / ranks)
     return [
-        _moment(group, "backward", own + gathered, gradients, state, group.activation_bytes + bucket),
-        _moment(group, "step", own, gradients, state, gradients_in_fp32),
+        _moment(
+            group,
+            "backward",
+            own + gathered,
+            gradients,
+            state,
+            group.activation_bytes + (sizes.bucket_elements * sizes.itemsize),
+        ),
+        _moment(group, "step", own, gradients, state, _fp32_gradients(group, ranks)),
     ]
 
 
-def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> Sequence[Moment]:
+def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) -> list[Moment]:
     """FSDP2: what is gathered, whole gradients and their reduction were part of the step that was run."""
     ranks, offloads, method = request.num_gpus, request.offload_parameters, planned(request.method)
     own = sizes.stored - sizes.shared + (0 if offloads else math.ceil(sizes.shared / ranks))
@@ -183,7 +191,7 @@ def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
         resident_state = group.peak.state  # its vectors and indices are on every rank, whole
     elif not method.waits_on_host(request):
         resident_state = 0 if offloads else math.ceil(group.peak.state / ranks)
-    before = group.before_step or group.peak
+    before = _before_step(group)
     moments = [replace(before, parameters=before.parameters - sizes.stored + own, state=resident_state)]
     if not offloads:
         moving = resident_state
@@ -193,25 +201,28 @@ def _fsdp2_moments(group: GroupPlan, request: PlanRequest, sizes: LayerSizes) ->
         gradients = math.ceil(group.gradient_bytes / ranks)
         # State begins to come when the first gradients have been reduced, and the layer below was gathered in vain.
         reduced = min(group.gradient_bytes, max(sizes.largest, sizes.outside_blocks))
-        moments.append(_moment(group, "backward", own + sizes.largest_block, gradients + reduced, moving, 0))
-        moments.append(_moment(group, "step", own, gradients, moving, 0))
+        moments.append(_moment(group, "backward", own + sizes.largest_block, gradients + reduced, moving))
+        moments.append(_moment(group, "step", own, gradients, moving))
     return moments
 
 
-def _moment(group: GroupPlan, phase: str, parameters: int, gradients: int, state: int, residual: int) -> Moment:
+def _before_step(group: GroupPlan) -> Moment:
+    return group.before_step or group.peak
+
+
+def _moment(group: GroupPlan, phase: Phase, parameters: int, gradients: int, state: int, residual: int = 0) -> Moment:
     return Moment(
-        group=group.index,
-        phase="step" if phase == "step" else "backward",
-        parameters=parameters,
-        gradients=gradients,
-        state=state,
-        residual=residual,
+        group=group.index, phase=phase, parameters=parameters, gradients=gradients, state=state, residual=residual
     )
 
 
-def _master_bytes(group: GroupPlan) -> int:
+def _zero_state_bytes(group: GroupPlan) -> int:
     """ZeRO keeps fp32 masters of all that it trains, whatever the weights are stored in."""
-    return group.num_parameters * _FP32
+    return group.state_bytes + group.num_parameters * _FP32
+
+
+def _fp32_gradients(group: GroupPlan, ranks: int) -> int:
+    return math.ceil(group.num_parameters * _FP32 / ranks)
 
 
 def _host_bytes(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> int:
@@ -224,10 +235,85 @@ def _host_bytes(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> int:
         if not request.offload_parameters:
             return waiting
         on_device = 0 if plan.host_bytes else sum(group.state_bytes * len(group.indices) for group in plan.groups)
-        shards = sizes.stored + max(group.gradient_bytes for group in plan.groups) + on_device
-        return waiting + math.ceil(shards / ranks)
+        gradients = max(group.gradient_bytes for group in plan.groups)
+        return waiting + math.ceil((sizes.stored + gradients + on_device) / ranks)
     waiting = 0
     if planned(request.method).waits_on_host(request):
-        waiting = sum((group.state_bytes + _master_bytes(group)) * len(group.indices) for group in plan.groups)
-    weights = sizes.stored if request.offload_parameters else 0
-    return math.ceil((waiting + weights) / ranks)
+        waiting = sum(_zero_state_bytes(group) * len(group.indices) for group in plan.groups)
+    return math.ceil((waiting + (sizes.stored if request.offload_parameters else 0)) / ranks)
+
+
+class _NoOtherRank:
+    """A mean over one rank, which takes no memory."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class _KeepsInput(torch.autograd.Function):
+    """Passes an output on, and keeps an input for as long as the backward may need it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+def _keep_input(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    apply: Callable[..., torch.Tensor] = _KeepsInput.apply
+    return apply(output, inputs[0].detach()) if inputs and output.requires_grad else output
+
+
+def _watch_reduce_bucket(model: nn.Module, num_elements: int, stack: ExitStack) -> None:
+    """ZeRO-1 and 2: one bucket from the first gradient of a backward to its end."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    buckets: list[torch.Tensor] = []
+
+    def arrived(parameter: torch.Tensor) -> None:
+        if not buckets:
+            at_end_of_backward(buckets.clear)
+            with claimed_at_birth("gradients"):
+                buckets.append(torch.empty(num_elements, dtype=trained[0].dtype))
+
+    for each in trained:
+        stack.callback(each.register_post_accumulate_grad_hook(arrived).remove)
+
+
+@contextmanager
+def standing_in(request: PlanRequest, model: nn.Module, bucket_elements: int) -> Iterator[None]:
+    """Put the stand-in of a layout's engine on a model, for a time.
+
+    Args:
+        request: The layout, and how the model is trained.
+        model: The model.
+        bucket_elements: Elements of ZeRO's reduce bucket.
+    """
+    method, layout = planned(request.method), request.layout
+    with ExitStack() as stack:
+        if layout == "fsdp2":
+            stack.callback(
+                GatheredUnits(
+                    model,
+                    num_gpus=request.num_gpus,
+                    num_backwards=request.num_backwards,
+                    offloads=request.offload_parameters,
+                ).remove
+            )
+        elif layout == "zero3":
+            # Its matrix products keep their inputs, also those of frozen weights.
+            for module in model.modules():
+                if isinstance(module, nn.Linear):
+                    stack.callback(module.register_forward_hook(_keep_input).remove)
+        elif layout != "single" and method.averages_in_buckets:
+            if layout == "ddp" or method.steps_itself:
+                alone, nothing = Heartbeat("planning"), _NoOtherRank()
+                stack.callback(
+                    BucketedAllReduce(model, model.parameters(), alone, start_mean=lambda flat: nothing).remove
+                )
+            else:
+                _watch_reduce_bucket(model, bucket_elements, stack)
+        yield

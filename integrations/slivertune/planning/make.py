@@ -1,21 +1,26 @@
-"""A plan from a request: the real step of every distinct group, on tensors without data."""
+"""A plan from a request: the real step of every distinct group, on the model's own classes without data."""
 
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
+from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
+from slivertune.core.torch_internals import set_buffer
 from slivertune.planning.fake import without_data
-from slivertune.planning.four_bit import num_weights, parameter_bytes
-from slivertune.planning.layouts import sizes_of, spread
+from slivertune.planning.four_bit import hold_in_4bit, num_weights
+from slivertune.planning.kernels import GpuKernels
+from slivertune.planning.layouts import sizes_of, spread, standing_in
 from slivertune.planning.methods import MeasuredSteps, planned
-from slivertune.planning.model import build_model, give_sizes, make_batch
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.stand_ins import standing_in
-from slivertune.planning.step import Forward, autocast_of
+from slivertune.planning.step import autocast_of
+from slivertune.tokentune import TokenTune
 
 
 def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
@@ -47,36 +52,30 @@ def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanReq
     model = build_model(request, config)
     with without_data():
         give_sizes(model)
+        batch = make_batch(request)
+
+        def forward() -> torch.Tensor:
+            with autocast_of(request.has_autocast):
+                loss: torch.Tensor = model(**batch).loss
+            return loss
+
         with standing_in(shared, model, bucket_elements):
-            steps = planned(request.method).measure(request, model, _forward_of(model, request), shared.layout)
-            return _plan(request, model, steps)
-
-
-def _forward_of(model: Any, request: PlanRequest) -> Forward:
-    batch = make_batch(request)
-
-    def forward() -> torch.Tensor:
-        with autocast_of(request.has_autocast):
-            loss: torch.Tensor = model(**batch).loss
-        return loss
-
-    return forward
+            return _plan(request, model, planned(request.method).measure(request, model, forward, shared.layout))
 
 
 def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
     peak = max((group.peak for group in steps.groups), key=lambda moment: moment.total)
     largest = max(steps.groups, key=lambda group: group.num_parameters)
-    own_bytes = sum(each.nbytes for each in steps.own_parameters)
     num_own = sum(each.numel() for each in steps.own_parameters)
     num_parameters = num_weights(model)
-    copies = 2 * num_parameters if request.precision == "mixed" else 0
+    num_bytes = sum(each.nbytes for each in model.parameters()) - sum(each.nbytes for each in steps.own_parameters)
     return Plan(
         request=request,
         peak=peak,
         groups=tuple(steps.groups),
         num_parameters=num_parameters - num_own,
         num_trainable_peak=largest.num_parameters,
-        parameter_bytes=parameter_bytes(model) - own_bytes + copies + largest.master_bytes,
+        parameter_bytes=num_bytes + (2 * num_parameters if request.precision == "mixed" else 0) + largest.master_bytes,
         gradient_bytes=largest.gradient_bytes,
         state_bytes=largest.state_bytes,
         residual_bytes=peak.residual,
@@ -84,3 +83,103 @@ def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
         disk_bytes=steps.disk_bytes,
         notes=steps.notes,
     )
+
+
+def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
+    """Make the model that a run trains, on the meta device, in training mode, with what its method puts into it.
+
+    Args:
+        request: Names the head, the dtype of the weights and the method.
+        config: The model's configuration; it is only read.
+
+    Returns:
+        A transformers model, or a PEFT model around one.
+
+    Raises:
+        ValueError: If the configuration is not that of a model with such a head.
+        ImportError: If the method needs a package that is not installed.
+    """
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    auto: Any = AutoModelForCausalLM
+    if request.task == "classification":
+        auto = AutoModelForSequenceClassification
+        config.num_labels = request.num_labels
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+    is_bf16 = request.precision in ("bf16", "mixed_hi")
+    with torch.device("meta"):
+        model: Any = auto.from_config(config, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+        if request.load_in_4bit:
+            hold_in_4bit(model, torch.bfloat16 if is_bf16 else torch.float32)
+        if request.gradient_checkpointing:
+            # torch takes function modes off for the time of a backward, in which checkpoints are computed again.
+            model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs={
+                    "use_reentrant": False,
+                    "context_fn": lambda: (nullcontext(), GpuKernels()),
+                }
+            )
+        model = planned(request.method).change_model(model, request)
+    return model.train()
+
+
+def give_sizes(model: nn.Module) -> None:
+    """Replace what lies on the meta device by tensors that say they lie where the model computes.
+
+    Args:
+        model: The model; changed. Called among tensors without data. Parameters that are tied stay tied.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in replaced:
+                replaced[id(parameter)] = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype), requires_grad=parameter.requires_grad
+                )
+                vars(replaced[id(parameter)]).update(vars(parameter))  # what 4-bit codes carry
+            module._parameters[name] = replaced[id(parameter)]
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            set_buffer(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
+@contextmanager
+def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Put on the model what a run hooks on it, for a time, in the run's order: selection of tokens, chunked loss.
+
+    Args:
+        request: Says what.
+        model: The model, among tensors without data, with its method on it.
+
+    Yields:
+        What had to be left out or was computed from sizes, for people to read.
+    """
+    notes: tuple[str, ...] = ()
+    with ExitStack() as stack:
+        if request.token_ratio is not None:
+            stack.enter_context(TokenTune(ratio=request.token_ratio).attach(model))
+        if request.task == "causal_lm" and request.chunked_cross_entropy:
+            with autocast_of(request.has_autocast):
+                reason = why_not_chunked(model)
+            if reason is None:
+                stack.enter_context(attach_chunked_cross_entropy(model))
+            else:
+                notes = (f"the loss is computed from all logits: {reason}",)
+        if request.load_in_4bit:
+            notes += ("products with 4-bit weights are computed from their sizes",)
+        yield notes
+
+
+def make_batch(request: PlanRequest) -> dict[str, torch.Tensor]:
+    """Tokens and labels of one forward; no sequence is padded.
+
+    Args:
+        request: Batch and length.
+
+    Returns:
+        Arguments of the model's forward.
+    """
+    ids = torch.zeros(request.batch_size, request.seq_length, dtype=torch.long)
+    if request.task == "classification":
+        return {"input_ids": ids, "labels": torch.zeros(request.batch_size, dtype=torch.long)}
+    return {"input_ids": ids, "labels": ids.clone()}

@@ -80,12 +80,16 @@ class PlannedMethod:
 
 
 _methods: dict[str, str | PlannedMethod] = {
-    "dense": "slivertune.planning.dense_run",
-    "hift": "slivertune.planning.hift_run",
-    "sft": "slivertune.planning.sft_run",
-    "lora": "slivertune.planning.lora_run",
+    "dense": "dense_run.PlannedDense",
+    "hift": "hift_run.PlannedHiFT",
+    "sft": "sft_run.PlannedSFT",
+    "lora": "dense_run.PlannedLora",
 }
-"""By name; a module's `METHOD`, imported when it is asked for, since it needs the request, which asks for the names."""
+"""By name; a class is imported when it is asked for, since it needs the request, which asks for the names."""
+_NOT_IN_4BIT = {
+    "dense": "dense fine-tuning changes every weight, and 4-bit weights can't be changed by small steps",
+    "hift": "HiFT changes every weight in its turn, and 4-bit weights can't be changed by small steps",
+}
 
 
 def register_planned(name: str, method: PlannedMethod) -> None:
@@ -111,7 +115,8 @@ def planned(name: str) -> PlannedMethod:
     """
     method = _methods[name]
     if isinstance(method, str):
-        method = _methods[name] = import_module(method).METHOD
+        module, _, kind = method.partition(".")
+        method = _methods[name] = getattr(import_module(f"slivertune.planning.{module}"), kind)()
     return method
 
 
@@ -129,3 +134,28 @@ def given_arguments(request: PlanRequest, names: Sequence[str]) -> list[str]:
         if getattr(request, name) != getattr(defaults, name)
         for argument in (f"--{name}", str(getattr(request, name)))
     ]
+
+
+def clash_with_method(method: str) -> str | None:
+    """Why a method can't train a model with 4-bit weights, in the words that planning and training share.
+
+    Args:
+        method: The method.
+
+    Returns:
+        The reason and the way out; None if it can.
+    """
+    if method not in _NOT_IN_4BIT:
+        return None
+    return (
+        f"--load_in_4bit does not go with --method {method}: {_NOT_IN_4BIT[method]}; take --method lora or sft, which "
+        "train adapters or deltas beside them, or leave out --load_in_4bit"
+    )
+
+
+def clash_with_zero3() -> str:
+    """Why ZeRO-3 can't share 4-bit weights out, whatever the method, and the way out."""
+    return (
+        "--load_in_4bit does not go with ZeRO-3, which shares weights out without the scales that belong to 4-bit "
+        "codes; take DDP, ZeRO-1 or ZeRO-2, or leave out --load_in_4bit"
+    )

@@ -31,8 +31,7 @@ def optimizer_of(name: OptimizerName) -> tuple[type[torch.optim.Optimizer], dict
         return torch.optim.AdamW, {"lr": _LEARNING_RATE, "fused": True}
     if name == "adagrad":
         return torch.optim.Adagrad, {"lr": _LEARNING_RATE, "foreach": True}
-    momentum = 0.9 if name == "sgd_momentum" else 0.0
-    return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": momentum, "foreach": True}
+    return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": 0.9 if name == "sgd_momentum" else 0.0, "foreach": True}
 
 
 def _adamw8bit() -> type[torch.optim.Optimizer]:

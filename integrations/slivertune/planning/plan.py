@@ -1,34 +1,43 @@
-"""A plan: what lives at the peak of a step, in all and by group."""
+"""A plan: what lives at the peak of a step, in all and by group; and what a machine must have for it."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from slivertune.core.ledger import Census
 from slivertune.planning.request import PlanRequest
 
 Phase = Literal["forward", "backward", "step"]
 
+CUDA_CONTEXT_BYTES = 512 * 2**20
+"""The driver's context and the code of the kernels that a run loads, outside of torch's allocator. With lazy loading,
+which torch sets, people report 274 MiB after one small tensor (pytorch/pytorch#86509), about 300 to 400 MB
+(pytorch/pytorch#107667, #109888), and 426 MiB with CUDA 13 (unslothai/unsloth-zoo#1053); every further kernel adds its
+own code."""
+CUBLAS_WORKSPACE_BYTES = 64 * 2**20
+"""Two workspaces of 32 MiB. torch gives every cuBLAS handle one, for each thread and stream: forward and backward run
+in two threads. 32 MiB is what cuBLAS recommends for Hopper and newer (pytorch/pytorch#120925); older cards take 8.1 MiB
+(`CUBLAS_WORKSPACE_CONFIG=:4096:2:16:8`). They come from torch's allocator, so `max_memory_allocated` shows them."""
+COLLECTIVE_BYTES = 256 * 2**20
+"""With several GPUs: NCCL's buffers, 4 MiB (`NCCL_BUFFSIZE`) for each direction of each of up to 32 channels."""
+FRAGMENTATION_SHARE = 0.05
+"""What lies idle between blocks, as a share of all that comes and goes. Weights are allocated once and stay, so only
+activations, gradients and pieces of state leave gaps; torch's allocator takes memory in segments of 2 MiB or more, and
+splits them. With PYTORCH_ALLOC_CONF=expandable_segments:True gaps of one size serve another, which this presumes."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
-    """Bytes alive on one GPU at the moment of the largest total."""
+class Moment(Census):
+    """Bytes alive on one GPU at the moment of the largest total. What autocast casts of parameters is residual."""
 
     group: int
     """Index of the group that is trained then; 0 where there are no groups."""
     phase: Phase
     """What the step does then."""
-    parameters: int
-    """Parameters and buffers. What autocast casts of them is residual."""
-    gradients: int
-    """`.grad` tensors."""
-    state: int
-    """Optimizer state and masters."""
-    residual: int
-    """All else: activations, temporaries, casts."""
 
     @property
     def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.state + self.residual
+        """All of it on the GPU."""
+        return self.device
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -59,7 +68,7 @@ class GroupPlan:
     """Gradients of all that trains, together."""
     state_bytes: int
     """Optimizer state of all that trains, without masters, wherever it lies between steps."""
-    master_bytes: int
+    master_bytes: int = 0
     """fp32 masters of all that trains, wherever and in whatever form they wait."""
     peak: Moment
     """The peak of its step."""
@@ -136,3 +145,93 @@ class Plan:
             "notes": list(self.notes),
             "request": asdict(self.request),
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allowance:
+    """Bytes on one GPU beyond the plan's peak.
+
+    These figures are allowances, not measurements: they depend on the card, the driver and the versions. Each has its
+    reason beside its constant, is shown on a line of its own, and is never part of a plan's peak.
+    """
+
+    context: int
+    """CUDA's context and kernels."""
+    workspace: int
+    """cuBLAS."""
+    collectives: int
+    """NCCL; 0 on one GPU."""
+    fragmentation: int
+    """Gaps between blocks."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(asdict(self).values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {f"{name}_bytes": size for name, size in asdict(self).items()} | {"total_bytes": self.total}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What a machine has."""
+
+    device_bytes: int
+    """Memory of one GPU."""
+    host_bytes: int | None = None
+    """Memory of the host that may be filled; None for any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryRequirement:
+    """A plan with its allowance."""
+
+    plan: Plan
+    """What its tensors take."""
+    allowance: Allowance
+    """What comes on top of it on a GPU."""
+
+    @property
+    def device_bytes(self) -> int:
+        """What one GPU must have."""
+        return self.plan.peak_bytes + self.allowance.total
+
+    @property
+    def host_bytes(self) -> int:
+        """What waits in host memory."""
+        return self.plan.host_bytes
+
+    def missing_device_bytes(self, limits: Limits) -> int:
+        """What the GPU lacks; 0 if it is large enough."""
+        return max(0, self.device_bytes - limits.device_bytes)
+
+    def missing_host_bytes(self, limits: Limits) -> int:
+        """What the host lacks; 0 if it is large enough or has no limit."""
+        return 0 if limits.host_bytes is None else max(0, self.host_bytes - limits.host_bytes)
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether nothing lacks."""
+        return not self.missing_device_bytes(limits) and not self.missing_host_bytes(limits)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON: the plan's own fields, and beside them the allowance and the sum."""
+        return {**self.plan.to_json(), "allowance": self.allowance.to_json(), "need_bytes": self.device_bytes}
+
+
+def add_allowance(plan: Plan) -> MemoryRequirement:
+    """Add the allowance to a plan: for what no tensor shows, of all that comes and goes, and of GPUs that speak.
+
+    Args:
+        plan: The plan.
+    """
+    # Weights that are streamed come and go like everything else.
+    moving = plan.peak_bytes - (0 if plan.request.offload_parameters else plan.peak.parameters)
+    allowance = Allowance(
+        context=CUDA_CONTEXT_BYTES,
+        workspace=CUBLAS_WORKSPACE_BYTES,
+        collectives=COLLECTIVE_BYTES if plan.request.num_gpus > 1 else 0,
+        fragmentation=round(FRAGMENTATION_SHARE * moving),
+    )
+    return MemoryRequirement(plan=plan, allowance=allowance)

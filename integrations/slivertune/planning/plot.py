@@ -63,13 +63,12 @@ def sweep_figure(answer: SweepAnswer) -> Figure:
     """
     requirements = [requirement for _, requirement in answer.requirements]
     labels = [_value_label(answer.field, value) for value, _ in answer.requirements]
-    title = f"{requirements[0].plan.request.method} on {answer.model.name}"
     return _figure(
         labels=labels,
         moments=[requirement.plan.peak for requirement in requirements],
         allowances=[requirement.allowance.total for requirement in requirements],
         limit=None if answer.limits is None else answer.limits.device_bytes,
-        title=title,
+        title=f"{requirements[0].plan.request.method} on {answer.model.name}",
         subtitle=describe_request(requirements[0].plan.request, without=answer.field),
         x_label=f"{answer.field}{_unit_of_field(answer.field)}",
     )
@@ -120,8 +119,7 @@ def _figure(
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylabel(f"memory of one GPU at the peak ({unit})")
     axes.set_xlabel(x_label)
-    heading = "\n".join((title, *textwrap.wrap(subtitle, _LINE_CHARACTERS)))
-    axes.set_title(heading, loc="left", fontsize=10)
+    axes.set_title("\n".join((title, *textwrap.wrap(subtitle, _LINE_CHARACTERS))), loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.grid(visible=True, color="#E5E5E5", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -164,8 +162,9 @@ def _mark(axes: Axes, totals: Sequence[int], limit: int | None, size: int) -> No
         )
     top = max(totals)
     if limit is not None:
-        label = f"limit, {format_bytes(limit)}"
-        axes.axhline(limit / size, color=_LIMIT_COLOUR, linestyle="--", linewidth=1.2, label=label)
+        axes.axhline(
+            limit / size, color=_LIMIT_COLOUR, linestyle="--", linewidth=1.2, label=f"limit, {format_bytes(limit)}"
+        )
         top = max(top, limit)
     axes.set_ylim(0, 1.1 * top / size)
 

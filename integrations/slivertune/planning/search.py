@@ -6,14 +6,16 @@ from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import Candidate
-from slivertune.planning.memory_requirement import Limits, MemoryRequirement
 from slivertune.planning.methods import planned, planned_methods
+from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
 
 Estimator = Callable[[PlanRequest], MemoryRequirement]
 """Plans a request; costs seconds."""
 Tell = Callable[[str], None]
 """Shows progress."""
+_Taken = tuple[Candidate, MemoryRequirement, MemoryRequirement]
+"""A candidate that gained something, and what was needed before and after."""
 
 
 class DoesNotFitError(ValueError):
@@ -46,6 +48,23 @@ class Found:
     """What was looked at and not changed, and why."""
     num_plans: int
     """Plans that were made."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, without what was found."""
+        return {
+            "need_bytes_as_asked": self.start.device_bytes,
+            "host_bytes_as_asked": self.start.host_bytes,
+            "steps": [
+                {
+                    "title": step.title,
+                    "cost": step.cost,
+                    "changes": {name: {"from": old, "to": new} for name, (old, new) in step.changes.items()},
+                }
+                for step in self.steps
+            ],
+            "skipped": [{"title": title, "reason": reason} for title, reason in self.skipped],
+            "num_plans": self.num_plans,
+        }
 
 
 def start_of_search(given: dict[str, Any]) -> PlanRequest:
@@ -106,7 +125,7 @@ class _Search:
 
     def run(self, start: PlanRequest) -> Found:
         requirement = as_asked = self._plan(start)
-        taken: list[tuple[Candidate, MemoryRequirement, MemoryRequirement]] = []
+        taken: list[_Taken] = []
         remaining = list(self._candidates)
         while not requirement.fits(self._limits):
             candidate = self._next(remaining, requirement)
@@ -128,8 +147,7 @@ class _Search:
 
     def _plan(self, request: PlanRequest) -> MemoryRequirement:
         if request not in self._requirements:
-            self._requirements[request] = self._estimate(request)
-            requirement = self._requirements[request]
+            self._requirements[request] = requirement = self._estimate(request)
             verdict = "fits" if requirement.fits(self._limits) else "does not fit"
             size = format_bytes(requirement.device_bytes)
             self._tell(f"plan {len(self._requirements)}: {size} with the allowance, {verdict}")
@@ -144,26 +162,19 @@ class _Search:
                 able.append(candidate)
             else:
                 self._reasons[id(candidate)] = reason
-        if self._weights_alone_are_too_large(requirement):
-            weights_first = [candidate for candidate in able if candidate.shrinks_weights]
-            able = weights_first or able
+        plan, allowance = requirement.plan, requirement.allowance
+        weights = 0 if plan.request.offload_parameters else plan.peak.parameters
+        if weights + allowance.total - allowance.fragmentation > self._limits.device_bytes:
+            able = [candidate for candidate in able if candidate.shrinks_weights] or able
         return able[0] if able else None
 
     def _reason_against(self, candidate: Candidate, requirement: MemoryRequirement) -> str | None:
-        set_by_user = [name for name in candidate.fields if name in self._fixed]
         if not candidate.options(requirement.plan.request):
             return ""
-        if set_by_user:
-            return f"--{set_by_user[0]} was set"
+        for name in candidate.fields:
+            if name in self._fixed:
+                return f"--{name} was set"
         return candidate.cannot_help(requirement, self._limits)
-
-    def _weights_alone_are_too_large(self, requirement: MemoryRequirement) -> bool:
-        request = requirement.plan.request
-        fixed_bytes = requirement.allowance.total - requirement.allowance.fragmentation
-        return (
-            not request.offload_parameters
-            and requirement.plan.peak.parameters + fixed_bytes > self._limits.device_bytes
-        )
 
     def _take(self, candidate: Candidate, requirement: MemoryRequirement) -> MemoryRequirement | None:
         """The cheapest value of a candidate that fits, or that which needs least; None if it gains nothing."""
@@ -193,16 +204,15 @@ class _Search:
         return requirement.missing_device_bytes(self._limits) + requirement.missing_host_bytes(self._limits)
 
     def _take_back(
-        self, requirement: MemoryRequirement, taken: Sequence[tuple[Candidate, MemoryRequirement, MemoryRequirement]]
+        self, requirement: MemoryRequirement, taken: Sequence[_Taken]
     ) -> tuple[MemoryRequirement, list[Step]]:
         """Undo what a later, costlier candidate made needless, the costliest first."""
-        kept: list[tuple[Candidate, MemoryRequirement, MemoryRequirement]] = list(taken)
-        for entry in sorted(taken[:-1], key=lambda entry: self._candidates.index(entry[0]), reverse=True):
-            candidate, before, _ = entry
-            names = list(_changes(before.plan.request, entry[2].plan.request))
-            now = requirement.plan.request
+        kept = list(taken)
+        for entry in sorted(taken[:-1], key=self._rank, reverse=True):
+            candidate, before, after = entry
+            names, now = _changes(before.plan.request, after.plan.request), requirement.plan.request
             values = (before.plan.request, *candidate.options(before.plan.request))
-            options = [_with_fields(now, value, names) for value in values]
+            options = [replace(now, **{name: getattr(value, name) for name in names}) for value in values]
             # What needs more than the present value: the present one fits, and so does all that follows it.
             options = options[: options.index(now) + 1] if now in options else [options[0], now]
             requirement = self._cheapest_fitting(options)
@@ -211,37 +221,42 @@ class _Search:
                 self._reasons[id(candidate)] = "needless after a costlier setting that had to be changed"
         return requirement, self._steps(kept, requirement)
 
-    def _steps(
-        self, kept: Sequence[tuple[Candidate, MemoryRequirement, MemoryRequirement]], final: MemoryRequirement
-    ) -> list[Step]:
+    def _rank(self, entry: _Taken) -> int:
+        return self._candidates.index(entry[0])
+
+    def _steps(self, kept: Sequence[_Taken], final: MemoryRequirement) -> list[Step]:
         """Each changed field once, at the costliest candidate that changed it, with its first and its final value."""
-        steps: list[Step] = []
-        ordered = sorted(kept, key=lambda entry: self._candidates.index(entry[0]))
         first: dict[str, Any] = {}
-        changed = [_changes(before.plan.request, after.plan.request) for _, before, after in ordered]
-        for names in changed:
-            first = {**{name: old for name, (old, _) in names.items()}, **first}
-        for number, (candidate, _, _) in enumerate(ordered):
-            later = {name for names in changed[number + 1 :] for name in names}
-            changes = {
-                name: (first[name], getattr(final.plan.request, name)) for name in changed[number] if name not in later
-            }
-            if changes:
-                steps.append(Step(title=candidate.title, cost=candidate.cost, changes=changes))
-        return steps
+        by_candidate: dict[str, Candidate] = {}
+        for candidate, before, after in sorted(kept, key=self._rank):
+            for name, (old, _) in _changes(before.plan.request, after.plan.request).items():
+                first.setdefault(name, old)
+                by_candidate[name] = candidate
+        return [
+            Step(
+                title=candidate.title,
+                cost=candidate.cost,
+                changes={
+                    name: (first[name], getattr(final.plan.request, name))
+                    for name in first
+                    if by_candidate[name] is candidate
+                },
+            )
+            for candidate in self._candidates
+            if candidate in by_candidate.values()
+        ]
 
     def _skipped(self, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
         done = {step.title for step in steps}
-        reasons = (
-            (candidate.title, self._reasons.get(id(candidate), ""))
-            for candidate in self._candidates
-            if candidate.title not in done
-        )
-        return tuple((title, reason) for title, reason in reasons if reason)
+        reasons = {each.title: self._reasons.get(id(each)) for each in self._candidates if each.title not in done}
+        return tuple((title, reason) for title, reason in reasons.items() if reason)
 
     def _complaint(self, start: PlanRequest, requirement: MemoryRequirement) -> str:
         least = min(self._requirements.values(), key=lambda each: (self._missing(each), each.device_bytes))
-        changed = ", ".join(f"--{name} {_typed(new)}" for name, (_, new) in _changes(start, least.plan.request).items())
+        changes = {name: new for name, (_, new) in _changes(start, least.plan.request).items()}
+        changed = ", ".join(
+            f"--{name} {str(new).lower() if isinstance(new, bool) else new}" for name, new in changes.items()
+        )
         parts = f"{format_bytes(least.plan.peak_bytes)} at the peak, {format_bytes(least.allowance.total)} of allowance"
         text = (
             f"nothing that may be changed makes this fit {format_bytes(self._limits.device_bytes)}; the smallest GPU "
@@ -266,11 +281,3 @@ def _changes(old: PlanRequest, new: PlanRequest) -> dict[str, tuple[Any, Any]]:
     """Fields that differ, with both values."""
     pairs = {item.name: (getattr(old, item.name), getattr(new, item.name)) for item in fields(PlanRequest)}
     return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
-
-
-def _with_fields(request: PlanRequest, source: PlanRequest, names: Sequence[str]) -> PlanRequest:
-    return replace(request, **{name: getattr(source, name) for name in names})
-
-
-def _typed(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,17 +1,29 @@
-"""SFT: a step inside an estimation phase, and one outside."""
+"""SFT: a step inside an estimation phase, and one outside.
 
+Its growth depends on values, and is computed from sizes: the same tensors as in the real code, for as long. The rest of
+SFT runs as it is.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 from torch import nn
+from typing_extensions import override
 
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
-from slivertune.planning.model import attached
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.sft_sizes import SizedSFT, show_dense_shapes, without_kept_tensors
 from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
-from slivertune.sft import SFTConfig
+from slivertune.sft import SFT, SFTConfig, adam
+from slivertune.sft import selection as real
+from slivertune.sft.growth import GrowthEstimator
+from slivertune.sft.moments import SM3Accumulators
+from slivertune.sft.reselection import Reselection
 
 _PHASE_UPDATES = 2
 """As many as show all that a phase holds: the pool in its first update, the candidates in all others."""
@@ -19,54 +31,73 @@ _OUTSIDE_UPDATES = 2
 """Outside of phases: the update after a reselection, and the next one, which meets what that left."""
 
 
-class SFTRun:
-    """SFT over a model without data.
+class SizedGrowthEstimator(GrowthEstimator):
+    """Follows a tensor's growth candidates without knowing which they are; see `GrowthEstimator`."""
 
-    Args:
-        model: The model.
-        request: SFT's settings.
-    """
+    def __init__(self, num_elements: int, num_active: int, **settings: Any) -> None:
+        super().__init__(num_elements, num_active, **settings)
+        self._num_elements = num_elements
 
-    def __init__(self, model: nn.Module, request: PlanRequest) -> None:
-        self._model = model
-        self._num_backwards = request.num_backwards
-        steps, interval, self._num_inside = _shortened(request)
-        if request.load_in_4bit:
-            show_dense_shapes(model)
-        config = SFTConfig(
-            density=request.density,
-            selection=request.selection,
-            estimation_steps=steps,
-            reselection_interval=interval,
-            replacement_rate=request.replacement_rate,
-            form="auto",
-        )
-        with FakeOverrides():
-            self.optimizer = SizedSFT(model, config=config, lr=1e-4, total_steps=1000)
+    @override
+    def _within(self, indices: torch.Tensor, start: int, length: int) -> slice:
+        return slice(0, round(length / self._num_elements * indices.numel()))
 
-    @property
-    def own_parameters(self) -> list[nn.Parameter]:
-        """What SFT shows as parameters of the model, and counts as its state."""
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+    @override
+    def _largest_positions(self, values: torch.Tensor, count: int) -> torch.Tensor:
+        real.largest_of(values, count)
+        return torch.empty(count, dtype=torch.int64)
 
-    def measure(self, forward: Forward) -> tuple[StepPeak | None, StepPeak]:
-        """Run the updates of a phase, and one more.
+    @override
+    def _largest_entries(self, flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """The numbers found follow from the counts: what a sample of the gradient lets through."""
+        total, num_barred = flat.numel(), sum(positions.numel() for positions in barred)
+        count = max(0, min(count, total - num_barred))
+        num_sampled = min(total, max(4096, total // 256))
+        sample = flat.new_empty(num_sampled)
+        rank = num_sampled * min(count + num_barred, total) / total
+        reached = min(total, int(total * (rank + 4.0 * rank**0.5 + 4.0) / num_sampled) + 1)
+        # Pieces find their positions one after the other, and these are joined; masks are as large as a piece.
+        found = torch.empty(max(count, reached - num_barred), dtype=torch.int64)
+        piece = flat[: real.PIECE]
+        masks = [~(piece.abs() < sample[0]), piece != 0]
+        del masks
+        positions = found.clone()
+        del found
+        magnitudes = flat.index_select(0, positions).abs_().float()
+        return self._largest_positions(magnitudes, count)
 
-        Args:
-            forward: The model's forward.
 
-        Returns:
-            The largest peak inside an estimation phase, None where there are none; and that outside.
-        """
-        with Ledger(self._model) as ledger:
-            self.optimizer.claim_state()
+class SizedReselection(Reselection):
+    """Takes what a reselection takes, and chooses nothing; see `Reselection`."""
 
-            def measure() -> StepPeak:
-                return measure_step(ledger, forward, self.optimizer, num_backwards=self._num_backwards)
+    estimator_class = SizedGrowthEstimator
 
-            inside = [measure() for _ in range(self._num_inside)]
-            outside = largest_of([measure() for _ in range(_OUTSIDE_UPDATES)])
-        return (largest_of(inside) if inside else None), outside
+    @override
+    def reselect(self, updates: int, options: Mapping[str, Any]) -> None:
+        proposals = []
+        for weight in self._weights:
+            estimator, count = weight.estimators.pop(updates, None), weight.num_active
+            scores = [torch.empty(count)]
+            if isinstance(weight.moments, SM3Accumulators):
+                # Twice as many products are searched as weights are trained, and their positions.
+                products = torch.empty(2 * count, 2, dtype=torch.float64)
+                real.largest_of(products[:, 0], 2 * count - 1)
+                del products
+            elif estimator is not None:
+                estimate = estimator.estimate()
+                scores += [torch.empty(count), torch.empty(count)]
+                del estimate
+            else:
+                continue
+            proposals.append(
+                (torch.empty(count, dtype=torch.int32), scores, real.largest_of(-weight.phi.data.abs(), count))
+            )
+
+
+class SizedSFT(SFT):
+    """SFT over a model without data, in either form."""
+
+    reselection_class = SizedReselection
 
 
 class PlannedSFT(PlannedMethod):
@@ -78,37 +109,65 @@ class PlannedSFT(PlannedMethod):
 
     def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
         """Run the updates of a phase, and those outside."""
-        with without_kept_tensors():
-            run = SFTRun(model, request)
-            with attached(request, model) as notes:
-                inside, outside = run.measure(forward)
-        groups = [] if inside is None else [_group(run, "inside an estimation phase", 0, inside, inside.highest.state)]
-        groups.append(_group(run, "outside of estimation phases", len(groups), outside, outside.after.state))
+        # No tensor that SFT keeps between calls may pass from a run into a plan, or back.
+        adam._corrections.cache_clear()
+        try:
+            return self._measure(request, model, forward)
+        finally:
+            adam._corrections.cache_clear()
+
+    def _measure(self, request: PlanRequest, model: nn.Module, forward: Forward) -> MeasuredSteps:
+        steps, interval, num_inside = _shortened(request)
+        config = SFTConfig(
+            density=request.density,
+            selection=request.selection,
+            estimation_steps=steps,
+            reselection_interval=interval,
+            replacement_rate=request.replacement_rate,
+            form="auto",
+        )
+        with FakeOverrides():
+            optimizer = SizedSFT(model, config=config, lr=1e-4, total_steps=1000)
+        with attached(request, model) as notes, Ledger(model) as ledger:
+            optimizer.claim_state()
+            peaks = [
+                measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards)
+                for _ in range(num_inside + _OUTSIDE_UPDATES)
+            ]
+        inside, outside = peaks[:num_inside], largest_of(peaks[num_inside:])
+        groups: list[GroupPlan] = []
+
+        def add(name: str, peak: StepPeak, state_bytes: int) -> None:
+            groups.append(
+                group_plan(
+                    peak,
+                    name=name,
+                    num_parameters=optimizer.num_weights,
+                    gradient_bytes=peak.gradients,
+                    state_bytes=state_bytes,
+                    indices=(len(groups),),
+                )
+            )
+
+        if inside:
+            highest = largest_of(inside)
+            add("inside an estimation phase", highest, highest.highest.state)
+        add("outside of estimation phases", outside, outside.after.state)
         return MeasuredSteps(
             groups=groups,
-            own_parameters=run.own_parameters,
+            own_parameters=[parameter for group in optimizer.param_groups for parameter in group["params"]],
             notes=(*notes, "SFT's search for weights to grow is computed from its sizes"),
         )
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """How many weights, and how they are chosen."""
         density = () if request.density is None else ("--density", str(request.density))
-        names = ("reselection_interval", "estimation_steps", "replacement_rate", "load_in_4bit")
-        return (*density, "--selection", request.selection, *given_arguments(request, names))
-
-
-METHOD = PlannedSFT()
-
-
-def _group(run: SFTRun, name: str, index: int, peak: StepPeak, state_bytes: int) -> GroupPlan:
-    return group_plan(
-        peak,
-        name=name,
-        num_parameters=run.optimizer.num_weights,
-        gradient_bytes=peak.gradients,
-        state_bytes=state_bytes,
-        indices=(index,),
-    )
+        return (
+            *density,
+            "--selection",
+            request.selection,
+            *given_arguments(request, ("reselection_interval", "estimation_steps", "replacement_rate", "load_in_4bit")),
+        )
 
 
 def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:

@@ -1,6 +1,6 @@
 """The figures of well-known models, so that they can be planned without a network; no weights.
 
-Each table is what the model's `config.json` on the hub says about sizes; tests/planning/test_shipped.py builds every
+Each table is what the model's `config.json` on the hub says about sizes; tests/planning/test_configs.py builds every
 one without memory and compares its number of parameters with the published one.
 """
 
@@ -46,17 +46,20 @@ def _llama(
 
 
 def _llama_3(*, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:
-    figures = _llama(
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_key_value_heads=8,
-        vocabulary=128256,
-        max_positions=8192,
-        rope_theta=500000.0,
-    )
-    return {**figures, "bos_token_id": 128000, "eos_token_id": 128001}
+    return {
+        **_llama(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_key_value_heads=8,
+            vocabulary=128256,
+            max_positions=8192,
+            rope_theta=500000.0,
+        ),
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
 
 
 def _roberta(*, hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int) -> dict[str, Any]:

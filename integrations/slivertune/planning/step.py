@@ -1,8 +1,8 @@
 """One real step under the ledger: the peak, when it came, and what each trained parameter's gradient took."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,25 +50,28 @@ def measure_step(
         The step's peak.
     """
     ledger.reset_peak()
-    rise = _Rise(ledger)
+    heights: dict[int, Phase] = {}
     for _ in range(num_backwards):
         loss = forward()
-        rise.note("forward")
+        # The peak only grows: each height belongs to the phase that reached it.
+        heights.setdefault(ledger.peak.device, "forward")
         with FakeOverrides():
             loss.backward()
         del loss
-        rise.note("backward")
+        heights.setdefault(ledger.peak.device, "backward")
     # Before `current`, which claims all gradients again, those that another rank keeps included.
     before_step = ledger.peak
     gradients, activations = ledger.current().gradients, ledger.highest.residual
     with FakeOverrides():
         optimizer.step()
         optimizer.zero_grad()
-    claim_state(optimizer)
-    rise.note("step")
+    for values in optimizer.state.values():
+        for value in values.values() if isinstance(values, dict) else ():
+            if isinstance(value, torch.Tensor):
+                claim(value, "state")
     return StepPeak(
         census=ledger.peak,
-        phase=rise.phase,
+        phase=heights.get(ledger.peak.device, "step"),
         highest=ledger.highest,
         gradients=gradients,
         activations=activations,
@@ -77,74 +80,24 @@ def measure_step(
     )
 
 
-def group_plan(
-    peak: StepPeak,
-    *,
-    name: str,
-    num_parameters: int,
-    gradient_bytes: int,
-    state_bytes: int,
-    master_bytes: int = 0,
-    indices: tuple[int, ...] = (0,),
-) -> GroupPlan:
+def group_plan(peak: StepPeak, *, indices: tuple[int, ...] = (0,), **sizes: Any) -> GroupPlan:
     """What a step was measured to need.
 
     Args:
         peak: Of the step.
-        name: What trains in it.
-        num_parameters: Elements that train.
-        gradient_bytes: Of all gradients together.
-        state_bytes: Of all that trains, without masters.
-        master_bytes: Of all that trains.
         indices: Of this step, and of those alike.
+        sizes: The other fields of `GroupPlan`, of all that trains together.
     """
     index = indices[0]
+    phase_before: Phase = "forward" if peak.phase == "forward" else "backward"
     return GroupPlan(
         index=index,
         indices=indices,
-        name=name,
-        num_parameters=num_parameters,
-        gradient_bytes=gradient_bytes,
-        state_bytes=state_bytes,
-        master_bytes=master_bytes,
-        peak=_moment(index, peak.phase, peak.census),
+        peak=Moment(group=index, phase=peak.phase, **asdict(peak.census)),
         activation_bytes=peak.activations,
-        before_step=_moment(index, "forward" if peak.phase == "forward" else "backward", peak.before_step),
+        before_step=Moment(group=index, phase=phase_before, **asdict(peak.before_step)),
+        **sizes,
     )
-
-
-def _moment(group: int, phase: Phase, census: Census) -> Moment:
-    return Moment(
-        group=group,
-        phase=phase,
-        parameters=census.parameters,
-        gradients=census.gradients,
-        state=census.state,
-        residual=census.residual,
-    )
-
-
-class _Rise:
-    """Notes in which phase a ledger's peak, which only grows, got its height."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._height = -1
-        self.phase: Phase = "forward"
-
-    def note(self, phase: Phase) -> None:
-        """A phase is over."""
-        height = self._ledger.peak.device
-        if height > self._height:
-            self._height, self.phase = height, phase
-
-
-def claim_state(optimizer: torch.optim.Optimizer) -> None:
-    """Tell ledgers of the state of an optimizer that does not tell them itself."""
-    for values in optimizer.state.values():
-        for value in values.values() if isinstance(values, dict) else ():
-            if isinstance(value, torch.Tensor):
-                claim(value, "state")
 
 
 def largest_of(peaks: Iterable[StepPeak]) -> StepPeak:
@@ -174,8 +127,6 @@ class GradientMeter:
             self._bytes[id(parameter)] = parameter.grad.nbytes
 
 
-@contextmanager
-def autocast_of(enabled: bool) -> Iterator[None]:
+def autocast_of(enabled: bool) -> torch.autocast:
     """Autocast to bf16, or nothing."""
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-        yield
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)

@@ -7,6 +7,7 @@ paper takes the candidates from one batch, its code from the first micro-batch a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,10 +114,10 @@ class GrowthEstimator:
         if self.has_candidates and self._indices is not None and self._step is not None:
             self._step[known] += gradient.index_select(0, self._indices[known] - start).float()
             return
-        barred = [active[_within(active, start, gradient.numel())]]
+        barred = [active[self._within(active, start, gradient.numel())]]
         if self._indices is not None:
             barred.append(self._indices[known])
-        found = largest_entries(gradient, self._pool_size, [positions.long() - start for positions in barred])
+        found = self._largest_entries(gradient, self._pool_size, [positions.long() - start for positions in barred])
         self._admit(gradient, start, gradient.numel(), (found + start).int(), communicator)
 
     @torch.no_grad()
@@ -147,11 +148,11 @@ class GrowthEstimator:
             self._step[part] += values[: known.numel()]
         self._entrants.append((newcomers, values[known.numel() :]))
         # Merged with those of the parts before, so that no more than a pool's size waits.
-        self._entrants = [_largest_of_all(self._entrants, self._pool_size)]
+        self._entrants = [self._largest_of_all(self._entrants, self._pool_size)]
 
     def _known(self, start: int, length: int) -> slice:
         """The pool's positions in a part."""
-        return slice(0, 0) if self._indices is None else _within(self._indices, start, length)
+        return slice(0, 0) if self._indices is None else self._within(self._indices, start, length)
 
     def running(self, serial: int) -> torch.Tensor | None:
         """The candidates' gradients of the running update, fp32; zeros if there were none yet.
@@ -185,7 +186,7 @@ class GrowthEstimator:
         if self._indices is not None and self._step is not None:
             parts = [(self._indices, self._step), *parts]
         self._entrants = []
-        self._indices, self._step = _largest_of_all(parts, self._pool_size)
+        self._indices, self._step = self._largest_of_all(parts, self._pool_size)
         self.claim()
 
     @torch.no_grad()
@@ -200,8 +201,7 @@ class GrowthEstimator:
             return
         self._step *= scale
         if self._sum is None or self._sum_of_squares is None:
-            best = largest_of(self._step.abs(), self.num_candidates)
-            self._indices, first = self._indices.masked_select(best), self._step.masked_select(best)
+            self._indices, first = self._largest_of_all([(self._indices, self._step)], self.num_candidates)
             self._sum, self._sum_of_squares = first.to(self._dtype), first.square().to(self._dtype)
             self._step = torch.zeros_like(first)
             self.claim()
@@ -256,21 +256,29 @@ class GrowthEstimator:
             if tensor is not None:
                 claim(tensor, "state")
 
+    def _largest_of_all(
+        self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` entries of largest magnitude of several disjoint sets, sorted by position."""
+        indices, values = parts[0]
+        if len(parts) > 1:
+            indices, order = torch.cat([indices for indices, _ in parts]).sort()
+            values = torch.cat([values for _, values in parts])[order]
+        elif indices.numel() <= count:
+            return parts[0]
+        chosen = self._largest_positions(values.abs(), count)
+        return indices.index_select(0, chosen), values.index_select(0, chosen)
 
-def _within(indices: torch.Tensor, start: int, length: int) -> slice:
-    """The part of some sorted positions that lies in a range."""
-    bounds = torch.tensor([start, start + length], device=indices.device)
-    return slice(*torch.searchsorted(indices.long(), bounds).tolist())
+    # What follows depends on values; planning, which has none, knows how many there will be.
 
+    _largest_entries = staticmethod(largest_entries)
 
-def _largest_of_all(parts: list[tuple[torch.Tensor, torch.Tensor]], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` entries of largest magnitude of several disjoint sets, sorted by position."""
-    if len(parts) == 1 and parts[0][0].numel() <= count:
-        return parts[0]
-    indices = torch.cat([indices for indices, _ in parts])
-    values = torch.cat([values for _, values in parts])
-    if len(parts) > 1:
-        indices, order = indices.sort()
-        values = values[order]
-    chosen = largest_of(values.abs(), count)
-    return indices.masked_select(chosen), values.masked_select(chosen)
+    def _largest_positions(self, values: torch.Tensor, count: int) -> torch.Tensor:
+        """Sorted positions of the `count` largest values."""
+        return torch.nonzero(largest_of(values, count)).view(-1)
+
+    def _within(self, indices: torch.Tensor, start: int, length: int) -> slice:
+        """The part of some sorted positions that lies in a range."""
+        bounds = torch.tensor([start, start + length], device=indices.device)
+        first, last = torch.searchsorted(indices.long(), bounds).tolist()
+        return slice(first, last)

@@ -138,10 +138,13 @@ def dequantised(target: Target) -> torch.Tensor:
     Raises:
         RuntimeError: If bitsandbytes has repacked the codes for inference on the CPU.
     """
-    import bitsandbytes.functional
-
     parameter: Any = target.parameter
     state = parameter.quant_state
+    if hasattr(state, "dense_copy"):  # of a plan, which has sizes alone
+        copy: torch.Tensor = state.dense_copy(parameter)
+        return copy
+    import bitsandbytes.functional
+
     if getattr(state, "packing_format_for_cpu", False):
         raise RuntimeError(
             f"{target.name} was repacked by bitsandbytes for inference on the CPU; call model.train() before the first "

@@ -40,9 +40,6 @@ class ModelHooks:
         optimizer: The one that may step the deltas.
     """
 
-    layer_class = DeltaLayer
-    """Adds the deltas in the layer form; planning, whose 4-bit weights are sizes alone, takes another."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -81,7 +78,7 @@ class ModelHooks:
                 parameter = weight.target.parameter.requires_grad_(True)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(at)))
             else:
-                self._handles.append(self.layer_class(weight, at, self._gradient_sync, self._phi_gradient))
+                self._handles.append(DeltaLayer(weight, at, self._gradient_sync, self._phi_gradient))
         if not self._gradient_sync.communicator.is_alone:
             self._handles += self._gradient_sync.watch(self._model)
         # On a layer, as a model that is a container would count it among its layers and call it.

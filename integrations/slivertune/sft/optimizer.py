@@ -75,8 +75,6 @@ class SFT(CheckpointedSliver):
 
     reselection_class = Reselection
     """Chooses what is dropped and grown; planning, which has no values to choose by, takes another."""
-    hooks_class = ModelHooks
-    """Puts the deltas on the model; planning takes another."""
 
     method = "sft"
     without_state = "its deltas can't be told from pretrained weights"
@@ -122,7 +120,7 @@ class SFT(CheckpointedSliver):
         self.grad_norm: torch.Tensor | None = None
         """Norm of the trained weights' gradient in the last step, before `max_grad_norm` applied; fp32."""
         self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
-        self._hooks = self.hooks_class(
+        self._hooks = ModelHooks(
             model, self._weights, self._delta_parameters, self._gradient_sync, config.phi_gradient, self
         )
         self._hooks.put_on()

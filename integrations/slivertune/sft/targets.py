@@ -60,9 +60,8 @@ class Target:
 
 
 def is_4bit(parameter: torch.Tensor) -> bool:
-    """Whether a parameter holds bitsandbytes' 4-bit codes."""
-    bitsandbytes = sys.modules.get("bitsandbytes")
-    return bitsandbytes is not None and isinstance(parameter, bitsandbytes.nn.Params4bit)
+    """Whether a parameter holds bitsandbytes' 4-bit codes, or stands for such in a plan."""
+    return hasattr(parameter, "quant_state")
 
 
 def find_targets(model: nn.Module, config: SFTConfig) -> tuple[Target, ...]:

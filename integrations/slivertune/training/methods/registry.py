@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 
 from slivertune.interop.methods import register_method
-from slivertune.planning.four_bit_rules import clash_with_method
+from slivertune.planning.methods import clash_with_method
 from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.methods.hift import HiFTMethod
 from slivertune.training.methods.lora import LoraMethod

@@ -17,7 +17,7 @@ from slivertune.parallel.accelerate_internals import forget_state
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.zero.shm_comm import check_build
 from slivertune.parallel.zero.unsupported import fill_buckets
-from slivertune.planning.four_bit_rules import clash_with_zero3
+from slivertune.planning.methods import clash_with_zero3
 
 
 def asks_for(engine: Literal["deepspeed", "fsdp"], values: dict[str, Any]) -> bool:

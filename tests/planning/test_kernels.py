@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from slivertune.core.ledger import Ledger
-from slivertune.planning.attention import attend, pick_kernel
 from slivertune.planning.fake import without_data
-from slivertune.planning.kernels import GpuKernels
+from slivertune.planning.kernels import GpuKernels, attend, pick_kernel
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 40, 16
 

@@ -4,14 +4,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from transformers import Trainer
 
 from slivertune.core.layout import Layout
 from slivertune.core.presets import preset_path
+from slivertune.planning.answer import DATASET, train_command
 from slivertune.planning.methods import planned_methods
-from slivertune.planning.optimizers import OptimizerName
+from slivertune.planning.optimizers import OptimizerName, optimizer_of
 from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
-from slivertune.planning.train_command import DATASET, train_command
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
 
@@ -47,30 +48,29 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
 def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict[str, Any], tmp_path: Path) -> None:
     request = PlanRequest(**changes)
     arguments = parsed(request, tmp_path)
-    training = arguments.training
-    assert arguments.model.model_name_or_path == "owner/model"
-    assert arguments.data.dataset == DATASET
-    assert arguments.data.task == request.task
-    assert arguments.data.max_length == request.seq_length
-    assert arguments.method.name == request.method
-    assert arguments.model.load_in_4bit == request.load_in_4bit
-    assert arguments.tokens.token_ratio == request.token_ratio
-    assert training.per_device_train_batch_size == request.batch_size
-    assert training.gradient_accumulation_steps == request.gradient_accumulation_steps
-    assert training.activation_checkpointing == request.gradient_checkpointing
+    model, data, training = arguments.model, arguments.data, arguments.training
+    assert (model.model_name_or_path, data.dataset, arguments.method.name) == ("owner/model", DATASET, request.method)
+    understood = {
+        "task": data.task,
+        "seq_length": data.max_length,
+        "load_in_4bit": model.load_in_4bit,
+        "token_ratio": arguments.tokens.token_ratio,
+        "batch_size": training.per_device_train_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "gradient_checkpointing": training.activation_checkpointing,
+    }
     if request.method == "hift":
         config = arguments.method.options.config(seed=0)
-        assert config.layers_per_group == request.layers_per_group
-        assert config.stream_bytes == request.stream_bytes
-        assert config.state == request.state
-        assert config.step_in_backward == request.step_in_backward
+        names = ("layers_per_group", "stream_bytes", "state", "step_in_backward")
+        understood |= {name: getattr(config, name) for name in names}
         assert not (request.step_in_backward and training.max_grad_norm)
         assert request.precision in ("fp32", "mixed") or config.master == request.master_kind
     if request.method == "sft":
-        for name in ("density", "selection", "reselection_interval", "estimation_steps", "replacement_rate"):
-            assert getattr(arguments.method.options, name) == getattr(request, name), name
+        names = ("density", "selection", "reselection_interval", "estimation_steps", "replacement_rate")
+        understood |= {name: getattr(arguments.method.options, name) for name in names}
     if request.method == "lora":
-        assert arguments.method.options.lora_rank == request.lora_rank
+        understood["lora_rank"] = arguments.method.options.lora_rank
+    assert understood == {name: getattr(request, name) for name in understood}
 
 
 @pytest.mark.parametrize("precision", get_args(PrecisionName))
@@ -80,17 +80,12 @@ def test_the_command_has_the_weights_and_the_autocast_of_the_plan(method: Any, p
         pytest.skip("masters are HiFT's")
     request = PlanRequest(method=method, precision=precision)
     chosen = parsed(request, tmp_path).precision
-    is_bf16 = request.precision in ("bf16", "mixed_hi")
-    assert chosen.loading == ("bf16" if is_bf16 else "fp32")
-    assert chosen.autocast == ("bf16" if request.has_autocast else "no")
+    loading = "bf16" if request.precision in ("bf16", "mixed_hi") else "fp32"
+    assert (chosen.loading, chosen.autocast) == (loading, "bf16" if request.has_autocast else "no")
 
 
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))
 def test_the_command_has_the_optimizer_of_the_plan(optimizer: Any, tmp_path: Path) -> None:
-    from transformers import Trainer
-
-    from slivertune.planning.optimizers import optimizer_of
-
     training = parsed(PlanRequest(method="dense", optimizer=optimizer), tmp_path).training
     found, options = Trainer.get_optimizer_cls_and_kwargs(training)
     planned, planned_options = optimizer_of(optimizer)
@@ -108,22 +103,25 @@ def test_a_layout_comes_with_the_launchers_command_for_its_preset(layout: Any) -
     prefix = f"accelerate launch --config_file $(slivertune path {layout}) --num_processes 2 -m "
     assert note.startswith(prefix)
     assert preset_path(layout).name == f"{layout}.yaml"
-    alone = train_command(replace(request, layout="single", num_gpus=1), "owner/model")
-    assert tuple(shlex.split(note.removeprefix(prefix))) == alone.arguments
+    assert (
+        tuple(shlex.split(note.removeprefix(prefix)))
+        == train_command(replace(request, layout="single", num_gpus=1), "owner/model").arguments
+    )
 
 
 def test_streamed_weights_are_asked_of_their_engine() -> None:
     offload = {"offload_parameters": True, "num_gpus": 1}
-    fsdp2 = train_command(PlanRequest(layout="fsdp2", **offload), "x").notes[0]
-    zero3 = train_command(PlanRequest(layout="zero3", **offload), "x").notes[0]
-    assert "path fsdp2) --num_processes 1 --fsdp_offload_params true -m slivertune train" in fsdp2
-    assert "path zero3_offload) --num_processes 1 -m slivertune train" in zero3
+    for layout, part in (
+        ("fsdp2", "path fsdp2) --num_processes 1 --fsdp_offload_params true -m slivertune train"),
+        ("zero3", "path zero3_offload) --num_processes 1 -m slivertune train"),
+    ):
+        assert part in train_command(PlanRequest(layout=layout, **offload), "x").notes[0]
 
 
 def test_disk_state_gets_a_folder_and_the_allocator_a_word() -> None:
     notes = train_command(PlanRequest(state="disk"), "x").notes
-    assert any("PYTORCH_ALLOC_CONF=expandable_segments:True" in note for note in notes)
-    assert any("--state_dir" in note for note in notes)
+    for part in ("PYTORCH_ALLOC_CONF=expandable_segments:True", "--state_dir"):
+        assert any(part in note for note in notes)
 
 
 def test_the_start_of_every_search_has_a_command(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 import pytest
 
-from slivertune.planning.allowance import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, make_allowance
-from slivertune.planning.memory_requirement import Limits, add_allowance
+from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, Limits, add_allowance
 from slivertune.planning.request import PlanRequest
 from tests.planning.made import GIB, moment, simple_plan
 
 
 def test_an_allowance_adds_up_and_counts_collectives_on_several_gpus_alone() -> None:
-    one, four = make_allowance(moving_bytes=1000, num_gpus=1), make_allowance(moving_bytes=1000, num_gpus=4)
+    requests = [PlanRequest(), PlanRequest(layout="ddp", num_gpus=4)]
+    one, four = (add_allowance(simple_plan(each, moment(residual=1000))).allowance for each in requests)
     assert (one.context, one.workspace, one.collectives) == (CUDA_CONTEXT_BYTES, CUBLAS_WORKSPACE_BYTES, 0)
     assert one.fragmentation == 50, "5 % of what moves"
     assert one.total == CUDA_CONTEXT_BYTES + CUBLAS_WORKSPACE_BYTES + 50
@@ -19,10 +19,11 @@ def test_an_allowance_adds_up_and_counts_collectives_on_several_gpus_alone() -> 
 
 @pytest.mark.parametrize(("offload", "moving"), [(False, 4 * GIB), (True, 16 * GIB)])
 def test_resident_weights_do_not_fragment_and_streamed_ones_do(offload: bool, moving: int) -> None:
-    layout = "fsdp2" if offload else "single"
-    request = PlanRequest(layout=layout, offload_parameters=offload)
     requirement = add_allowance(
-        simple_plan(request, moment(parameters=12 * GIB, gradients=GIB, state=GIB, residual=2 * GIB))
+        simple_plan(
+            PlanRequest(layout="fsdp2" if offload else "single", offload_parameters=offload),
+            moment(parameters=12 * GIB, gradients=GIB, state=GIB, residual=2 * GIB),
+        )
     )
     assert requirement.allowance.fragmentation == round(0.05 * moving)
     assert requirement.device_bytes == 16 * GIB + requirement.allowance.total
