@@ -137,9 +137,20 @@ def test_a_layout_that_it_does_not_know_is_refused_in_its_own_words_or_ours() ->
 @pytest.mark.parametrize("layout", ["single", "ddp", "zero2"])
 def test_its_plan_is_what_a_real_run_takes(layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LLAMA.save_pretrained(tmp_path)
-    options = ["--batch_size", "2", "--seq_length", "64", "--json", "--layout", layout]
-    gpus = [] if layout == "single" else ["--num_gpus", "2"]
-    assert main(["plan", "--model", str(tmp_path), "--method", "random_layers", *options, *gpus]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--model",
+                str(tmp_path),
+                "--method",
+                "random_layers",
+                *["--batch_size", "2", "--seq_length", "64", "--json", "--layout", layout],
+                *([] if layout == "single" else ["--num_gpus", "2"]),
+            ]
+        )
+        == 0
+    )
     planned_bytes = json.loads(capsys.readouterr().out)["peak_bytes"]
     torch.manual_seed(0)
     model = LlamaForCausalLM(LLAMA)
@@ -163,9 +174,14 @@ def test_the_command_line_trains_it_and_its_checkpoint_resumes_to_the_bit(
     assert (results["method"], results["num_steps"]) == ("random_layers", 5)
     assert "random_layers on " in capsys.readouterr().out
     (tmp_path / "again").mkdir()
-    checkpoint = tmp_path / "out" / "checkpoint-3"
-    more = ("--resume_from_checkpoint", str(checkpoint))
-    train(base, data, tmp_path / "again", *words, *more, method="random_layers")
+    train(
+        base,
+        data,
+        tmp_path / "again",
+        *words,
+        *(("--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-3"))),
+        method="random_layers",
+    )
     before, once, again = (saved_weights(each) for each in (base, tmp_path / "out/model", tmp_path / "again/model"))
     assert differing(once, again) == []
     assert 0 < len(differing(once, before)) == len(before), "each of two blocks was drawn in five updates"

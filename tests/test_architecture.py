@@ -62,14 +62,23 @@ def violations(root: Path) -> list[str]:
 
 
 def test_the_picture_of_the_floors_is_the_list_here(checkout: Path) -> None:
-    text = (checkout / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^(\d)  (.+?)(?:  .*)?$", text, re.MULTILINE)
-    assert {module: int(floor) for floor, modules in rows for module in modules.split(" │ ")} == FLOORS
+    assert {
+        module: int(floor)
+        for floor, modules in re.findall(
+            r"^(\d) (.+?)(?: .*)?$", (checkout / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE
+        )
+        for module in modules.split(" │ ")
+    } == FLOORS
 
 
 def test_every_file_that_the_page_on_architecture_names_is_there(checkout: Path) -> None:
-    text = (checkout / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = {name for name in re.findall(r"`([\w/.]+(?:\.py|/))`", text) if "METHOD" not in name}
+    named = {
+        name
+        for name in re.findall(
+            r"`([\w/.]+(?:\.py|/))`", (checkout / "docs" / "architecture.md").read_text(encoding="utf-8")
+        )
+        if "METHOD" not in name
+    }
     assert len(named) > 20
     package = checkout / "integrations" / "slivertune"
     places = [checkout, package, package / "parallel", package / "hift", package / "tokentune"]
@@ -122,8 +131,11 @@ def test_an_import_from_below_or_from_its_own_folder_is_let_through(file: str, s
 
 def test_every_folder_of_tests_is_a_package(checkout: Path) -> None:
     # Two files of one name in folders that are no packages shadow each other.
-    folders = {path.parent for path in (checkout / "tests").rglob("test_*.py")}
-    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+    assert [
+        folder
+        for folder in {path.parent for path in (checkout / "tests").rglob("test_*.py")}
+        if not (folder / "__init__.py").is_file()
+    ] == []
 
 
 def missing_names(file: Path) -> list[str]:
@@ -140,8 +152,11 @@ def missing_names(file: Path) -> list[str]:
 
 
 def test_every_name_that_is_imported_is_there(checkout: Path) -> None:
-    folders = [checkout / name for name in ("integrations", "tests", "benchmarks", "examples")]
-    files = [file for folder in folders for file in folder.rglob("*.py")]
+    files = [
+        file
+        for folder in [checkout / name for name in ("integrations", "tests", "benchmarks", "examples")]
+        for file in folder.rglob("*.py")
+    ]
     assert len(files) > 100
     assert [each for file in files for each in missing_names(file)] == []
 

@@ -66,8 +66,10 @@ def test_overhead_writes_times_and_their_ratios(tmp_path: Path) -> None:
         ("bare", "wrapped", "streamed"), 2
     )
     assert wrapper["same_weights_as_bare"] == {"wrapped": True, "streamed": True}
-    pairs = zip(wrapper["seconds"]["wrapped"], wrapper["seconds"]["bare"], strict=True)
-    ratios = [one["cpu"] / other["cpu"] for one, other in pairs]
+    ratios = [
+        one["cpu"] / other["cpu"]
+        for one, other in zip(wrapper["seconds"]["wrapped"], wrapper["seconds"]["bare"], strict=True)
+    ]
     assert wrapper["median_ratio_to_bare"]["wrapped"]["cpu"] == pytest.approx(sum(ratios) / 2)
     assert wrapper["within_limit"] == (wrapper["median_ratio_to_bare"]["wrapped"]["cpu"] <= 1.02)
 
@@ -93,8 +95,7 @@ def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
     [("overhead.py", "--quick"), ("gpu.py", "--device=cpu"), ("tokentune.py", "--quick"), ("sft.py", "--quick")],
 )
 def test_a_trial_is_never_written_among_the_results(script_and_option: tuple[str, str]) -> None:
-    done = run(*script_and_option, expect=2)
-    assert "needs --output" in done.stderr
+    assert "needs --output" in run(*script_and_option, expect=2).stderr
 
 
 def test_tokentune_writes_times_and_bytes_of_every_variant(tmp_path: Path) -> None:
@@ -124,8 +125,9 @@ def test_sft_writes_times_and_bytes_beside_loras(tmp_path: Path) -> None:
         ag = times["variants"]["sft_ag"]
         plain = sorted(ag["seconds"][:15])[7]
         assert ag["plain_seconds"] == pytest.approx(plain)
-        extra = sum(seconds - plain for seconds in ag["seconds"][15:])
-        assert ag["reselection_share"] == pytest.approx(extra / (20 * plain))
+        assert ag["reselection_share"] == pytest.approx(
+            sum(seconds - plain for seconds in ag["seconds"][15:]) / (20 * plain)
+        )
         assert times["variants"]["lora"]["plain_ratio_to_lora"] == 1.0
         num_trained = times["num_trained"]["sft"]
         assert peaks["lora"]["plain"]["state"] >= 8 * num_trained, "two fp32 moments"
@@ -147,8 +149,13 @@ def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path)
     tiny = BaseRecipe(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_steps=1, corpus_bytes=2_000)
     save_base_model(train_base_model(tiny, ["def f(): pass\n" * 200], lambda step, loss: None), tiny, folder)
     output = tmp_path / "gradients.json"
-    options = ["--batches=1", "--batch_size=2", "--length=32", "--draws=1", "--plot", str(tmp_path / "plot.png")]
-    run("token_gradients.py", *options, "--output", str(output), XDG_CACHE_HOME=str(tmp_path))
+    run(
+        "token_gradients.py",
+        *["--batches=1", "--batch_size=2", "--length=32", "--draws=1", "--plot", str(tmp_path / "plot.png")],
+        "--output",
+        str(output),
+        XDG_CACHE_HOME=str(tmp_path),
+    )
     result = read(output)
     assert_names_the_machine(result["environment"])
     assert len(result["rows"]) == 12 and result["num_draws"] == 1
@@ -176,15 +183,18 @@ def test_ranks_writes_bytes_beside_the_dense_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", ["gpu.py", "tokentune.py"])
 def test_a_gpu_that_is_not_there_is_named(script: str, tmp_path: Path) -> None:
-    done = run(script, "--device=cuda", "--output", str(tmp_path / "x.json"), expect=2, CUDA_VISIBLE_DEVICES="")
-    assert "needs a CUDA device" in done.stderr
+    assert (
+        "needs a CUDA device"
+        in run(script, "--device=cuda", "--output", str(tmp_path / "x.json"), expect=2, CUDA_VISIBLE_DEVICES="").stderr
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_gpu_without_a_cuda_device_says_so_and_writes_nothing(tmp_path: Path) -> None:
-    output = tmp_path / "gpu.json"
-    done = run("gpu.py", "--output", str(output), expect=2, CUDA_VISIBLE_DEVICES="")
-    assert "needs a CUDA device" in done.stderr
+    assert (
+        "needs a CUDA device"
+        in run("gpu.py", "--output", str(tmp_path / "gpu.json"), expect=2, CUDA_VISIBLE_DEVICES="").stderr
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -193,8 +203,7 @@ def check_gpu_result(result: dict[str, Any]) -> None:
     assert result["num_parameters"] == result["weights_bytes"] // 2
     assert [one["kind"] for one in result["resident_cycle"]] == ["embedding", "block", "head"]
     first, counted = result["cycles"]
-    kinds = ["embedding", "block", "block", "head"]
-    assert [one["kind"] for one in first] == [one["kind"] for one in counted] == kinds
+    assert [one["kind"] for one in first] == [one["kind"] for one in counted] == ["embedding", "block", "block", "head"]
     summary = result["summary"]
     assert summary["mean_step_ms"] == pytest.approx(sum(one["step_ms"] for one in counted) / 4)
     assert summary["mean_waits_ms"] == pytest.approx(sum(one["waits_ms"] for one in counted) / 4)
@@ -230,19 +239,36 @@ def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
 
 
 def test_gpu_refuses_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
-    huge = [*TINY_GPU, "--vocabulary=1000000000000"]
-    done = run("gpu.py", "--device=cpu", *huge, "--output", str(tmp_path / "gpu.json"), expect=1)
+    done = run(
+        "gpu.py",
+        "--device=cpu",
+        *[*TINY_GPU, "--vocabulary=1000000000000"],
+        "--output",
+        str(tmp_path / "gpu.json"),
+        expect=1,
+    )
     assert "GB of host memory" in done.stderr and "lower --blocks" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 def test_sst2_writes_every_run_and_the_comparison(tmp_path: Path) -> None:
     for split in ("train", "dev", "test"):
-        rows = [f"a {'fine' if index % 2 else 'dull'} film , number {index}\t{index % 2}" for index in range(40)]
-        (tmp_path / f"{split}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        (tmp_path / f"{split}.tsv").write_text(
+            "\n".join(
+                [f"a {'fine' if index % 2 else 'dull'} film , number {index}\t{index % 2}" for index in range(40)]
+            )
+            + "\n",
+            encoding="utf-8",
+        )
     output = tmp_path / "sst2.json"
-    options = ["--epochs=1", "--dense_rates", "1e-4", "--hift_rates", "4e-4", "--layers_per_group", "4"]
-    run("sst2.py", "--data", str(tmp_path), *options, "--results", str(output))
+    run(
+        "sst2.py",
+        "--data",
+        str(tmp_path),
+        *["--epochs=1", "--dense_rates", "1e-4", "--hift_rates", "4e-4", "--layers_per_group", "4"],
+        "--results",
+        str(output),
+    )
     result = read(output)
     assert sorted(one["method"] for one in result["runs"]) == ["dense", "hift"]
     assert_names_the_machine(result["runs"][0]["environment"])
@@ -253,8 +279,13 @@ def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -
     clone, output = tmp_path / "clone", tmp_path / "same_bits.json"
 
     def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com", *arguments]
-        return subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-c", "user.name=test", "-c", "user.email=test@example.com", *arguments],
+            cwd=clone,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
 
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(CHECKOUT), str(clone)], check=True)
     # The scripts as they are here, committed or not.

@@ -20,9 +20,17 @@ LINE = re.compile(
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], [*LAUNCH, "--mixed_precision=no"]], ids=["python", "accelerate launch"])
 def test_the_accelerate_loop_prints_hift_against_dense(launcher: list[str], tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "accelerate_loop.py"), "--steps=6", "--hidden=32", "--blocks=6", "--length=32"]
     done = subprocess.run(
-        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [
+            sys.executable,
+            *launcher,
+            *[str(EXAMPLES / "accelerate_loop.py"), "--steps=6", "--hidden=32", "--blocks=6", "--length=32"],
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     printed = {line["method"]: line.groupdict() for line in LINE.finditer(done.stdout)}
@@ -45,9 +53,17 @@ def test_three_lines_of_the_accelerate_loop_are_marked_as_hifts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], [*LAUNCH, "--mixed_precision=no"]], ids=["python", "accelerate launch"])
 def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: list[str], tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "tokentune.py"), "--steps=4", "--hidden=32", "--blocks=4", "--length=64"]
     done = subprocess.run(
-        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [
+            sys.executable,
+            *launcher,
+            *[str(EXAMPLES / "tokentune.py"), "--steps=4", "--hidden=32", "--blocks=4", "--length=64"],
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     line = re.compile(
@@ -65,9 +81,12 @@ def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: l
 def test_sft_trains_a_small_share_and_its_file_of_deltas_carries_what_was_learned(
     selection: str, tmp_path: Path
 ) -> None:
-    script = [str(EXAMPLES / "sft.py"), "--steps=30", "--hidden=32", "--blocks=2", "--length=32"]
     done = subprocess.run(
-        [sys.executable, *script, f"--selection={selection}"],
+        [
+            sys.executable,
+            *[str(EXAMPLES / "sft.py"), "--steps=30", "--hidden=32", "--blocks=2", "--length=32"],
+            f"--selection={selection}",
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -86,22 +105,34 @@ def test_sft_trains_a_small_share_and_its_file_of_deltas_carries_what_was_learne
 
 
 def test_three_lines_of_the_sft_loop_are_marked() -> None:
-    text = (EXAMPLES / "sft.py").read_text(encoding="utf-8")
-    assert re.findall(r"# SFT, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+    assert re.findall(r"# SFT, line (\d) of 3$", (EXAMPLES / "sft.py").read_text(encoding="utf-8"), re.MULTILINE) == [
+        "1",
+        "2",
+        "3",
+    ]
 
 
 def test_three_lines_of_the_tokentune_loop_are_marked() -> None:
-    text = (EXAMPLES / "tokentune.py").read_text(encoding="utf-8")
-    assert re.findall(r"# TokenTune, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+    assert re.findall(
+        r"# TokenTune, line (\d) of 3$", (EXAMPLES / "tokentune.py").read_text(encoding="utf-8"), re.MULTILINE
+    ) == ["1", "2", "3"]
 
 
 @pytest.mark.parametrize(
     ("launcher", "num_ranks"), [([], 1), (["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"], 2)]
 )
 def test_the_trainer_learns_with_hift_and_tokentune(launcher: list[str], num_ranks: int, tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "trainer_hift.py"), "--steps=12", "--hidden=32", "--blocks=2", "--length=32"]
     done = subprocess.run(
-        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [
+            sys.executable,
+            *launcher,
+            *[str(EXAMPLES / "trainer_hift.py"), "--steps=12", "--hidden=32", "--blocks=2", "--length=32"],
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     lines = re.findall(
@@ -113,8 +144,9 @@ def test_the_trainer_learns_with_hift_and_tokentune(launcher: list[str], num_ran
 
 
 def test_three_lines_of_the_trainer_script_are_marked() -> None:
-    text = (EXAMPLES / "trainer_hift.py").read_text(encoding="utf-8")
-    assert re.findall(r"# HiFT, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+    assert re.findall(
+        r"# HiFT, line (\d) of 3$", (EXAMPLES / "trainer_hift.py").read_text(encoding="utf-8"), re.MULTILINE
+    ) == ["1", "2", "3"]
 
 
 def test_the_readme_names_every_example() -> None:

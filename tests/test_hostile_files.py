@@ -178,8 +178,7 @@ def deltas(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_deltas(folder: Path, content: bytes) -> None:
     (folder / DELTA_FILE).write_bytes(content)
     with harmless(folder, ValueError):
-        found = load(folder)
-        for delta in found.deltas.values():
+        for delta in load(folder).deltas.values():
             positions = delta.indices.long()
             assert bool(((positions >= 0) & (positions < delta.indices.new_tensor(delta.shape).prod())).all())
             assert bool((positions[1:] > positions[:-1]).all())
@@ -284,9 +283,9 @@ def test_undo_files_that_somebody_made_up(data: st.DataObject, tmp_path: Path) -
         tiny().save_pretrained(base)
         merge(base, deltas_of(tiny(), UP), merged)
         shutil.copy(merged / UNDO_FOLDER / UNDO_FILE, tmp_path / "honest")
-    content = (tmp_path / "honest").read_bytes()
-    damaged = data.draw(damaged_bytes(content))
-    (merged / UNDO_FOLDER / UNDO_FILE).write_bytes(with_hash(damaged))
+    (merged / UNDO_FOLDER / UNDO_FILE).write_bytes(
+        with_hash(data.draw(damaged_bytes((tmp_path / "honest").read_bytes())))
+    )
     before = [each.name for each in tmp_path.iterdir()]
     with harmless(merged, ValueError):
         unmerge(merged, tmp_path / "again")
@@ -304,8 +303,9 @@ class State:
         if kind == "hift":
             self.optimizer = HiFT(self.model, torch.optim.AdamW, lr=1e-2)
         else:
-            config = SFTConfig(density=0.05, reselection_interval=None)
-            self.optimizer = SFT(self.model, config=config, lr=1e-2, total_steps=9)
+            self.optimizer = SFT(
+                self.model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9
+            )
         for batch in token_batches(2):
             self.model(**batch).loss.backward()
             self.optimizer.step()
@@ -434,8 +434,7 @@ def test_token_selections_that_somebody_made_up(content: str | bytes, key: str, 
     model = tiny_llama()
     path = tmp_path / "tokens.json"
     with TokenTune(ratio=0.5, seed=3).attach(model) as handle:
-        honest = handle.state_dict()
-        for each in (content, dump({**honest, key: value})):
+        for each in (content, dump({**handle.state_dict(), key: value})):
             path.write_bytes(each if isinstance(each, bytes) else each.encode())
             handle.num_draws = 0
             with harmless(tmp_path, ValueError):
@@ -515,6 +514,8 @@ def test_pickles_pipes_links_and_folders_in_the_place_of_deltas(tmp_path: Path) 
 
 
 def test_the_examples_above_are_a_thousand_at_least() -> None:
-    functions = inspect.getmembers(sys.modules[__name__], lambda each: hasattr(each, "hypothesis"))
-    total = sum(function._hypothesis_internal_use_settings.max_examples for _, function in functions)
+    total = sum(
+        function._hypothesis_internal_use_settings.max_examples
+        for _, function in inspect.getmembers(sys.modules[__name__], lambda each: hasattr(each, "hypothesis"))
+    )
     assert total >= 1000

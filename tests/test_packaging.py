@@ -65,8 +65,7 @@ def files_of(wheel: Path) -> set[str]:
 
 
 def test_a_bare_import_pulls_in_nothing_heavy(tmp_path: Path) -> None:
-    code = f"import sys, slivertune; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    assert run_python(code, cwd=tmp_path) == ""
+    assert run_python(f"import sys, slivertune; print(*sorted(set({HEAVY!r}) & set(sys.modules)))", cwd=tmp_path) == ""
 
 
 def test_finding_a_preset_pulls_in_nothing_heavy(tmp_path: Path) -> None:
@@ -88,8 +87,13 @@ def test_a_public_name_resolves_and_is_listed(name: str) -> None:
 
 
 def test_the_names_are_listed_before_they_are_resolved(tmp_path: Path) -> None:
-    code = "import slivertune; print(set(slivertune.__all__) <= set(dir(slivertune)), 'HiFT' in vars(slivertune))"
-    assert run_python(code, cwd=tmp_path) == "True False"
+    assert (
+        run_python(
+            "import slivertune; print(set(slivertune.__all__) <= set(dir(slivertune)), 'HiFT' in vars(slivertune))",
+            cwd=tmp_path,
+        )
+        == "True False"
+    )
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error_that_lists_the_public_ones() -> None:
@@ -171,12 +175,17 @@ def test_the_source_package_builds_the_same_wheel_as_the_checkout(sdist: Path, w
 def test_the_pins_satisfy_every_declared_range(checkout: Path) -> None:
     requirements = pytest.importorskip("packaging.requirements")
     utils = pytest.importorskip("packaging.utils")
-    lines = (checkout / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = dict(
+        line.split("==")
+        for line in (checkout / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
     pins = {utils.canonicalize_name(name): version for name, version in pins.items()}
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    for requirement in map(requirements.Requirement, chain.from_iterable(lists)):
+    for requirement in map(
+        requirements.Requirement,
+        chain.from_iterable([project["dependencies"], *project["optional-dependencies"].values()]),
+    ):
         if requirement.name != project["name"]:
             assert requirement.specifier.contains(pins[utils.canonicalize_name(requirement.name)]), str(requirement)
 
@@ -187,8 +196,7 @@ def test_make_train_installs_no_development_tools_and_make_test_does(checkout: P
         shutil.copy(checkout / name, tmp_path / name)
 
     def commands(target: str) -> str:
-        done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
-        return done.stdout
+        return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     assert "'.[all]'" in commands("train") and "dev]" not in commands("train")
     for target in ("test", "lint", "format"):

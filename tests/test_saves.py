@@ -66,15 +66,15 @@ def save_unmerged(target: Path, version: int) -> None:
 @cache
 def hift_after(updates: int) -> HiFT:
     model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
-    return step(model, hift, updates)
+    return step(model, HiFT(model, torch.optim.AdamW, lr=1e-2), updates)
 
 
 @cache
 def sft_after(updates: int) -> SFT:
     model = tiny_llama()
-    sft = SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
-    return step(model, sft, updates)
+    return step(
+        model, SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9), updates
+    )
 
 
 def step(model: Any, optimizer: Any, updates: int) -> Any:
@@ -87,9 +87,12 @@ def step(model: Any, optimizer: Any, updates: int) -> Any:
 
 def save_model(target: Path, version: int) -> None:
     # Where a run has its own folder, the model lies below it.
-    arguments = TrainingArguments(str(target.parent), report_to="none", use_cpu=True)
-    trainer = Trainer(tiny_llama(seed=version), arguments)
-    DenseMethod().save(trainer, target.parent, base_name="base", coordinator=LaunchCoordinator())
+    DenseMethod().save(
+        Trainer(tiny_llama(seed=version), TrainingArguments(str(target.parent), report_to="none", use_cpu=True)),
+        target.parent,
+        base_name="base",
+        coordinator=LaunchCoordinator(),
+    )
 
 
 def save_cache(target: Path, version: int) -> None:
@@ -97,8 +100,9 @@ def save_cache(target: Path, version: int) -> None:
 
 
 def save_quality(target: Path, version: int) -> None:
-    row = QualityRow(pattern="random", ratio=0.5, cosine=0.5, cosine_deviation=0.1, norm_ratio=1.0)
-    GradientQuality(rows=(row,), num_draws=1).plot(target)
+    GradientQuality(
+        rows=(QualityRow(pattern="random", ratio=0.5, cosine=0.5, cosine_deviation=0.1, norm_ratio=1.0),), num_draws=1
+    ).plot(target)
 
 
 def save_plot(target: Path, version: int) -> None:
@@ -135,8 +139,11 @@ FOREIGN = ("training_args.bin",)
 def content(path: Path) -> object:
     """What lies under a name: bytes, but for safetensors, whose metadata are in no order."""
     if path.is_dir():
-        files = {str(each.relative_to(path)): each for each in path.rglob("*") if each.is_file()}
-        return {name: content(file) for name, file in files.items() if not name.startswith(".") and name not in FOREIGN}
+        return {
+            name: content(file)
+            for name, file in {str(each.relative_to(path)): each for each in path.rglob("*") if each.is_file()}.items()
+            if not name.startswith(".") and name not in FOREIGN
+        }
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key).flatten().view(torch.uint8).tolist() for key in sorted(file.keys())}
@@ -184,8 +191,10 @@ def test_a_fault_in_any_file_operation_of_a_save_leaves_the_old_or_the_new_whole
             recover(target)
             found = content(target)
             assert found == new or (error is not None and found == old), where
-            visible = [each.name for each in target.parent.iterdir() if not each.name.startswith(".")]
-            assert visible in ([file], [] if old is None else [file]), where
+            assert [each.name for each in target.parent.iterdir() if not each.name.startswith(".")] in (
+                [file],
+                [] if old is None else [file],
+            ), where
             if found == old or has_older:
                 save(target, 2)
                 assert content(target) == new, where
@@ -214,7 +223,6 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a run's results" / "results.json").read_text()) == {"num_steps": 2}
     hift, sft = HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-2), None
     load_state(hift, tmp_path / "HiFT's state" / "hift")
-    model = tiny_llama()
-    sft = SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
+    sft = SFT(tiny_llama(), config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
     load_state(sft, tmp_path / "SFT's state" / "sft")
     assert hift.updates == sft.updates == 2

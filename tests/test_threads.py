@@ -21,10 +21,13 @@ def threads_of_a_rank(rank: int, num_ranks: int) -> tuple[int, str]:
 
 @pytest.mark.parametrize(("given", "expected"), [((), "1"), (("THREADS=2",), "2")])
 def test_make_test_passes_its_threads_to_pytest(checkout: Path, given: tuple[str, ...], expected: str) -> None:
-    done = subprocess.run(
-        ["make", "--dry-run", "test", *given], cwd=checkout, capture_output=True, text=True, timeout=60, check=True
-    )
-    (line,) = [line for line in done.stdout.splitlines() if " -m pytest " in line]
+    (line,) = [
+        line
+        for line in subprocess.run(
+            ["make", "--dry-run", "test", *given], cwd=checkout, capture_output=True, text=True, timeout=60, check=True
+        ).stdout.splitlines()
+        if " -m pytest " in line
+    ]
     assert line.startswith(f"OMP_NUM_THREADS={expected} ")
 
 
@@ -35,8 +38,13 @@ def test_ranks_have_as_many_threads_as_the_run(monkeypatch: pytest.MonkeyPatch) 
 
 def test_launched_scripts_have_as_many_threads_as_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(THREADS))
-    code = "import os; print(os.environ['OMP_NUM_THREADS'])"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == str(THREADS)
 
 

@@ -35,8 +35,9 @@ def test_other_warnings_of_other_packages_stay_warnings(module: str) -> None:
 def test_a_schedule_ahead_of_its_optimizer_is_an_error_when_a_library_ticks_it() -> None:
     import torch
 
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), lambda _: 1.0
+    )
     with pytest.raises(UserWarning, match="lr_scheduler"):
         exec("schedule.step()", {"__name__": "transformers.trainer", "schedule": schedule})
 

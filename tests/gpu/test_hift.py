@@ -148,9 +148,10 @@ def test_groups_of_several_layers_and_several_steps_equal_resident_state_to_the_
 
 def test_state_on_disk_equals_resident_state_to_the_bit(tmp_path: Any) -> None:
     model = cuda_llama(torch.bfloat16)
-    expected = trained(model, CASES["AdamW"], 15, state="device")
-    on_disk = trained(model, CASES["AdamW"], 15, state="disk", state_dir=tmp_path, stream_bytes=20_000)
-    assert_same_bits(on_disk, expected)
+    assert_same_bits(
+        trained(model, CASES["AdamW"], 15, state="disk", state_dir=tmp_path, stream_bytes=20_000),
+        trained(model, CASES["AdamW"], 15, state="device"),
+    )
 
 
 def test_a_model_moved_to_the_device_after_the_optimizer_was_built_trains_there() -> None:
@@ -182,8 +183,9 @@ def test_state_loaded_before_the_model_moved_is_pinned_as_well() -> None:
     other.load_state_dict(hift.state_dict())
     model.to(DEVICE)
     run(model, other, cuda_batches(5))
-    state = other.state_dict()["state"]
-    assert all(value.is_pinned() for values in state.values() for value in values.values() if value.dim())
+    assert all(
+        value.is_pinned() for values in other.state_dict()["state"].values() for value in values.values() if value.dim()
+    )
 
 
 @pytest.mark.parametrize("map_location", ["cpu", "cuda"])
@@ -223,8 +225,7 @@ def test_after_a_step_the_device_holds_the_weights_and_nothing_else(name: str) -
         run(model, hift, [batch])
         left.append(allocated() - before)
     if name == "AdamW8bit":
-        num_instances = sum(len(group._pieces) for group in streamed_groups(hift))
-        assert max(left) <= num_instances * CODE_BOOK_BYTES
+        assert max(left) <= sum(len(group._pieces) for group in streamed_groups(hift)) * CODE_BOOK_BYTES
         assert left[-5:] == [left[-1]] * 5, "it grows from step to step"
     else:
         assert left == [0] * 15
@@ -286,8 +287,7 @@ class _TwoHalves(nn.Module):
 def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
     torch.manual_seed(0)
     model = _TwoHalves().to(DEVICE)
-    config = HiFTConfig(layers=[["lower", "upper"]], stream_bytes=2**20)
-    hift = HiFT(model, torch.optim.AdamW, config=config, **ADAMW)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=[["lower", "upper"]], stream_bytes=2**20), **ADAMW)
     hidden = torch.randn(8, 512, device=DEVICE)
     model(hidden).backward()
     hift.step()  # makes the state
@@ -338,16 +338,14 @@ def test_many_steps_among_other_work_keep_every_bit(name: str, master: Any) -> N
     """A copy that runs too early or too late, or memory handed on too soon, ends in other bits."""
     choose = random.Random(f"{name} {master}")
     model = larger_llama(torch.bfloat16)
-    resident = "fp32" if master == "split" else master
-    expected = trained(model, CASES[name], 24, state="device", master=resident)
+    expected = trained(model, CASES[name], 24, state="device", master="fp32" if master == "split" else master)
     batches = cuda_batches(24, vocab=8192)
     factor = torch.randn(4096, 4096, device=DEVICE)
     for _ in range(4):
         stream_bytes = choose.choice([0, choose.randint(64 * 1024, 64 * 2**20)])
         other = twin(model)
         optimizer_class, options = CASES[name]
-        config = HiFTConfig(stream_bytes=stream_bytes, master=master)
-        hift = HiFT(other, optimizer_class, config=config, **options)
+        hift = HiFT(other, optimizer_class, config=HiFTConfig(stream_bytes=stream_bytes, master=master), **options)
         for batch in batches:
             other(**batch).loss.backward()
             spoil_free_memory(choose)
@@ -381,8 +379,11 @@ def test_a_model_on_another_than_the_current_device_trains_there() -> None:
     model = cuda_llama(torch.bfloat16)
     expected = trained(model, CASES["AdamW"], 10, state="device")
     other = twin(model).to("cuda:1")
-    hift = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), **ADAMW)
-    run(other, hift, [{key: value.to("cuda:1") for key, value in batch.items()} for batch in cuda_batches(10)])
+    run(
+        other,
+        HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), **ADAMW),
+        [{key: value.to("cuda:1") for key, value in batch.items()} for batch in cuda_batches(10)],
+    )
     for name, value in weights(expected).items():
         assert torch.equal(bits(value.cpu()), bits(other.get_parameter(name).cpu()))
 

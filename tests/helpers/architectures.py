@@ -85,10 +85,11 @@ def llama(**options: Any) -> nn.Module:
 
 
 def t5gemma() -> nn.Module:
-    config = hf.T5GemmaConfig(
-        encoder=hf.T5GemmaModuleConfig(**DECODER), decoder=hf.T5GemmaModuleConfig(**DECODER), vocab_size=VOCAB
+    model: nn.Module = hf.T5GemmaForConditionalGeneration(
+        hf.T5GemmaConfig(
+            encoder=hf.T5GemmaModuleConfig(**DECODER), decoder=hf.T5GemmaModuleConfig(**DECODER), vocab_size=VOCAB
+        )
     )
-    model: nn.Module = hf.T5GemmaForConditionalGeneration(config)
     return model
 
 

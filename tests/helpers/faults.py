@@ -61,8 +61,7 @@ class Operations:
     def pass_by(self, name: str) -> None:
         self.names.append(name)
         number = len(self.names)
-        is_hit = number == self._fails_at or (not self._once and 0 < self._fails_at < number and not _removes(name))
-        if is_hit:
+        if number == self._fails_at or (not self._once and 0 < self._fails_at < number and not _removes(name)):
             self.is_disk_full = self._fault is full_disk
             raise self._fault(name)
 
@@ -162,8 +161,9 @@ def _half_written(function: Callable[..., Any], name: str, operations: Operation
                     if operations.is_disk_full
                     else f"[enforce fail at inline_container.cc:747] . open file failed with strerror: {error.strerror}"
                 ) from None
-            text = f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
-            raise safetensors.SafetensorError(text) from None
+            raise safetensors.SafetensorError(
+                f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
+            ) from None
         except BaseException:
             _write_half(function, value, file, args, kwargs)
             raise
@@ -174,8 +174,7 @@ def _half_written(function: Callable[..., Any], name: str, operations: Operation
 
 def _write_half(function: Callable[..., Any], value: Any, file: Any, args: Any, kwargs: Any) -> None:
     function(value, file, *args, **kwargs)
-    size = Path(file).stat().st_size
-    os.truncate(file, size // 2)
+    os.truncate(file, Path(file).stat().st_size // 2)
 
 
 def error_of(function: Callable[[], object]) -> BaseException | None:

@@ -115,9 +115,12 @@ def _work(
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     outcome: tuple[bool, Any]
     try:
-        store = dist.FileStore(f"{folder}/store", num_ranks)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=collective_timeout_s)
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=collective_timeout_s),
         )
         torch.manual_seed(0)
         outcome = (True, function(rank, num_ranks, *args))

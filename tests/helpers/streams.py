@@ -100,12 +100,18 @@ class Streams(TorchDispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             inputs += [(leaf, written) for leaf in tree_leaves(value) if _has_memory(leaf)]
         known = {tensor.untyped_storage()._cdata for tensor, _ in inputs}
-        outputs = [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
-        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
+        fresh = [
+            tensor
+            for tensor in [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
+            if tensor.untyped_storage()._cdata not in known
+        ]
         places = {self._of(tensor).is_host for tensor, _ in inputs}
         stream = HOST if places == {True} else self.current
-        read = [] if func.overloadpacket.__name__ in _FORM_ALONE else inputs
-        self._note(stream, [*read, *((tensor, True) for tensor in fresh)], str(func))
+        self._note(
+            stream,
+            [*([] if func.overloadpacket.__name__ in _FORM_ALONE else inputs), *((tensor, True) for tensor in fresh)],
+            str(func),
+        )
         if len(places) == 2 and not _is_non_blocking(func, args, kwargs):
             self.wait(HOST, self.record(stream))  # such a copy makes the host wait for its stream
         return out
@@ -153,8 +159,11 @@ def _has_memory(value: Any) -> bool:
 
 
 def _is_non_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking"))
+    return bool(
+        {**dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)), **kwargs}.get(
+            "non_blocking"
+        )
+    )
 
 
 def _span(tensor: torch.Tensor) -> Span:

@@ -28,8 +28,9 @@ CAP = 1e-4
 
 def batch_of(update: int, micro: int, rank: int, *, rows: int = 2, length: int = 12) -> Batch:
     """The rows of one rank in one micro-batch: another draw for each, the same in every process."""
-    generator = torch.Generator().manual_seed(10_000 * update + 100 * micro + rank)
-    ids = torch.randint(0, VOCAB, (rows, length), generator=generator)
+    ids = torch.randint(
+        0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(10_000 * update + 100 * micro + rank)
+    )
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -159,8 +160,9 @@ class OneProcess:
         owners = self.masters if self.as_zero else weights
         for name, gradient in gradients.items():
             owners[name].grad = gradient.to(owners[name].dtype)
-        norm = torch.nn.utils.clip_grad_norm_([owners[name] for name in gradients], self.max_norm or math.inf)
-        self.norms.append(float(norm))
+        self.norms.append(
+            float(torch.nn.utils.clip_grad_norm_([owners[name] for name in gradients], self.max_norm or math.inf))
+        )
         optimizer = self.optimizers[self.active]
         for group in optimizer.param_groups:
             group["lr"] = self.lr
@@ -179,8 +181,11 @@ def _divided(gradients: Gradients, count: int) -> Gradients:
 
 
 def _sum(parts: Sequence[Gradients], names: Sequence[str]) -> Gradients:
-    having = {name: [part[name] for part in parts if name in part] for name in names}
-    return {name: functools.reduce(torch.add, gradients) for name, gradients in having.items() if gradients}
+    return {
+        name: functools.reduce(torch.add, gradients)
+        for name, gradients in {name: [part[name] for part in parts if name in part] for name in names}.items()
+        if gradients
+    }
 
 
 def after_two_ranks(

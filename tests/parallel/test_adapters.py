@@ -28,8 +28,9 @@ def kinds_of_arguments(function: Any) -> list[Any]:
 def test_every_method_has_an_adapter_of_every_layout(kind: type[Sliver], layout: Layout) -> None:
     if layout.startswith("zero"):
         pytest.importorskip("deepspeed")
-        made = engine_adapter_of(of_method(kind), layout).initialize
-        assert kinds_of_arguments(made) == kinds_of_arguments(EngineAdapter.initialize)
+        assert kinds_of_arguments(engine_adapter_of(of_method(kind), layout).initialize) == kinds_of_arguments(
+            EngineAdapter.initialize
+        )
     adapter = adapter_of(of_method(kind), layout)
     assert kinds_of_arguments(adapter.prepare) == kinds_of_arguments(LayoutAdapter.prepare)
     assert adapter.__name__.split(".")[-2:] == [re.sub(r"(?<=zero)\d", "", layout), kind.method]  # type: ignore[attr-defined]

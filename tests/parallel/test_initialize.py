@@ -35,8 +35,7 @@ AUTO: dict[str, Any] = {
 
 
 def test_auto_means_the_models_dtype_and_width_no_accumulation_and_no_clipping() -> None:
-    resolved = resolve_config(AUTO, tiny_llama(torch.bfloat16))
-    assert resolved == {
+    assert resolve_config(AUTO, tiny_llama(torch.bfloat16)) == {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 32 * 32},
         "train_micro_batch_size_per_gpu": 3,
@@ -59,8 +58,13 @@ def test_a_config_may_be_a_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_configs_of_the_presets_resolve_with_a_batch_size(stage: int) -> None:
-    config = json.loads((CHECKOUT / "ds_configs" / f"zero{stage}.json").read_text(encoding="utf-8"))
-    resolved = resolve_config({**config, "train_micro_batch_size_per_gpu": 2}, tiny_llama())
+    resolved = resolve_config(
+        {
+            **json.loads((CHECKOUT / "ds_configs" / f"zero{stage}.json").read_text(encoding="utf-8")),
+            "train_micro_batch_size_per_gpu": 2,
+        },
+        tiny_llama(),
+    )
     assert "auto" not in json.dumps(resolved)
 
 
@@ -112,9 +116,12 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
     hift = CASE.build_optimizer(model)
     schedule = LambdaLR(hift, halving)
     # The config through `args`, as DeepSpeed's own launcher scripts have it, and the schedule as an instance.
-    arguments = SimpleNamespace(local_rank=rank, deepspeed_config=CASE.engine_config(2))
     engine, optimizer, loader, scheduler = initialize(
-        args=arguments, model=model, optimizer=hift, training_data=Rows(), lr_scheduler=schedule
+        args=SimpleNamespace(local_rank=rank, deepspeed_config=CASE.engine_config(2)),
+        model=model,
+        optimizer=hift,
+        training_data=Rows(),
+        lr_scheduler=schedule,
     )
     results["same objects"] = optimizer is hift, scheduler is schedule
     with warnings.catch_warnings(record=True) as caught:
@@ -133,8 +140,9 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
     results["trainable"] = all(parameter.requires_grad for parameter in model.parameters())
 
     model = CASE.build_model()
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, optimizer, _, _ = initialize(model=model, optimizer=plain, config=CASE.engine_config(2))
+    engine, optimizer, _, _ = initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=CASE.engine_config(2)
+    )
     results["plain"] = type(optimizer).__name__, hasattr(engine, "hift_schedule")
     engine.destroy()
 
@@ -144,8 +152,10 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine, *_ = initialize(model=model, optimizer=CASE.build_optimizer(model), config=config)
-    clipping = [str(each.message) for each in caught if "clip" in str(each.message)]
-    results["clipping"] = engine.gradient_clipping(), clipping
+    results["clipping"] = (
+        engine.gradient_clipping(),
+        [str(each.message) for each in caught if "clip" in str(each.message)],
+    )
     engine.destroy()
     return results
 
@@ -194,11 +204,16 @@ def test_a_config_without_clipping_does_not_clip_and_says_so(used: list[dict[str
 def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
     printed = []
     for _ in range(2):
-        script = [str(CHECKOUT / "examples" / "deepspeed_hift.py"), "--steps=8", "--hidden=32", "--length=32"]
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-                *("-m", "tests.parallel.zero.without_compiling", *script, "--stage=2", f"--folder={tmp_path}/run"),
+                *(
+                    "-m",
+                    "tests.parallel.zero.without_compiling",
+                    *[str(CHECKOUT / "examples" / "deepspeed_hift.py"), "--steps=8", "--hidden=32", "--length=32"],
+                    "--stage=2",
+                    f"--folder={tmp_path}/run",
+                ),
             ],
             cwd=CHECKOUT,
             env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},

@@ -22,9 +22,14 @@ METHODS = ("hift", "sft", "tokentune_hift")
 def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one kill of all ranks, and one of a single rank, came to under each layout."""
     output = tmp_path_factory.mktemp("faults") / "faults.json"
-    command = [sys.executable, str(CHECKOUT / "benchmarks" / "faults.py"), "--methods", "hift", "--kills", "1"]
     done = subprocess.run(
-        [*command, "--seed", "1", "--output", str(output)],
+        [
+            *[sys.executable, str(CHECKOUT / "benchmarks" / "faults.py"), "--methods", "hift", "--kills", "1"],
+            "--seed",
+            "1",
+            "--output",
+            str(output),
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -38,8 +43,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_resumes_with_the_bits_of_an_undisturbed_one(layout: str, cells: dict[str, Any]) -> None:
-    kills = cells[f"{layout}/hift"]["kills"]
-    check(kills, layout, num_kills=1)
+    check(cells[f"{layout}/hift"]["kills"], layout, num_kills=1)
 
 
 def check(kills: list[dict[str, Any]], layout: str, num_kills: int) -> None:
@@ -66,5 +70,10 @@ def test_the_kills_that_are_kept_cover_every_cell_and_phase_and_all_passed() -> 
     assert result["cells"].keys() == {f"{layout}/{method}" for layout in LAYOUTS for method in METHODS}
     for name, cell in result["cells"].items():
         check(cell["kills"], name.split("/")[0], num_kills=2)
-    phases = Counter(kill["phase"] for cell in result["cells"].values() for kill in cell["kills"])
-    assert phases.keys() == {"forward", "backward", "step", "save", "rename"}
+    assert Counter(kill["phase"] for cell in result["cells"].values() for kill in cell["kills"]).keys() == {
+        "forward",
+        "backward",
+        "step",
+        "save",
+        "rename",
+    }

@@ -66,9 +66,18 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(layout)
     asked = {*QUICK, *asked_for(request, "plan")}
-    plans = {name: plan for name, plan in {**PLANS, RESUMED: STOPPED}.items() if name in asked}
-    outcomes = run_ranks(run_layout, 2, layout, plans, folder, env=CPU, timeout_s=480)
-    return Ranks(layout=layout, outcomes=outcomes)
+    return Ranks(
+        layout=layout,
+        outcomes=run_ranks(
+            run_layout,
+            2,
+            layout,
+            {name: plan for name, plan in {**PLANS, RESUMED: STOPPED}.items() if name in asked},
+            folder,
+            env=CPU,
+            timeout_s=480,
+        ),
+    )
 
 
 Replay = Callable[..., Replayed]
@@ -172,8 +181,7 @@ def put_together(outcomes: list[Outcome], shapes: Weights) -> Weights:
 @pytest.mark.parametrize("plan", quick(HIFT_PLANS, QUICK[1:3]))
 def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str) -> None:
     settings = PLANS[plan]
-    num_groups = -(-NUM_GROUPS // settings.layers_per_group)
-    assert settings.updates > 2 * num_groups * settings.steps_per_group
+    assert settings.updates > 2 * (-(-NUM_GROUPS // settings.layers_per_group)) * settings.steps_per_group
     before = weights(settings.build_model())
     for outcome in ranks.of(plan):
         changed = {
@@ -195,14 +203,24 @@ def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str)
 )
 def test_another_setting_would_be_seen(ranks: Ranks, plan: str, other: dict[str, Any], once: Replay) -> None:
     outcomes = ranks.of(plan)
-    expected = once(replay_forced, replace(PLANS[plan], **other), [outcome["selections"] for outcome in outcomes])
-    assert largest_difference(outcomes[0]["weights"], expected.weights) > 1e-3
+    assert (
+        largest_difference(
+            outcomes[0]["weights"],
+            once(replay_forced, replace(PLANS[plan], **other), [outcome["selections"] for outcome in outcomes]).weights,
+        )
+        > 1e-3
+    )
 
 
 def test_another_selection_would_be_seen(ranks: Ranks, once: Replay) -> None:
     outcomes = ranks.of("HiFT")
-    expected = once(replay, PLANS["HiFT"], [outcome["selections"] for outcome in reversed(outcomes)])
-    assert largest_difference(outcomes[0]["weights"], expected.weights) > 1e-2
+    assert (
+        largest_difference(
+            outcomes[0]["weights"],
+            once(replay, PLANS["HiFT"], [outcome["selections"] for outcome in reversed(outcomes)]).weights,
+        )
+        > 1e-2
+    )
 
 
 def test_a_resumed_run_draws_and_updates_as_if_it_had_not_stopped(ranks: Ranks) -> None:

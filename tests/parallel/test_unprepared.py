@@ -112,8 +112,7 @@ def test_a_placeholder_alone_does_not_resume_a_run() -> None:
 def test_a_state_that_is_no_placeholder_is_not_taken_for_one() -> None:
     model = tiny_llama()
     hift = HiFT(model, torch.optim.AdamW, **ADAMW)
-    plain = {"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}
-    assert hift._updates_in_placeholder(plain) is None
+    assert hift._updates_in_placeholder({"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}) is None
     hift.use_sidecar("DDP")
     for batch in token_batches(4):
         model(**batch).loss.backward()

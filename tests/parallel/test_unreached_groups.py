@@ -194,8 +194,9 @@ def under_a_scaler(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("skipped")
-    return run_ranks(all_cases, 2, asked_for(request, "case"), folder, env=CPU, timeout_s=300)
+    return run_ranks(
+        all_cases, 2, asked_for(request, "case"), tmp_path_factory.mktemp("skipped"), env=CPU, timeout_s=300
+    )
 
 
 @pytest.mark.parametrize("case", quick(CASES, QUICK))
@@ -238,8 +239,7 @@ def run_on_one_rank(rank: int, num_ranks: int, layout: Layout) -> tuple[str, flo
 
 @pytest.mark.slow
 def test_ranks_that_run_other_layers_under_fsdp2_are_told_where_each_is_within_the_timeout() -> None:
-    results = run_ranks(run_on_one_rank, 2, "fsdp2", collective_timeout_s=6)
-    for rank, (message, seconds) in enumerate(results):
+    for rank, (message, seconds) in enumerate(run_ranks(run_on_one_rank, 2, "fsdp2", collective_timeout_s=6)):
         assert f"rank {rank} failed" in message
         assert "this rank is at update 0, group 0" in message
         assert f"rank {1 - rank} was last seen at update 0, group 0" in message or f"rank {1 - rank} has" in message

@@ -41,8 +41,7 @@ def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(
 
 @pytest.mark.parametrize("layout", NAMES)
 def test_steps_inside_the_backward(layout: Layout) -> None:
-    clash = hift(step_in_backward=True).unsupported(layout)
-    assert clash == (
+    assert hift(step_in_backward=True).unsupported(layout) == (
         "step_in_backward=True updates a tensor before the other ranks' gradients have arrived; under "
         f"{NAMES[layout]}, leave it False"
     )

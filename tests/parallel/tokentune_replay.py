@@ -46,8 +46,10 @@ def replay(plan: Plan, selections: Selections) -> Replayed:
     """The updates of a run in fp32, by the detached full graph of the reference, from the ranks' own draws."""
     model = plan.build_model()
     if plan.method == "hift":
-        groups = naive_groups(model, plan.layers_per_group)
-        rotated = [torch.optim.AdamW([model.get_parameter(name) for name in names], **OPTIONS) for names in groups]
+        rotated = [
+            torch.optim.AdamW([model.get_parameter(name) for name in names], **OPTIONS)
+            for names in naive_groups(model, plan.layers_per_group)
+        ]
     else:
         rotated = [plan.build_optimizer(model)]  # SFT alone has references of its own
     network = model.get_base_model() if plan.method == "lora" else model
@@ -57,15 +59,24 @@ def replay(plan: Plan, selections: Selections) -> Replayed:
         whole_batch = torch.zeros(())
         for micro in range(plan.accumulation):
             for rank, drawn in enumerate(selections):
-                positions = drawn[update * plan.accumulation + micro]
-                loss = reference_loss(network, FAMILIES[plan.family], plan.batch(update, micro, rank), positions)
+                loss = reference_loss(
+                    network,
+                    FAMILIES[plan.family],
+                    plan.batch(update, micro, rank),
+                    drawn[update * plan.accumulation + micro],
+                )
                 losses[rank].append(float(loss.detach()))
                 whole_batch = whole_batch + loss / (len(selections) * plan.accumulation)
         whole_batch.backward()
         active = rotated[update // plan.steps_per_group % len(rotated)]
         if plan.clip is not None:
-            trained = [parameter for group in active.param_groups for parameter in group["params"]]
-            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, plan.clip)))
+            norms.append(
+                float(
+                    torch.nn.utils.clip_grad_norm_(
+                        [parameter for group in active.param_groups for parameter in group["params"]], plan.clip
+                    )
+                )
+            )
         active.step()
         model.zero_grad()
     trained_weights = deltas_of(rotated[0]) if plan.method == "sft" else weights(model)

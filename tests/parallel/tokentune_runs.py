@@ -57,8 +57,9 @@ class Plan(Case):
 
             with torch.random.fork_rng():
                 torch.manual_seed(3)
-                adapters = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
-                model = get_peft_model(model, adapters)
+                model = get_peft_model(
+                    model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+                )
                 for name, parameter in model.named_parameters():
                     if "lora_B" in name:
                         nn.init.normal_(parameter, std=0.1)
@@ -66,21 +67,25 @@ class Plan(Case):
 
     def build_optimizer(self, model: nn.Module, **changes: Any) -> Any:
         if self.method == "hift":
-            config = st.HiFTConfig(layers_per_group=self.layers_per_group, steps_per_group=self.steps_per_group)
-            return st.HiFT(model, torch.optim.AdamW, config=config, **OPTIONS)
+            return st.HiFT(
+                model,
+                torch.optim.AdamW,
+                config=st.HiFTConfig(layers_per_group=self.layers_per_group, steps_per_group=self.steps_per_group),
+                **OPTIONS,
+            )
         if self.method == "sft":
             return st.SFT(model, config=SPARSE, total_steps=self.updates, lr=0.02, eps=1e-2)
         return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], **OPTIONS)
 
     def batch(self, update: int, micro: int, rank: int) -> Batch:
-        seed = 1000 + 100 * update + 10 * micro + rank
-        return make_batch(FAMILIES[self.family], "padded right", seed=seed)
+        return make_batch(FAMILIES[self.family], "padded right", seed=1000 + 100 * update + 10 * micro + rank)
 
     def result(self, run: TokenRun) -> Outcome:  # type: ignore[override]
         """What one rank had at the end; HiFT's masters as far as this rank knows them, where it has any."""
-        is_sparse = self.method == "sft"
         return {
-            "weights": deltas_of(run.sliver) if is_sparse else whole_weights(run.accelerator.unwrap_model(run.model)),
+            "weights": deltas_of(run.sliver)
+            if (self.method == "sft")
+            else whole_weights(run.accelerator.unwrap_model(run.model)),
             "selections": run.selections,
             "losses": run.losses,
             "masters": masters_of(run) if self.method == "hift" else {},
@@ -124,8 +129,7 @@ def deltas_of(sft: Any) -> Weights:
     """What SFT adds to each tensor it trains, flat and dense: the same wherever the deltas live."""
     found = {}
     for name, delta in sft.deltas().items():
-        dense = torch.zeros(math.prod(delta.shape))
-        found[name] = dense.index_copy(0, delta.indices.long(), delta.values.float())
+        found[name] = torch.zeros(math.prod(delta.shape)).index_copy(0, delta.indices.long(), delta.values.float())
     return found
 
 

@@ -123,8 +123,11 @@ def changed_on_its_way(case: Case, layout: Layout, rank: int, change: Change) ->
             return message
         if isinstance(case, HiFTCase):
             return whole_weights(run.model)
-        state = case.result(run)["state"]
-        return {f"{name}.{key}": value for name, values in state.items() for key, value in values.items()}
+        return {
+            f"{name}.{key}": value
+            for name, values in case.result(run)["state"].items()
+            for key, value in values.items()
+        }
 
 
 @contextmanager

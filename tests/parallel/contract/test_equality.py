@@ -44,8 +44,9 @@ def train_all(rank: int, num_ranks: int, layout: Layout, cases: dict[tuple[str, 
     found: Found = {}
     for (method, name), case in cases.items():
         # Where rank 0's weights count, the others' are arbitrary.
-        is_sent = layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")
-        with running(case, layout, rank, seed=rank if is_sent else 0) as run:
+        with running(
+            case, layout, rank, seed=rank if (layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")) else 0
+        ) as run:
             watched = watch(run) if method == "hift" else {}
             began = time.perf_counter()
             run.train(0, case.updates)
@@ -84,9 +85,11 @@ def export(run: Run, whole: dict[str, torch.Tensor], folder: Path) -> None:
         if run.rank == 0:
             run.plain.config.save_pretrained(folder)
         return
-    state = run.accelerator.get_state_dict(run.model) if isinstance(run.case, HiFTCase) else dict(whole)
-    plain = run.accelerator.unwrap_model(run.model)
-    plain.save_pretrained(folder, is_main_process=run.rank == 0, state_dict=state)
+    run.accelerator.unwrap_model(run.model).save_pretrained(
+        folder,
+        is_main_process=run.rank == 0,
+        state_dict=run.accelerator.get_state_dict(run.model) if isinstance(run.case, HiFTCase) else dict(whole),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +133,10 @@ def test_backward_stops_at_the_active_group(layout: Layout, trained: Trained) ->
         if case.checkpointing:
             continue  # re-entering needs gradients at the bottom
         for group, blocks in results[0]["reached"]:
-            lowest = max(0, group * case.settings.get("layers_per_group", 1) - 1)
-            assert blocks == frozenset(range(lowest, BLOCKS)), (name, group)
+            assert blocks == frozenset(range(max(0, group * case.settings.get("layers_per_group", 1) - 1), BLOCKS)), (
+                name,
+                group,
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -210,8 +215,7 @@ def test_the_trained_model_is_a_plain_checkpoint(
     found, before = loaded[f"{layout}/{method}/{name}"], weights(Case(dtype=case.dtype, tied=case.tied).build_model())
     assert found.keys() == before.keys()
     assert differing(found, {name: whole[name] for name in before}) == []
-    changed = [name for name in sorted(before) if method == "hift" or "proj" in name]
-    assert differing(found, before) == changed
+    assert differing(found, before) == [name for name in sorted(before) if method == "hift" or "proj" in name]
 
 
 THREE: dict[tuple[str, Layout, str], Case] = {

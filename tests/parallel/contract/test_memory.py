@@ -45,15 +45,20 @@ def count_hift(layout: Layout, rank: int) -> dict[str, Any]:
                 ledger.reset_peak()
                 run.backward(run.case.batch(update, 0, rank))
                 own = [each.grad for each in run.model.parameters() if each.grad is not None]
-                held = sum(getattr(each, "to_local", each.detach)().nbytes for each in own)
-                gradients.append((held, sum(parameter.nbytes for parameter in groups[update % CYCLE])))
+                gradients.append(
+                    (
+                        sum(getattr(each, "to_local", each.detach)().nbytes for each in own),
+                        sum(parameter.nbytes for parameter in groups[update % CYCLE]),
+                    )
+                )
                 del own
                 run.step()
                 states.append(ledger.highest.state)
                 highest.append(ledger.highest.gradients)
             after = ledger.current()
-    whole = tiny_llama(torch.bfloat16)
-    share = sum(2 * -(-p.shape[0] // HELD[layout][0]) * p.numel() // p.shape[0] for p in whole.parameters())
+    share = sum(
+        2 * -(-p.shape[0] // HELD[layout][0]) * p.numel() // p.shape[0] for p in tiny_llama(torch.bfloat16).parameters()
+    )
     return {
         "parameters": parameters,
         "share": share,
@@ -88,8 +93,11 @@ SPARSE = SFTCase(model="llama", density=0.02, updates=11)
 def count_sft(layout: Layout, rank: int) -> dict[str, Any]:
     """Bytes of state on this rank after each update, and what it sent in each."""
     # DeepSpeed's own collectives go the same way.
-    counted = counted_bytes() if layout not in ZERO else nullcontext([])
-    with running(SPARSE, layout, rank) as run, Ledger(tiny_llama()) as ledger, counted as sent:
+    with (
+        running(SPARSE, layout, rank) as run,
+        Ledger(tiny_llama()) as ledger,
+        counted_bytes() if layout not in ZERO else nullcontext([]) as sent,
+    ):
         run.sliver.claim_state()
         found: dict[str, Any] = {
             "held": {

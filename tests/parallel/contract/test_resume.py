@@ -106,8 +106,7 @@ def save_and_resume(
             load(run, place)
             loaded = case.result(run)
             run.train(case.cut, case.updates)
-            resumed = case.result(run)
-            found[method, name] = {"saved": saved, "straight": straight, "loaded": loaded, "resumed": resumed}
+            found[method, name] = {"saved": saved, "straight": straight, "loaded": loaded, "resumed": case.result(run)}
             if not case.bare:
                 found[method, name]["weights"] = case.merged(run)
     for name in (name for of, name in TRAINERS if of == layout and (of, name) in of_trainers):
@@ -155,8 +154,9 @@ def assert_near(straight: dict[str, Any], resumed: dict[str, Any], case: HiFTCas
     found, wanted = ({n: rows for n, (_, rows) in each["masters"].items()} for each in (resumed, straight))
     assert distance(found, wanted) <= within
     count = len(resumed["losses"]) // case.accumulation
-    of_losses = step_limit(expected.losses[-count:], exact.losses[-count:], hift.LOSS_CAP)
-    assert distance(resumed["losses"], straight["losses"]) <= of_losses
+    assert distance(resumed["losses"], straight["losses"]) <= step_limit(
+        expected.losses[-count:], exact.losses[-count:], hift.LOSS_CAP
+    )
     if case.dtype == torch.float32:
         assert distance(resumed["weights"], straight["weights"]) <= within
     else:
@@ -183,8 +183,11 @@ def test_a_cycle_is_resumed_with_the_rate_that_it_holds(layout: Layout, saved: S
         if method == "hift"
     ):
         # Read when the cycle began.
-        factor = hift.rate_after(CYCLE, is_warmup=case.config_schedule, ticks=1 if case.bare else 2)
-        assert each["loaded"]["held"] == pytest.approx([hift.LR * factor] * len(each["loaded"]["held"]), rel=1e-12)
+        assert each["loaded"]["held"] == pytest.approx(
+            [hift.LR * hift.rate_after(CYCLE, is_warmup=case.config_schedule, ticks=1 if case.bare else 2)]
+            * len(each["loaded"]["held"]),
+            rel=1e-12,
+        )
         assert each["straight"]["held"] == each["resumed"]["held"] != each["loaded"]["held"]
         assert each["straight"]["held"] != each["straight"]["shown"]
 
@@ -192,8 +195,11 @@ def test_a_cycle_is_resumed_with_the_rate_that_it_holds(layout: Layout, saved: S
 def test_what_accelerate_and_the_trainer_move_to_the_device_has_one_element(saved: Saved, folder: Path) -> None:
     assert saved("ddp")
     for place in (folder / "ddp" / "hift").iterdir():
-        placeholder = torch.load(place / "optimizer.bin")["state"]
-        assert {value.numel() for values in placeholder.values() for value in values.values()} == {1}
+        assert {
+            value.numel()
+            for values in torch.load(place / "optimizer.bin")["state"].values()
+            for value in values.values()
+        } == {1}
 
 
 BARE_SFT = [key for key, case in CASES.items() if key[0] == "sft" and case.bare]
@@ -206,8 +212,7 @@ def test_a_resumed_run_of_sft_equals_one_process(method: str, layout: Layout, na
     if case.bare:
         sft.assert_prescribed([each["straight"] for each in results], case)
     else:
-        straight = [{**each["straight"], "weights": each["weights"]} for each in results]
-        case.assert_equals_one_process(straight, layout)
+        case.assert_equals_one_process([{**each["straight"], "weights": each["weights"]} for each in results], layout)
 
 
 MERGED = [key for key in SFT if key not in BARE_SFT]

@@ -42,8 +42,9 @@ def resume_trainer(layout: Layout, name: str, folder: Path) -> dict[str, dict[st
 def assert_trainer_went_on(results: list[dict[str, dict[str, torch.Tensor]]], name: str, folder: Path) -> None:
     """Both runs of every rank have the same bits, and about those of one process on the whole batch."""
     with trainers.states(None):
-        of_one = partial(trainers.train, folder, len(results) * BATCH, None, TRAINED[name])
-        ((_, (expected,)), (_, (exact,))) = with_exact(of_one)
+        ((_, (expected,)), (_, (exact,))) = with_exact(
+            partial(trainers.train, folder, len(results) * BATCH, None, TRAINED[name])
+        )
     for each in results:
         assert differing(each["straight"], each["resumed"]) == []
         trainers.assert_near(each["straight"], expected, exact)
