@@ -1,7 +1,5 @@
-import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import slivertune
+from tests.helpers.launching import run_python
 
 HEAVY = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "numpy", "peft", "torch", "transformers")
 
@@ -19,32 +18,14 @@ HEAVY = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "n
 SOURCE_ROOT = Path(slivertune.__file__).resolve().parents[1]
 
 
-def run_python(code: str, *, cwd: Path, import_root: Path = SOURCE_ROOT) -> str:
-    """Run code in a fresh interpreter and return what it printed; `import_root` comes before everything installed."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(import_root)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def printed(code: str, *, cwd: Path, import_root: Path = SOURCE_ROOT) -> str:
+    """What code prints in a fresh interpreter; `import_root` comes before everything installed."""
+    return run_python("-c", code, cwd=cwd, PYTHONPATH=str(import_root)).stdout.strip()
 
 
 def build(checkout: Path, target: str, folder: Path) -> Path:
     """Build a wheel or sdist of a checkout with the installed hatchling: no isolation, no network."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "hatchling", "build", "-t", target, "-d", folder, cwd=checkout)
     (built,) = folder.iterdir()
     return built
 
@@ -64,16 +45,12 @@ def files_of(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_a_bare_import_pulls_in_nothing_heavy(tmp_path: Path) -> None:
-    assert run_python(f"import sys, slivertune; print(*sorted(set({HEAVY!r}) & set(sys.modules)))", cwd=tmp_path) == ""
-
-
-def test_finding_a_preset_pulls_in_nothing_heavy(tmp_path: Path) -> None:
-    code = (
-        "import sys; from slivertune.core.presets import preset_path; preset_path('single_gpu_24g'); "
-        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    )
-    assert run_python(code, cwd=tmp_path) == ""
+@pytest.mark.parametrize(
+    "code", ["", "from slivertune.core.presets import preset_path; preset_path('single_gpu_24g');"]
+)
+def test_a_bare_import_and_finding_a_preset_pull_in_nothing_heavy(code: str, tmp_path: Path) -> None:
+    show = f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    assert printed(f"import sys, slivertune; {code} {show}", cwd=tmp_path) == ""
 
 
 @pytest.mark.parametrize("name", sorted(slivertune.__all__))
@@ -87,13 +64,8 @@ def test_a_public_name_resolves_and_is_listed(name: str) -> None:
 
 
 def test_the_names_are_listed_before_they_are_resolved(tmp_path: Path) -> None:
-    assert (
-        run_python(
-            "import slivertune; print(set(slivertune.__all__) <= set(dir(slivertune)), 'HiFT' in vars(slivertune))",
-            cwd=tmp_path,
-        )
-        == "True False"
-    )
+    code = "import slivertune; print(set(slivertune.__all__) <= set(dir(slivertune)), 'HiFT' in vars(slivertune))"
+    assert printed(code, cwd=tmp_path) == "True False"
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error_that_lists_the_public_ones() -> None:
@@ -144,7 +116,7 @@ def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Pa
         "from slivertune.core.presets import preset_names, preset_path; "
         "print(*(preset_path(name) for name in preset_names()), sep='\\n')"
     )
-    found = [Path(line) for line in run_python(code, cwd=tmp_path, import_root=site).splitlines()]
+    found = [Path(line) for line in printed(code, cwd=tmp_path, import_root=site).splitlines()]
     assert site / "slivertune" / "launch" / "single_gpu_24g.yaml" in found
     assert site / "slivertune" / "ds_configs" / "single_gpu_24g.json" in found
     assert all(path.is_relative_to(site) and path.is_file() for path in found)

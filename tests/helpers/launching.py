@@ -44,6 +44,31 @@ def environment(programs: Path | None = None, **variables: str) -> dict[str, str
     }
 
 
+def run_python(
+    *arguments: object, cwd: Path, expect: int = 0, timeout_s: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter to its end, and see that it ends as expected.
+
+    Args:
+        *arguments: Of the interpreter.
+        cwd: The working folder.
+        expect: The exit code; where it is another, what was printed as errors is shown.
+        timeout_s: Seconds until it counts as hung.
+        **variables: Of the environment, on top of this process's.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == expect, done.stderr
+    return done
+
+
 def build_deepspeed_collectives() -> None:
     """Let DeepSpeed compile its collectives for CPUs, which takes minutes once on a machine, before a test's time runs.
 
