@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from safetensors import safe_open
 from transformers import Trainer, TrainingArguments
 
-from slivertune import SFT, HiFT, SFTConfig
 from slivertune.core.atomic import recover
 from slivertune.deltas import load
 from slivertune.deltas.merge import merge, unmerge
@@ -27,7 +26,8 @@ from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from tests.deltas.files import UP, write_deltas
 from tests.helpers.faults import Fault, Operations, counted, denied, error_of, full_disk, hidden, interrupted
-from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.models import tiny_llama
+from tests.helpers.trained import built, trained
 from tests.planning.made import tiny_model
 from tests.planning.test_report import REQUIREMENT
 
@@ -63,26 +63,7 @@ def save_unmerged(target: Path, version: int) -> None:
     unmerge(merged(target.parent.parent), target)
 
 
-@cache
-def hift_after(updates: int) -> HiFT:
-    model = tiny_llama()
-    return step(model, HiFT(model, torch.optim.AdamW, lr=1e-2), updates)
-
-
-@cache
-def sft_after(updates: int) -> SFT:
-    model = tiny_llama()
-    return step(
-        model, SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9), updates
-    )
-
-
-def step(model: Any, optimizer: Any, updates: int) -> Any:
-    for batch in token_batches(updates):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
+trained_once = cache(trained)
 
 
 def save_model(target: Path, version: int) -> None:
@@ -122,8 +103,8 @@ SAVES: dict[str, tuple[str, Save, bool]] = {
     "deltas over older ones": ("deltas", save_deltas, True),
     "a merged checkpoint": ("merged", save_merged, False),
     "an unmerged checkpoint": ("again", save_unmerged, False),
-    "HiFT's state": ("hift", lambda target, version: save_state(hift_after(version), target), True),
-    "SFT's state": ("sft", lambda target, version: save_state(sft_after(version), target), True),
+    "HiFT's state": ("hift", lambda target, version: save_state(trained_once("hift", version), target), True),
+    "SFT's state": ("sft", lambda target, version: save_state(trained_once("sft", version), target), True),
     "a run's model": ("model", save_model, True),
     "the cached base model": ("0123456789abcdef", save_cache, True),
     "a run's results": ("results.json", save_results, True),
@@ -221,8 +202,7 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path) -> None:
         save(tmp_path / name / file, 2)
     assert load(tmp_path / "deltas in a new folder" / "deltas").deltas.keys() == {UP}
     assert json.loads((tmp_path / "a run's results" / "results.json").read_text()) == {"num_steps": 2}
-    hift, sft = HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-2), None
-    load_state(hift, tmp_path / "HiFT's state" / "hift")
-    sft = SFT(tiny_llama(), config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
-    load_state(sft, tmp_path / "SFT's state" / "sft")
-    assert hift.updates == sft.updates == 2
+    for method, name in (("hift", "HiFT's state"), ("sft", "SFT's state")):
+        _, optimizer = built(method)
+        load_state(optimizer, tmp_path / name / method)
+        assert optimizer.updates == 2
