@@ -11,7 +11,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from slivertune import HiFT
 from slivertune.parallel.initialize import initialize, resolve_config
 from tests.conftest import CHECKOUT
 from tests.helpers.models import tiny_llama
@@ -20,6 +19,7 @@ from tests.parallel.contract.hift import HiFTCase
 from tests.parallel.contract.runs import CPU, message_of, quiet
 from tests.parallel.reference import batch_of, halving
 
+CASE = HiFTCase(bare=True)
 AUTO: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
@@ -64,37 +64,41 @@ def test_the_configs_of_the_presets_resolve_with_a_batch_size(stage: int) -> Non
     assert "auto" not in json.dumps(resolved)
 
 
-def test_a_batch_size_nobody_fills_in_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="write train_micro_batch_size_per_gpu"):
-        resolve_config({**AUTO, "train_micro_batch_size_per_gpu": "auto"}, tiny_llama())
+@pytest.mark.parametrize(
+    ("config", "model", "message"),
+    [
+        ({**AUTO, "train_micro_batch_size_per_gpu": "auto"}, tiny_llama(), "write train_micro_batch_size_per_gpu"),
+        (AUTO, torch.nn.Linear(2, 2), r"but the model has no config\.hidden_size"),
+    ],
+    ids=["batch size", "width"],
+)
+def test_what_nobody_knows_is_asked_for(config: dict[str, Any], model: torch.nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_config(config, model)
 
 
-def test_a_width_nobody_knows_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"but the model has no config\.hidden_size"):
-        resolve_config(AUTO, torch.nn.Linear(2, 2))
-
-
-def test_arguments_that_do_not_go_together_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["config"], "needs the model"),
+        (["model"], "needs DeepSpeed's config"),
+        (["model", "config", "model_parameters"], "model_parameters are the optimizer's own"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(names: list[str], message: str) -> None:
     model = tiny_llama()
-    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-3)
-    with pytest.raises(ValueError, match="needs the model"):
-        initialize(optimizer=optimizer, config=AUTO)
-    with pytest.raises(ValueError, match="needs DeepSpeed's config"):
-        initialize(model=model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="model_parameters are the optimizer's own"):
-        initialize(model=model, optimizer=optimizer, config=AUTO, model_parameters=model.parameters())
+    arguments = {"model": model, "config": AUTO, "model_parameters": model.parameters()}
+    with pytest.raises(ValueError, match=message):
+        initialize(optimizer=CASE.build_optimizer(model), **{name: arguments[name] for name in names})
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     model = tiny_llama()
-    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-3)
+    optimizer = CASE.build_optimizer(model)
     model(**batch_of(0, 0, 0)).loss.backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="has already made 1 updates"):
         initialize(model=model, optimizer=optimizer, config=AUTO)
-
-
-CASE = HiFTCase(bare=True)
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -119,27 +123,31 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
         training_data=Rows(),
         lr_scheduler=schedule,
     )
-    results["same objects"] = optimizer is hift, scheduler is schedule
+    results["the optimizer and the schedule come back"] = optimizer is hift, scheduler is schedule
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in loader:
             engine.backward(engine(**batch).loss)
             engine.step()
-    results["warned"] = [str(each.message) for each in caught if "lr_scheduler" in str(each.message)]
-    results["updates"] = hift.updates, len(loader), hift.active_group
+    results["no warning that the schedule is ahead"] = [
+        str(each.message) for each in caught if "lr_scheduler" in str(each.message)
+    ]
+    results["updates, batches, and the group whose turn it is"] = hift.updates, len(loader), hift.active_group
     results |= {name: message_of(call) for name, call in {"step": hift.step, "state_dict": hift.state_dict}.items()}
     with torch.no_grad():
         engine(**batch_of(0, 0, 0))
-    results["lr"] = engine.get_lr(), hift.held_lr
     engine.destroy()
-    results["hooks left"] = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
-    results["trainable"] = all(parameter.requires_grad for parameter in model.parameters())
+    results["hooks that are left"] = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+    results["everything trains again"] = all(parameter.requires_grad for parameter in model.parameters())
 
     model = CASE.build_model()
     engine, optimizer, _, _ = initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=CASE.engine_config(2)
     )
-    results["plain"] = type(optimizer).__name__, hasattr(engine, "hift_schedule")
+    results["any other optimizer is DeepSpeed's own affair"] = (
+        type(optimizer).__name__,
+        hasattr(engine, "hift_schedule"),
+    )
     engine.destroy()
 
     model = CASE.build_model()
@@ -156,37 +164,31 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
     return results
 
 
+EXPECTED: dict[str, Any] = {
+    "the optimizer and the schedule come back": (True, True),
+    # 16 rows, two a rank and step; the fifth update is group 4's.
+    "updates, batches, and the group whose turn it is": (4, 4, 4),
+    "no warning that the schedule is ahead": [],
+    "hooks that are left": 0,
+    "everything trains again": True,
+    "any other optimizer is DeepSpeed's own affair": ("DeepSpeedZeroOptimizer", False),
+}
+"""After eight rows a rank; hooks and what trains, after the engine is destroyed."""
+
+
 @pytest.fixture(scope="module")
 def used() -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = run_ranks(use, 2, env=CPU, timeout_s=600)
-    return ranks
+    return run_ranks(use, 2, env=CPU, timeout_s=600)
 
 
-def test_hift_the_schedule_and_a_loader_come_back(used: list[dict[str, Any]]) -> None:
-    for rank in used:
-        assert rank["same objects"] == (True, True)
-        # 16 rows, two a rank and step; the fifth update is group 4's.
-        assert rank["updates"] == (4, 4, 4)
+@pytest.mark.parametrize("what", EXPECTED)
+def test_an_engine_is_used_and_destroyed(what: str, used: list[dict[str, Any]]) -> None:
+    assert [rank[what] for rank in used] == [EXPECTED[what]] * 2
 
 
-def test_a_schedule_that_runs_after_the_engine_is_not_told_to_be_early(used: list[dict[str, Any]]) -> None:
-    assert [rank["warned"] for rank in used] == [[], []]
-
-
-def test_the_optimizer_itself_no_longer_steps(used: list[dict[str, Any]]) -> None:
-    for rank in used:
-        assert "DeepSpeed's ZeRO-2 engine" in rank["step"]
-        assert "DeepSpeed's ZeRO-2 engine" in rank["state_dict"]
-
-
-def test_destroying_the_engine_takes_all_groups_hooks_from_the_model(used: list[dict[str, Any]]) -> None:
-    for rank in used:
-        assert rank["hooks left"] == 0
-        assert rank["trainable"]
-
-
-def test_any_other_optimizer_is_deepspeeds_own_affair(used: list[dict[str, Any]]) -> None:
-    assert [rank["plain"] for rank in used] == [("DeepSpeedZeroOptimizer", False)] * 2
+@pytest.mark.parametrize("call", ["step", "state_dict"])
+def test_the_optimizer_itself_no_longer_steps(call: str, used: list[dict[str, Any]]) -> None:
+    assert all("DeepSpeed's ZeRO-2 engine" in rank[call] for rank in used)
 
 
 def test_a_config_without_clipping_does_not_clip_and_says_so(used: list[dict[str, Any]]) -> None:
