@@ -6,7 +6,7 @@ thrown away; masters are whole fp32 copies that never leave memory.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -116,13 +116,16 @@ class NaiveHiFT:
             if name not in self.active:
                 parameter.grad = None
 
-    def step(self) -> None:
+    def step(self, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Update the active group; from the parameters' own gradients when no others are given."""
+        if gradients is None:
+            gradients = {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
         if self.updates % self.cycle_length == 0 or not any(self.held):
             self.held = [_copied(group["lr"]) for group in self.carrier.param_groups]
         inner = self._optimizer_of_active_group()
         for name in self.active:
-            gradient = self.parameters[name].grad
-            self.masters[name].grad = None if gradient is None else gradient.to(self.masters[name].dtype)
+            master = self.masters[name]
+            master.grad = gradients[name].to(master.dtype) if name in gradients else None
         for group in inner.param_groups:
             index = group["split_index"]
             carried = self.carrier.param_groups[index]

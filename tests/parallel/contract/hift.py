@@ -191,7 +191,7 @@ unclipped run is off by 2e-2, and its norms by 1e-2."""
 
 def moments_of(trained: OneProcess) -> dict[str, dict[str, torch.Tensor]]:
     """The state of one process, by kind and name."""
-    state = {key: value for optimizer in trained.optimizers for key, value in optimizer.state.items()}
+    state = {key: value for optimizer in trained.rotation.inner.values() for key, value in optimizer.state.items()}
     return {
         kind: {name: state[master][kind] for name, master in trained.masters.items() if master in state}
         for kind in ("exp_avg", "exp_avg_sq")
