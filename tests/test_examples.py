@@ -54,8 +54,7 @@ def test_the_accelerate_loop_prints_hift_against_dense(launcher: list[str], tmp_
     assert hift["steps"] == 2 * dense["steps"] == 12
     assert min(dense["seconds"], hift["seconds"], dense["loss"], hift["loss"]) > 0
     # The largest of eight layers against all of them.
-    assert 0 < hift["gradients"] < dense["gradients"] / 4
-    assert 0 < hift["state"] < dense["state"] / 4
+    assert 0 < hift["gradients"] < dense["gradients"] / 4 and 0 < hift["state"] < dense["state"] / 4
     assert dense["state"] == pytest.approx(2 * dense["gradients"], rel=1e-3), "AdamW keeps two moments"
 
 
@@ -68,8 +67,7 @@ def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: l
         run(launcher, "tokentune.py", "--steps=4", "--blocks=4", "--length=64", folder=tmp_path),
     )
     assert [every["share"], some["share"]] == [100, 30]
-    assert 0 < some["activations"] < 0.5 * every["activations"]
-    assert min(every["loss"], some["loss"]) > 0
+    assert 0 < some["activations"] < 0.5 * every["activations"] and min(every["loss"], some["loss"]) > 0
 
 
 @pytest.mark.slow
@@ -99,8 +97,7 @@ def test_the_trainer_learns_with_hift_and_tokentune(launcher: list[str], num_ran
         r"(?P<after>[\d.]+) after",
         run(launcher, "trainer_hift.py", "--steps=12", "--blocks=2", "--length=32", folder=tmp_path),
     )
-    assert line["ranks"] == num_ranks
-    assert line["after"] < line["before"]
+    assert line["ranks"] == num_ranks and line["after"] < line["before"]
     assert (tmp_path / "trainer_hift_run" / "checkpoint-12" / "slivertune_tokens.json").is_file()
 
 
@@ -115,8 +112,7 @@ def test_two_ranks_train_save_resume_and_save_the_model(launcher: list[str], tmp
         r"(?P<resumed>[\d.]+) resumed, (?P<end>[\d.]+) at the end",
         printed,
     )
-    assert loss["end"] < loss["half"] < loss["first"]
-    assert loss["resumed"] == loss["half"]
+    assert loss["end"] < loss["half"] < loss["first"] and loss["resumed"] == loss["half"]
     assert (tmp_path / "ranks" / "half" / "hift").is_dir()
     assert LlamaForCausalLM.from_pretrained(tmp_path / "ranks" / "model").config.hidden_size == 32
 
@@ -140,8 +136,7 @@ def test_deepspeed_trains_saves_and_goes_on(tmp_path: Path) -> None:
         )
         assert "weights load without slivertune" in printed
     assert [each["updates"] for each in runs] == [8, 16], "the second start goes on"
-    assert 0 < runs[1]["loss"] < runs[0]["loss"]
-    assert 0 < runs[0]["device"] < runs[0]["host"] / 2
+    assert 0 < runs[1]["loss"] < runs[0]["loss"] and 0 < runs[0]["device"] < runs[0]["host"] / 2
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,7 @@ def test_a_public_name_resolves_and_is_listed(name: str) -> None:
     value = getattr(slivertune, name)
     assert value is getattr(slivertune, name)
     if name != "__version__":
-        assert value.__name__ == name
-        assert value.__module__.startswith("slivertune.")
+        assert value.__name__ == name and value.__module__.startswith("slivertune.")
 
 
 def test_the_names_are_listed_before_they_are_resolved(tmp_path: Path) -> None:
@@ -87,8 +86,7 @@ def test_the_wheel_holds_the_package_the_presets_and_nothing_else(wheel: Path, c
     names = files_of(wheel)
     about = f"slivertune-{slivertune.__version__}.dist-info/"
     assert {name for name in names if not name.startswith(about)} == expected
-    assert "slivertune/py.typed" in names
-    assert f"{about}licenses/LICENSE" in names
+    assert "slivertune/py.typed" in names and f"{about}licenses/LICENSE" in names
 
 
 def test_the_wheel_declares_the_command_the_floors_and_the_extras(wheel: Path) -> None:
@@ -132,8 +130,7 @@ def test_the_source_package_holds_what_building_and_testing_need(sdist: Path, ch
             for path in (checkout / folder).rglob("*")
             if path.is_file() and path.suffix != ".pyc"
         }
-        assert here
-        assert here <= names
+        assert here and here <= names
     assert not [name for name in names if name.startswith((".venv", "runs", "dist"))]
 
 

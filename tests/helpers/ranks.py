@@ -6,7 +6,8 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -148,5 +149,14 @@ def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+        return server.getsockname()[1]
+
+
+@contextmanager
+def single_rank(folder: Path) -> Iterator[None]:
+    """A process group of one rank inside, for torch.distributed.checkpoint."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

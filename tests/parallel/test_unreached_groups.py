@@ -205,8 +205,7 @@ def test_two_ranks_step_what_any_of_them_reached_as_one_process_does(found: list
     reference = run.reference()
     expected, exact = with_exact(lambda: whole_weights(run.reference().model))
     for each in found:
-        assert each[case]["updates"] == reference.updates
-        assert each[case]["skipped"] == reference.skipped
+        assert each[case]["updates"] == reference.updates and each[case]["skipped"] == reference.skipped
         if run.accumulation > 1 or layout in ZERO:
             # Gradients have several orders; one too many or too few moves weights by a step, 1e-2.
             assert_step_close(each[case]["weights"], expected, exact, cap=1e-5)
@@ -240,8 +239,7 @@ def run_on_one_rank(rank: int, num_ranks: int, layout: Layout) -> tuple[str, flo
 @pytest.mark.slow
 def test_ranks_that_run_other_layers_under_fsdp2_are_told_where_each_is_within_the_timeout() -> None:
     for rank, (message, seconds) in enumerate(run_ranks(run_on_one_rank, 2, "fsdp2", collective_timeout_s=6)):
-        assert f"rank {rank} failed" in message
-        assert "this rank is at update 0, group 0" in message
+        assert f"rank {rank} failed" in message and "this rank is at update 0, group 0" in message
         assert f"rank {1 - rank} was last seen at update 0, group 0" in message or f"rank {1 - rank} has" in message
         assert seconds < 40
 

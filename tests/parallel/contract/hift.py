@@ -275,8 +275,7 @@ def whole_state_of(run: Run) -> dict[str, Any]:
 
 def active_group(run: Run) -> int:
     """The group whose turn it is, as the engine has it under ZeRO."""
-    group: int = run.model.hift_schedule.active if run.layout in ZERO else run.sliver.active_group
-    return group
+    return run.model.hift_schedule.active if run.layout in ZERO else run.sliver.active_group
 
 
 def gathered(engine: Any, key: str = "master") -> dict[str, torch.Tensor]:

@@ -85,8 +85,7 @@ class Case:
         return batch_of(update, micro, rank)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(**batch).loss
-        return loss
+        return model(**batch).loss
 
     def result(self, run: Run) -> dict[str, Any]:
         """What this rank has at the end of a run; all plain tensors."""
@@ -188,8 +187,6 @@ class Run:
         self.case, self.layout, self.accelerator, self.rank = case, layout, accelerator, rank
         self.plain: Any = self.build_model(seed)
         self.sliver = case.build_optimizer(self.plain, **changes)
-        self.model: Any
-        self.optimizer: Any
         schedule = case.schedule_of(self.sliver)
         if case.bare:
             self.model, self.optimizer, _, self.schedule = st.initialize(
@@ -290,8 +287,7 @@ def save(run: Run, folder: Path) -> None:
 def load(run: Run, folder: Path) -> None:
     """Load what `save` wrote."""
     if run.case.bare:
-        loaded, _ = run.model.load_checkpoint(str(folder))
-        assert loaded is not None
+        assert run.model.load_checkpoint(str(folder))[0] is not None
     else:
         run.accelerator.load_state(str(folder))
         assert len(run.accelerator._optimizers) == 1

@@ -103,8 +103,7 @@ class SFTCase(Case):
         return token_batches(1, seed=1000 * update + 10 * micro + rank)[0]
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(batch) if self.model == "prescribed" else model(**batch).loss
-        return loss
+        return model(batch) if self.model == "prescribed" else model(**batch).loss
 
     def result(self, run: Run) -> dict[str, Any]:
         return {"state": plain_state(run.sliver), **super().result(run)}

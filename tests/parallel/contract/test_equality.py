@@ -192,8 +192,7 @@ def load_without_the_library(folder: Path) -> dict[str, dict[str, torch.Tensor]]
         f"{str(folder / 'loaded.pt')!r})"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
-    loaded: dict[str, dict[str, torch.Tensor]] = torch.load(folder / "loaded.pt")
-    return loaded
+    return torch.load(folder / "loaded.pt")
 
 
 @pytest.mark.slow

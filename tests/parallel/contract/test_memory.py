@@ -150,8 +150,7 @@ def test_a_rank_holds_its_weights_the_active_gradients_and_two_pieces(layout: La
         assert figure["parameters"] == figure["share"]  # 2 bytes a parameter, rows rounded up
         for held, expected in figure["gradients of each group"]:
             assert held == expected > 0
-        assert 0 < figure["state"] <= 2 * PIECE
-        assert figure["after"] == 0
+        assert 0 < figure["state"] <= 2 * PIECE and figure["after"] == 0
         # fp32 master and two moments of 2-byte weights, each weight's count of steps, and gaps.
         assert 6 * figure["share"] <= figure["host"] <= HELD[layout][1] * 6 * figure["share"]
 
@@ -192,8 +191,7 @@ def test_an_update_sends_little_more_than_the_trained_weights_gradient(of_sft: A
         # In a phase the candidates' too: as many, and half as many more where two phases need spares.
         assert 8 * count < num_bytes[8] <= 2.5 * 4 * count
         # In its first update: positions (a pool of two for each weight), then the values at both ranks' positions.
-        assert num_bytes[7] <= (4 + 8 + 16) * count + 1000
-        assert num_bytes[7] < 0.6 * found["dense bytes"]
+        assert num_bytes[7] <= (4 + 8 + 16) * count + 1000 and num_bytes[7] < 0.6 * found["dense bytes"]
         assert max(size for each in sent for _, size in each) <= 12 * count
 
 

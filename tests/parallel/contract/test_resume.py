@@ -1,4 +1,7 @@
-"""A run that is saved on its way goes on under every layout: with its own bits, and with another number of ranks."""
+"""A run that is saved on its way goes on under every layout: with its own bits, and with another number of ranks.
+
+One file, however long: whatever a layout's ranks save and take up again, they do in one launch.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from slivertune import SFTConfig
 from slivertune.core.layout import Layout
 from slivertune.core.manifest import write_manifest
 from slivertune.deltas import apply
@@ -17,12 +21,13 @@ from slivertune.parallel.checkpoint.sidecar import load_state
 from tests.helpers.models import assert_same_tree, differing, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.slow import asked_for, quick
-from tests.helpers.tolerance import distance, step_limit
+from tests.helpers.tolerance import distance, step_limit, with_exact
+from tests.interop import test_trainer_layouts as trainers
+from tests.interop.test_trainer_ranks import BATCH
 from tests.parallel.contract import hift, sft
 from tests.parallel.contract.hift import CYCLE, HiFTCase
-from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, launched_once, load, running, save
+from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, launched_once, load, quiet, running, save
 from tests.parallel.contract.sft import SFTCase
-from tests.parallel.contract.trainers import TRAINERS, assert_trainer_went_on, resume_trainer
 
 Key = tuple[str, Layout, str]
 
@@ -73,6 +78,31 @@ CASES: dict[Key, Case] = {
         for name, case in (("AG", AG), ("MA", MA))
     },
 }
+TRAINED: dict[str, SFTConfig] = {
+    "AG": trainers.SFT,
+    "MA": SFTConfig(density=0.1, reselection_interval=5, selection="momentum"),
+}
+"""Twelve updates, saved after seven: MA's weights are reselected after 5 and 10."""
+TRAINERS: list[tuple[Layout, str]] = [(layout, "MA") for layout in ("ddp", "fsdp2", *ZERO)] + [("zero1", "AG")]
+"""The other runs of AG are in the Trainer's own tests of layouts."""
+
+
+def resume_trainer(layout: Layout, name: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The deltas of a run that saved a checkpoint and went on, and of one that was taken up there."""
+    quiet()
+    output = folder / "trainer" / layout / name
+    options: dict[str, dict[str, Any]] = {
+        "straight": {"save_strategy": "steps", "save_steps": trainers.STOP},
+        "resumed": {"resume": str(output / f"checkpoint-{trainers.STOP}")},
+    }
+    deltas = {}
+    for kind, each in options.items():
+        with trainers.states(layout):
+            trainer, (deltas[kind],) = trainers.train(output, BATCH, layout, TRAINED[name], **each)
+            trainer.accelerator.free_memory()
+    return deltas
+
+
 QUICK = [key for key in CASES if key[1] == "ddp" or (key[0] == "hift" and key[2] != "bare")]
 Saved = Callable[[Layout], list[Found]]
 
@@ -202,7 +232,6 @@ def test_what_accelerate_and_the_trainer_move_to_the_device_has_one_element(save
         } == {1}
 
 
-BARE_SFT = [key for key, case in CASES.items() if key[0] == "sft" and case.bare]
 SFT = [key for key in CASES if key[0] == "sft"]
 
 
@@ -215,7 +244,7 @@ def test_a_resumed_run_of_sft_equals_one_process(method: str, layout: Layout, na
         case.assert_equals_one_process([{**each["straight"], "weights": each["weights"]} for each in results], layout)
 
 
-MERGED = [key for key in SFT if key not in BARE_SFT]
+MERGED = [key for key in SFT if not CASES[key].bare]
 
 
 @pytest.mark.parametrize(("method", "layout", "name"), quick(MERGED, [key for key in MERGED if key in QUICK]))
@@ -232,7 +261,15 @@ def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
 def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
     layout: Layout, trainer: str, saved: Saved, tmp_path: Path
 ) -> None:
-    assert_trainer_went_on([found["Trainer", trainer] for found in saved(layout)], trainer, tmp_path)
+    """Both runs of every rank have the same bits, and about those of one process on the whole batch."""
+    results = [found["Trainer", trainer] for found in saved(layout)]
+    with trainers.states(None):
+        ((_, (expected,)), (_, (exact,))) = with_exact(
+            functools.partial(trainers.train, tmp_path, len(results) * BATCH, None, TRAINED[trainer])
+        )
+    for each in results:
+        assert differing(each["straight"], each["resumed"]) == []
+        trainers.assert_near(each["straight"], expected, exact)
 
 
 ELSEWHERE: list[tuple[int, str, Layout, Layout, str]] = [
