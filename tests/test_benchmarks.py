@@ -202,8 +202,7 @@ def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
 
 
 def test_gpu_refuses_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
-    huge = (*TINY_GPU, "--vocabulary=1000000000000")
-    said = run("gpu.py", tmp_path / "gpu.json", "--device=cpu", *huge, expect=1)
+    said = run("gpu.py", tmp_path / "gpu.json", "--device=cpu", *((*TINY_GPU, "--vocabulary=1000000000000")), expect=1)
     assert "GB of host memory" in said and "lower --blocks" in said
     assert list(tmp_path.iterdir()) == []
 

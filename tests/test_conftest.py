@@ -78,8 +78,12 @@ def test_make_test_passes_its_threads_to_pytest(checkout: Path, given: tuple[str
 def test_ranks_and_launched_scripts_have_as_many_threads_as_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", THREADS)
     assert run_ranks(threads_of_a_rank, 2) == [(int(THREADS), THREADS)] * 2
-    command = [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"]
-    assert subprocess.check_output(command, env=environment(), text=True).strip() == THREADS
+    assert (
+        subprocess.check_output(
+            [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"], env=environment(), text=True
+        ).strip()
+        == THREADS
+    )
 
 
 def test_the_head_of_a_run_says_threads_and_capability(checkout: Path) -> None:

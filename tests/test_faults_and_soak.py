@@ -47,8 +47,8 @@ def check(kills: list[dict[str, Any]], layout: str, num_kills: int) -> None:
     for kill in kills:
         assert kill["same_bits"] and kill["passed"], kill
         if kill["half_saved"] not in (None, "whole"):
-            for refusal in kill["half_saved"].split(" | "):
-                assert refusal.startswith("DamagedCheckpointError: FOLDER/checkpoint-"), kill
+            refusals = kill["half_saved"].split(" | ")
+            assert all(each.startswith("DamagedCheckpointError: FOLDER/checkpoint-") for each in refusals), kill
         # From the newest checkpoint that was whole; this very update's only if its rename was done already.
         newest = (kill["update"] - 1) // 3 * 3
         is_saving = kill["phase"] in ("save", "rename")
@@ -64,8 +64,13 @@ def test_the_kills_that_are_kept_cover_every_cell_and_phase_and_all_passed() -> 
     assert cells.keys() == {f"{layout}/{method}" for layout in LAYOUTS for method in METHODS}
     for name, cell in cells.items():
         check(cell["kills"], name.split("/")[0], num_kills=2)
-    phases = {kill["phase"] for cell in cells.values() for kill in cell["kills"]}
-    assert phases == {"forward", "backward", "step", "save", "rename"}
+    assert {kill["phase"] for cell in cells.values() for kill in cell["kills"]} == {
+        "forward",
+        "backward",
+        "step",
+        "save",
+        "rename",
+    }
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -93,8 +92,7 @@ def save_plot(target: Path, version: int) -> None:
 def save_results(target: Path, version: int) -> None:
     from slivertune.training.output.report import write_results
 
-    results: Any = SimpleNamespace(as_json=lambda: {"num_steps": version})
-    write_results(results, target.parent)
+    write_results(SimpleNamespace(as_json=lambda: {"num_steps": version}), target.parent)
 
 
 SAVES: dict[str, tuple[str, Save, bool]] = {

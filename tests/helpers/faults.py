@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,6 +43,7 @@ def killed(what: str) -> BaseException:
     raise AssertionError("unreachable")
 
 
+@dataclass
 class Operations:
     """Counts file operations that change something, and lets the one of a given number fail.
 
@@ -51,23 +53,20 @@ class Operations:
         once: Whether later ones work again; a full disk stays full, but deleting goes on working.
     """
 
-    def __init__(self, fails_at: int, fault: Fault, *, once: bool = True) -> None:
-        self.names: list[str] = []
-        self.is_disk_full = False
-        self._fails_at = fails_at
-        self._fault = fault
-        self._once = once
+    fails_at: int
+    fault: Fault
+    once: bool = field(default=True, kw_only=True)
+    names: list[str] = field(default_factory=list, init=False)
+    is_disk_full: bool = field(default=False, init=False)
 
     def pass_by(self, name: str) -> None:
         self.names.append(name)
         number = len(self.names)
-        if number == self._fails_at or (not self._once and 0 < self._fails_at < number and not _removes(name)):
-            self.is_disk_full = self._fault is full_disk
-            raise self._fault(name)
-
-
-def _removes(name: str) -> bool:
-    return name in ("unlink", "rmdir")
+        if number == self.fails_at or (
+            not self.once and 0 < self.fails_at < number and name not in ("unlink", "rmdir")
+        ):
+            self.is_disk_full = self.fault is full_disk
+            raise self.fault(name)
 
 
 class _File:

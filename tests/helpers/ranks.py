@@ -1,4 +1,8 @@
-"""Runs a function on several ranks: processes of their own, gloo over a file, with this run's threads each."""
+"""Runs a function on several ranks: processes of their own, gloo over a file, with this run's threads each.
+
+Ranks take seconds to start, so most of their cases are left to `make test-all`, and a fixture that starts them for many
+tests runs only the cases that are asked for.
+"""
 
 import os
 import pickle
@@ -6,12 +10,13 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -160,3 +165,41 @@ def single_rank(folder: Path) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def quick(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """The values of a parametrized test, all but a few of them marked as slow.
+
+    Args:
+        cases: Names, or tuples of several arguments.
+        kept: Those that `make test` runs; each is one of `cases`.
+
+    Returns:
+        What `pytest.mark.parametrize` takes.
+    """
+    cases = list(cases)
+    unknown = [case for case in kept if case not in cases]
+    assert not unknown, f"{unknown} are none of {cases}"
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in kept else pytest.mark.slow)
+        for case in cases
+    ]
+
+
+def asked_for(request: pytest.FixtureRequest, *arguments: str) -> set[Any]:
+    """The values with which the tests of this run call for a fixture's results.
+
+    Args:
+        request: Of a fixture of a module.
+        *arguments: Names of arguments that its tests are parametrized by.
+
+    Returns:
+        The value, or a tuple of several, of each test of the module that is parametrized by all of them.
+    """
+    found = set()
+    for item in request.session.items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == request.path and all(name in values for name in arguments):
+            asked = tuple(values[name] for name in arguments)
+            found.add(asked if len(asked) > 1 else asked[0])
+    return found

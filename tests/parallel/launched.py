@@ -6,6 +6,7 @@ It reports, from inside of the run, what the launcher and the preset made of it.
 import argparse
 import os
 import sys
+from itertools import islice
 from typing import Any
 
 import torch
@@ -102,7 +103,6 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
         deepspeed_config: A DeepSpeed configuration, for launchers that have none.
     """
     accelerator = cpu_accelerator(deepspeed_config)
-    rank = accelerator.process_index
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
     before = whole_weights(model)
     optimizer: Any = st.HiFT(model, torch.optim.AdamW, lr=0.05, weight_decay=0.0)
@@ -113,9 +113,8 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
     loader: Any = DataLoader(list(rows), batch_size=BATCH)  # type: ignore[arg-type]
     model, optimizer, loader = st.prepare(accelerator, model, optimizer, loader)
 
-    losses, batches = [], iter(loader)
-    for _ in range(num_updates):
-        ids = next(batches)
+    losses = []
+    for ids in islice(loader, num_updates):
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
         optimizer.step()
@@ -125,7 +124,7 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
     network = accelerator.unwrap_model(model)
     after = whole_weights(network)
     report(
-        rank,
+        accelerator.process_index,
         {
             "layout": layout_of(accelerator),
             "distributed_type": accelerator.distributed_type.value,

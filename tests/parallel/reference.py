@@ -76,20 +76,19 @@ class OneProcess:
         **options: Any,
     ) -> None:
         self.model = model.requires_grad_(True)
-        self.options = {**ADAMW, **options}
+        options = {**ADAMW, **options}
         self.rotation = NaiveHiFT(
             model,
             torch.optim.AdamW,
             groups=groups,
             steps_per_group=steps_per_group,
-            split=decay_split(model, self.options["weight_decay"]) if split_decay else None,
-            **self.options,
+            split=decay_split(model, options["weight_decay"]) if split_decay else None,
+            **options,
         )
         self.groups, self.masters = self.rotation.groups, self.rotation.masters
         self.ranks = ranks
         self.accumulation = accumulation
         self.max_norm = max_norm
-        self.steps_per_group = steps_per_group
         self.compute_dtype = compute_dtype
         self.as_zero = as_zero
         self.scales = scales
@@ -147,15 +146,14 @@ class OneProcess:
     def apply(self, gradients: Gradients) -> None:
         """Make one update of the active group from its mean gradients."""
         for group in self.rotation.carrier.param_groups:
-            group["lr"] = self.options["lr"] * self.lr_of(self.updates)
+            group["lr"] = self.rotation.options["lr"] * self.lr_of(self.updates)
         # Clipped as the weight's own gradient, in its dtype, as a training loop does.
         weights = dict(self.model.named_parameters())
         held = {}
         for name, gradient in gradients.items():
             held[name] = torch.empty_like(gradient if self.as_zero else weights[name])
             held[name].grad = gradient.to(held[name].dtype)
-        norm = torch.nn.utils.clip_grad_norm_(held.values(), self.max_norm or math.inf)
-        self.norms.append(float(norm))
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(held.values(), self.max_norm or math.inf)))
         self.rotation.step({name: each.grad for name, each in held.items()})
         self.updates += 1
 

@@ -320,8 +320,7 @@ def test_a_placeholder_alone_does_not_resume_a_run() -> None:
 
 def test_a_state_that_is_no_placeholder_is_not_taken_for_one() -> None:
     model, optimizer = model_and_hift()
-    plain = {"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}
-    assert optimizer._updates_in_placeholder(plain) is None
+    assert optimizer._updates_in_placeholder({"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}) is None
     optimizer.use_sidecar("DDP")
     step(model, optimizer, 4)
     placeholder = optimizer.state_dict()

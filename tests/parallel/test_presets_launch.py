@@ -70,8 +70,7 @@ Launched = Callable[[str], list[Report]]
 def script(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The script and its argument: a folder with a model in bf16."""
     folder = tmp_path_factory.mktemp("model")
-    model: Any = tiny_llama(torch.bfloat16, blocks=BLOCKS)
-    model.save_pretrained(folder)
+    tiny_llama(torch.bfloat16, blocks=BLOCKS).save_pretrained(folder)
     return [str(SCRIPT), str(folder)]
 
 

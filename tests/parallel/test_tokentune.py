@@ -11,8 +11,7 @@ import torch
 
 from slivertune.core.layout import Layout
 from tests.helpers.models import assert_same_tree, differing, weights
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import asked_for, quick
+from tests.helpers.ranks import asked_for, quick, run_ranks
 from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.parallel.contract.runs import CPU, LAYOUTS
 from tests.parallel.reference import largest_difference

@@ -282,9 +282,8 @@ class _Forced(OneProcess):
         self._positions = torch.empty(0)
 
     def _rows_of(self, update: int, micro: int, rank: int) -> Batch:
-        active = self.groups[update // self.steps_per_group % len(self.groups)]
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(name in active)
+            parameter.requires_grad_(name in self.rotation.active)
         self._rank, self._positions = rank, self.selections[rank][update * self.accumulation + micro]
         return self.plan.batch(update, micro, rank)
 

@@ -110,8 +110,8 @@ class SFTCase(Case):
 
     def merged(self, run: Run) -> dict[str, torch.Tensor]:
         run.sliver.detach()
-        gathered: dict[str, Any] = run.accelerator.get_state_dict(run.model) or {}
-        return {name: getattr(value, "full_tensor", value.clone)().detach() for name, value in gathered.items()}
+        whole = run.accelerator.get_state_dict(run.model) or {}
+        return {name: getattr(value, "full_tensor", value.clone)().detach() for name, value in whole.items()}
 
     def assert_equals_one_process(self, results: list[dict[str, Any]], layout: Layout) -> None:
         """Every rank has what the naive reference has of the whole batch; in bf16 the bits of the library alone.

@@ -162,8 +162,9 @@ def sft_on(layout: Layout, rank: int) -> dict[str, Any]:
     with running(SPARSE, layout, rank) as run:
         run.train(0, 2)
         put_in(run.model, {**whole_weights(run.model), **new_targets(run.sliver)}, layout)
-        actions: dict[str, Callable[[], object]] = {"step": lambda: run.train(2, 3), "merge": run.sliver.detach}
-        found: dict[str, Any] = {name: message_of(act) for name, act in actions.items()}
+        found: dict[str, Any] = {
+            name: message_of(act) for name, act in {"step": lambda: run.train(2, 3), "merge": run.sliver.detach}.items()
+        }
         found["updates"] = run.sliver.updates
         if layout not in IN_SHARDS:
             found["bases"] = run.sliver.base_values()

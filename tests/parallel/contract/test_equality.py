@@ -1,7 +1,5 @@
 """Two and three ranks under every layout come to what one process does that sees the rows of all of them."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +10,9 @@ import torch
 
 from slivertune.core.layout import Layout
 from slivertune.parallel.ddp import gradient_sync
+from tests.helpers.launching import run_python
 from tests.helpers.models import BLOCKS, assert_same_tree, differing, weights
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import asked_for, quick
+from tests.helpers.ranks import asked_for, quick, run_ranks
 from tests.parallel.contract.cases import HIFT, MA, QUICK_OF_HIFT, QUICK_OF_SFT, SFT
 from tests.parallel.contract.hift import HiFTCase, active_group
 from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, Run, launched_once, running
@@ -177,21 +175,16 @@ def loaded(request: pytest.FixtureRequest, folder: Path, trained: Trained) -> di
     """The parameters of every checkpoint, by its folder."""
     for _, layout, _ in asked_for(request, "method", "layout", "name"):
         trained(layout)
-    return load_without_the_library(folder)
-
-
-def load_without_the_library(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters of every Hugging Face checkpoint in a folder, read where slivertune can't be imported."""
+    # Where slivertune can't be imported.
     code = (
         "import sys, pathlib; sys.modules['slivertune'] = None; import torch; "
         "from transformers import AutoModelForCausalLM; "
-        f"folders = [path.parent for path in pathlib.Path({str(folder)!r}).glob('*/*/*/config.json')]; "
+        "folders = [path.parent for path in pathlib.Path('.').absolute().glob('*/*/*/config.json')]; "
         "models = {'/'.join(each.parts[-3:]): AutoModelForCausalLM.from_pretrained(each, dtype='auto') "
         "for each in folders}; "
-        f"torch.save({{name: dict(model.named_parameters()) for name, model in models.items()}}, "
-        f"{str(folder / 'loaded.pt')!r})"
+        "torch.save({name: dict(model.named_parameters()) for name, model in models.items()}, 'loaded.pt')"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+    run_python("-c", code, cwd=folder, timeout_s=120)
     return torch.load(folder / "loaded.pt")
 
 

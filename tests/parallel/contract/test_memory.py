@@ -148,8 +148,8 @@ def of_sft() -> list[dict[Layout, dict[str, Any]]]:
 def test_a_rank_holds_its_weights_the_active_gradients_and_two_pieces(layout: Layout, of_hift: Any) -> None:
     for figure in (found[layout] for found in of_hift):
         assert figure["parameters"] == figure["share"]  # 2 bytes a parameter, rows rounded up
-        for held, expected in figure["gradients of each group"]:
-            assert held == expected > 0
+        gradients = figure["gradients of each group"]
+        assert all(held == expected > 0 for held, expected in gradients), gradients
         assert 0 < figure["state"] <= 2 * PIECE and figure["after"] == 0
         # fp32 master and two moments of 2-byte weights, each weight's count of steps, and gaps.
         assert 6 * figure["share"] <= figure["host"] <= HELD[layout][1] * 6 * figure["share"]
@@ -168,8 +168,7 @@ def test_whatever_a_layout_shares_out_a_ranks_state_is_that_of_one_process(layou
     alone, num_weights = state_of_one_process()
     assert max(alone) > 40 * num_weights
     assert min(alone) <= 22 * num_weights + 4, "fp32 weights: 22 bytes, and the witness"
-    for found in of_sft:
-        assert found[layout]["state"] == alone
+    assert [found[layout]["state"] for found in of_sft] == [alone] * NUM_RANKS
 
 
 @pytest.mark.slow

@@ -19,8 +19,7 @@ from slivertune.core.manifest import write_manifest
 from slivertune.deltas import apply
 from slivertune.parallel.checkpoint.sidecar import load_state
 from tests.helpers.models import assert_same_tree, differing, weights
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import asked_for, quick
+from tests.helpers.ranks import asked_for, quick, run_ranks
 from tests.helpers.tolerance import distance, step_limit, with_exact
 from tests.interop import test_trainer_layouts as trainers
 from tests.interop.test_trainer_ranks import BATCH
