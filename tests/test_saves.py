@@ -118,11 +118,8 @@ FOREIGN = ("training_args.bin",)
 def content(path: Path) -> object:
     """What lies under a name: bytes, but for safetensors, whose metadata are in no order."""
     if path.is_dir():
-        return {
-            name: content(file)
-            for name, file in {str(each.relative_to(path)): each for each in path.rglob("*") if each.is_file()}.items()
-            if not name.startswith(".") and name not in FOREIGN
-        }
+        files = {str(each.relative_to(path)): each for each in path.rglob("*") if each.is_file()}
+        return {name: content(file) for name, file in files.items() if not name.startswith(".") and name not in FOREIGN}
     if path.suffix == ".safetensors":
         with safe_open(path, "pt") as file:
             tensors = {key: file.get_tensor(key).flatten().view(torch.uint8).tolist() for key in sorted(file.keys())}
@@ -169,10 +166,8 @@ def test_a_fault_in_any_file_operation_of_a_save_leaves_the_old_or_the_new_whole
             recover(target)
             found = content(target)
             assert found == new or (error is not None and found == old), where
-            assert [each.name for each in target.parent.iterdir() if not each.name.startswith(".")] in (
-                [file],
-                [] if old is None else [file],
-            ), where
+            visible = [each.name for each in target.parent.iterdir() if not each.name.startswith(".")]
+            assert visible in ([file], [] if old is None else [file]), where
             if found == old or has_older:
                 save(target, 2)
                 assert content(target) == new, where

@@ -218,8 +218,9 @@ def shapes_stepped(optimizer_class: type) -> Iterator[list[torch.Size]]:
         if type(optimizer) is optimizer_class:
             seen.extend(
                 p.shape
-                for p in [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-                if p.any() or p.grad.any()
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None and (p.any() or p.grad.any())
             )
 
     handle = register_optimizer_step_pre_hook(record)

@@ -154,11 +154,8 @@ def _has_memory(value: Any) -> bool:
 
 
 def _is_non_blocking(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return bool(
-        {**dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)), **kwargs}.get(
-            "non_blocking"
-        )
-    )
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("non_blocking"))
 
 
 def _span(tensor: torch.Tensor) -> Span:

@@ -163,11 +163,8 @@ def _divided(gradients: Gradients, count: int) -> Gradients:
 
 
 def _sum(parts: Sequence[Gradients], names: Sequence[str]) -> Gradients:
-    return {
-        name: functools.reduce(torch.add, gradients)
-        for name, gradients in {name: [part[name] for part in parts if name in part] for name in names}.items()
-        if gradients
-    }
+    having = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: functools.reduce(torch.add, gradients) for name, gradients in having.items() if gradients}
 
 
 def after_two_ranks(

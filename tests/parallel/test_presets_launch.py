@@ -113,7 +113,8 @@ def test_a_preset_launches_the_engine_that_it_names(name: str, launched: Launche
 def test_presets_with_as_many_processes_make_the_same_updates_to_the_bit(processes: int, launched: Launched) -> None:
     weights = {
         name: launched(name)[0]["weights"]
-        for name in [name for name, expected in EXPECTED.items() if expected.get("world_size", 2) == processes]
+        for name, expected in EXPECTED.items()
+        if expected.get("world_size", 2) == processes
     }
     assert len(weights) == {1: 2, 2: 7}[processes]
     assert len(set(weights.values())) == 1, weights

@@ -131,10 +131,8 @@ def test_backward_stops_at_the_active_group(layout: Layout, trained: Trained) ->
         if case.checkpointing:
             continue  # re-entering needs gradients at the bottom
         for group, blocks in results[0]["reached"]:
-            assert blocks == frozenset(range(max(0, group * case.settings.get("layers_per_group", 1) - 1), BLOCKS)), (
-                name,
-                group,
-            )
+            lowest = max(0, group * case.settings.get("layers_per_group", 1) - 1)
+            assert blocks == frozenset(range(lowest, BLOCKS)), (name, group)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

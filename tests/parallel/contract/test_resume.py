@@ -212,11 +212,8 @@ def test_a_cycle_is_resumed_with_the_rate_that_it_holds(layout: Layout, saved: S
         if method == "hift"
     ):
         # Read when the cycle began.
-        assert each["loaded"]["held"] == pytest.approx(
-            [hift.LR * hift.rate_after(CYCLE, is_warmup=case.config_schedule, ticks=1 if case.bare else 2)]
-            * len(each["loaded"]["held"]),
-            rel=1e-12,
-        )
+        rate = hift.LR * hift.rate_after(CYCLE, is_warmup=case.config_schedule, ticks=1 if case.bare else 2)
+        assert each["loaded"]["held"] == pytest.approx([rate] * len(each["loaded"]["held"]), rel=1e-12)
         assert each["straight"]["held"] == each["resumed"]["held"] != each["loaded"]["held"]
         assert each["straight"]["held"] != each["straight"]["shown"]
 
