@@ -65,7 +65,7 @@ def test_the_picture_of_the_floors_is_the_list_here(checkout: Path) -> None:
     assert {
         module: int(floor)
         for floor, modules in re.findall(
-            r"^(\d) (.+?)(?: .*)?$", (checkout / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE
+            r"^(\d)  (.+?)(?:  .*)?$", (checkout / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE
         )
         for module in modules.split(" │ ")
     } == FLOORS
