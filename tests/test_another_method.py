@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,7 +12,6 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-import slivertune as st
 from slivertune.chunked_loss import attach_chunked_cross_entropy
 from slivertune.cli import main
 from slivertune.core.layout import Layout
@@ -24,11 +24,10 @@ from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.planning import methods as planned
 from slivertune.planning.methods import register_planned
 from slivertune.training.methods.registry import TRAIN_METHODS, register_train_method
-from tests.helpers.accelerator import one_device
-from tests.helpers.models import Batch, assert_same_bits, differing, tiny_llama, token_batches, twin, weights
+from tests.helpers.models import Batch, differing, tiny_llama, token_batches, twin, weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
-from tests.parallel.contract.runs import Case, accelerator_of
+from tests.parallel.contract.runs import CPU, Case, load, running, save
 from tests.planning.real import LLAMA
 from tests.random_layers.optimizer import RandomLayers, RandomLayersConfig
 from tests.random_layers.plan import PlannedRandomLayers
@@ -36,16 +35,14 @@ from tests.random_layers.train import RandomLayersMethod
 from tests.training.tiny_runs import make_tiny_base, saved_weights, train, write_texts
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}
-UPDATES = 7
 CAP = 1e-4
 """Seven updates of another block apart, results differ by more than 1e-2."""
 
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(adapters, "_adapters", dict(adapters._adapters))
-    monkeypatch.setattr(planned, "_methods", dict(planned._methods))
-    monkeypatch.setattr(interop, "_methods", dict(interop._methods))
+    for module, name in ((adapters, "_adapters"), (planned, "_methods"), (interop, "_methods")):
+        monkeypatch.setattr(module, name, dict(getattr(module, name)))
     register_everywhere()
     yield
     del TRAIN_METHODS["random_layers"]
@@ -57,18 +54,28 @@ def register_everywhere() -> None:
     register_train_method(RandomLayersMethod)
 
 
-def batch(update: int, rank: int) -> Batch:
-    return token_batches(1, seed=10 * update + rank)[0]
+@dataclass(frozen=True, kw_only=True)
+class RandomCase(Case):
+    updates: int = 7
+
+    def build_optimizer(self, model: nn.Module, **changes: Any) -> RandomLayers:
+        return RandomLayers(model, **OPTIONS)
+
+    def batch(self, update: int, micro: int, rank: int) -> Batch:
+        return token_batches(1, seed=10 * update + rank)[0]
+
+
+CASE = RandomCase()
 
 
 def naive(model: nn.Module, num_ranks: int) -> dict[str, torch.Tensor]:
     """AdamW over everything, with the gradients of all but the drawn blocks thrown away."""
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
     drawn = RandomLayers(twin(model), config=RandomLayersConfig(), **OPTIONS)
-    for update in range(UPDATES):
+    for update in range(CASE.updates):
         drawn._updates = update
         for rank in range(num_ranks):
-            (model(**batch(update, rank)).loss / num_ranks).backward()
+            (CASE.loss(model, CASE.batch(update, 0, rank)) / num_ranks).backward()
         for name, parameter in model.named_parameters():
             if name not in drawn.active:
                 parameter.grad = None
@@ -78,48 +85,27 @@ def naive(model: nn.Module, num_ranks: int) -> dict[str, torch.Tensor]:
 
 
 def test_it_trains_on_one_device_as_its_naive_form_and_resumes(tmp_path: Path) -> None:
-    def train(model: Any, optimizer: Any, accelerator: Any, updates: range) -> None:
-        for update in updates:
-            accelerator.backward(model(**batch(update, 0)).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with one_device() as accelerator:
-        model, optimizer = st.prepare(accelerator, *built())
-        train(model, optimizer, accelerator, range(4))
-        accelerator.save_state(tmp_path / "state")
-    with one_device() as accelerator:
-        model, optimizer = st.prepare(accelerator, *built())
-        accelerator.load_state(tmp_path / "state")
-        train(model, optimizer, accelerator, range(4, UPDATES))
-    expected = tiny_llama()
-    naive(expected, 1)
-    assert_same_bits(model, expected)
-
-
-def built() -> tuple[nn.Module, RandomLayers]:
-    model = tiny_llama()
-    return model, RandomLayers(model, **OPTIONS)
+    with running(CASE, "single", 0) as run:
+        save(run.train(0, 4), tmp_path / "state")
+    with running(CASE, "single", 0) as run:
+        load(run, tmp_path / "state")
+        found = weights(run.train(4, CASE.updates).plain)
+    assert differing(found, naive(tiny_llama(), 1)) == []
 
 
 def train_on_rank(rank: int, num_ranks: int, layouts: list[Layout]) -> dict[str, dict[str, torch.Tensor]]:
     register_everywhere()
     found = {}
     for layout in layouts:
-        with accelerator_of(layout, Case()) as accelerator:
-            model, optimizer = st.prepare(accelerator, *built())
-            for update in range(UPDATES):
-                accelerator.backward(model(**batch(update, rank)).loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            found[layout] = weights(accelerator.unwrap_model(model))
+        with running(CASE, layout, rank) as run:
+            found[layout] = weights(run.train(0, CASE.updates).plain)
     return found
 
 
 def test_it_trains_on_several_ranks_as_on_one() -> None:
     pytest.importorskip("deepspeed")
     layouts: list[Layout] = ["ddp", "zero2"]
-    ranks = run_ranks(train_on_rank, 2, layouts, env={"DS_ACCELERATOR": "cpu"})
+    ranks = run_ranks(train_on_rank, 2, layouts, env=CPU)
     expected, exact = with_exact(lambda: naive(tiny_llama(), 2))
     for layout in layouts:
         for found in ranks:
@@ -127,9 +113,10 @@ def test_it_trains_on_several_ranks_as_on_one() -> None:
 
 
 def test_a_layout_that_it_does_not_know_is_refused_in_its_own_words_or_ours() -> None:
-    _, optimizer = built()
+    model = tiny_llama()
+    optimizer = CASE.build_optimizer(model)
     with pytest.raises(ValueError, match="needs whole weights; take DDP in place of zero3"):
-        adapters.check_before(optimizer, optimizer._model, "zero3")
+        adapters.check_before(optimizer, model, "zero3")
     with pytest.raises(ValueError, match=r"does not train under fsdp2; it does on one device and under ddp, zero$"):
         adapters.adapter_of(optimizer, "fsdp2")
 
@@ -137,9 +124,20 @@ def test_a_layout_that_it_does_not_know_is_refused_in_its_own_words_or_ours() ->
 @pytest.mark.parametrize("layout", ["single", "ddp", "zero2"])
 def test_its_plan_is_what_a_real_run_takes(layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     LLAMA.save_pretrained(tmp_path)
-    options = ["--batch_size", "2", "--seq_length", "64", "--json", "--layout", layout]
-    gpus = [] if layout == "single" else ["--num_gpus", "2"]
-    assert main(["plan", "--model", str(tmp_path), "--method", "random_layers", *options, *gpus]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--model",
+                str(tmp_path),
+                "--method",
+                "random_layers",
+                *["--batch_size", "2", "--seq_length", "64", "--json", "--layout", layout],
+                *([] if layout == "single" else ["--num_gpus", "2"]),
+            ]
+        )
+        == 0
+    )
     planned_bytes = json.loads(capsys.readouterr().out)["peak_bytes"]
     torch.manual_seed(0)
     model = LlamaForCausalLM(LLAMA)
@@ -163,9 +161,14 @@ def test_the_command_line_trains_it_and_its_checkpoint_resumes_to_the_bit(
     assert (results["method"], results["num_steps"]) == ("random_layers", 5)
     assert "random_layers on " in capsys.readouterr().out
     (tmp_path / "again").mkdir()
-    checkpoint = tmp_path / "out" / "checkpoint-3"
-    more = ("--resume_from_checkpoint", str(checkpoint))
-    train(base, data, tmp_path / "again", *words, *more, method="random_layers")
+    train(
+        base,
+        data,
+        tmp_path / "again",
+        *words,
+        *(("--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-3"))),
+        method="random_layers",
+    )
     before, once, again = (saved_weights(each) for each in (base, tmp_path / "out/model", tmp_path / "again/model"))
     assert differing(once, again) == []
     assert 0 < len(differing(once, before)) == len(before), "each of two blocks was drawn in five updates"

@@ -1,10 +1,8 @@
 """Each benchmark starts, with tiny sizes, and writes a result that can be read; the times in it mean nothing here."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from slivertune.training.embedded.base_model import (
     train_base_model,
 )
 from tests.conftest import CHECKOUT
+from tests.helpers.launching import run_python
 
 pytestmark = pytest.mark.slow
 
@@ -27,29 +26,22 @@ RESULTS = BENCHMARKS / "results"
 TINY_GPU = ["--blocks=2", "--hidden=64", "--heads=4", "--vocabulary=128", "--length=16", "--probe_bytes=65536"]
 
 
-def run(script: str, *arguments: str, expect: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a benchmark as the README says; the results that are kept must be as before."""
+def run(
+    script: str, output: Path | None, *options: str, name: str = "--output", expect: int = 0, **variables: str
+) -> Any:
+    """What a benchmark writes, or says as errors, started as the README says; the kept results must be as before."""
     kept = {path.name: path.read_bytes() for path in RESULTS.glob("*")}
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *arguments],
-        cwd=CHECKOUT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == expect, done.stderr
+    into = () if output is None else (name, output)
+    done = run_python(BENCHMARKS / script, *options, *into, cwd=CHECKOUT, expect=expect, **variables)
     assert {path.name: path.read_bytes() for path in RESULTS.glob("*")} == kept
-    return done
+    return done.stderr if expect else read(output)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Any) -> dict[str, Any]:
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is no JSON")
 
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
-    return content
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
 
 
 def assert_names_the_machine(environment: dict[str, Any]) -> None:
@@ -59,9 +51,7 @@ def assert_names_the_machine(environment: dict[str, Any]) -> None:
 
 
 def test_overhead_writes_times_and_their_ratios(tmp_path: Path) -> None:
-    output = tmp_path / "overhead.json"
-    run("overhead.py", "--quick", "--output", str(output))
-    result = read(output)
+    result = run("overhead.py", tmp_path / "overhead.json", "--quick")
     for part in ("wrapper", "cycle"):
         assert_names_the_machine(result[part]["environment"])
         assert result[part]["environment"]["num_threads"] == 1
@@ -71,8 +61,10 @@ def test_overhead_writes_times_and_their_ratios(tmp_path: Path) -> None:
         ("bare", "wrapped", "streamed"), 2
     )
     assert wrapper["same_weights_as_bare"] == {"wrapped": True, "streamed": True}
-    pairs = zip(wrapper["seconds"]["wrapped"], wrapper["seconds"]["bare"], strict=True)
-    ratios = [one["cpu"] / other["cpu"] for one, other in pairs]
+    ratios = [
+        one["cpu"] / other["cpu"]
+        for one, other in zip(wrapper["seconds"]["wrapped"], wrapper["seconds"]["bare"], strict=True)
+    ]
     assert wrapper["median_ratio_to_bare"]["wrapped"]["cpu"] == pytest.approx(sum(ratios) / 2)
     assert wrapper["within_limit"] == (wrapper["median_ratio_to_bare"]["wrapped"]["cpu"] <= 1.02)
 
@@ -87,25 +79,21 @@ def test_overhead_writes_times_and_their_ratios(tmp_path: Path) -> None:
 def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
     output = tmp_path / "overhead.json"
     output.write_text('{"wrapper": {"kept": true}}')
-    run("overhead.py", "--quick", "--parts", "cycle", "--output", str(output))
-    result = read(output)
+    result = run("overhead.py", output, "--quick", "--parts", "cycle")
     assert result["wrapper"] == {"kept": True} and result["cycle"]["num_groups"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["overhead.json"]
 
 
 @pytest.mark.parametrize(
-    "script_and_option",
+    ("script", "option"),
     [("overhead.py", "--quick"), ("gpu.py", "--device=cpu"), ("tokentune.py", "--quick"), ("sft.py", "--quick")],
 )
-def test_a_trial_is_never_written_among_the_results(script_and_option: tuple[str, str]) -> None:
-    done = run(*script_and_option, expect=2)
-    assert "needs --output" in done.stderr
+def test_a_trial_is_never_written_among_the_results(script: str, option: str) -> None:
+    assert "needs --output" in run(script, None, option, expect=2)
 
 
 def test_tokentune_writes_times_and_bytes_of_every_variant(tmp_path: Path) -> None:
-    output = tmp_path / "tokentune.json"
-    run("tokentune.py", "--quick", "--rounds=1", "--output", str(output))
-    result = read(output)
+    result = run("tokentune.py", tmp_path / "tokentune.json", "--quick", "--rounds=1")
     assert_names_the_machine(result["environment"])
     dense = result["variants"]["dense"]
     for name, one in result["variants"].items():
@@ -118,9 +106,7 @@ def test_tokentune_writes_times_and_bytes_of_every_variant(tmp_path: Path) -> No
 
 
 def test_sft_writes_times_and_bytes_beside_loras(tmp_path: Path) -> None:
-    output = tmp_path / "sft.json"
-    run("sft.py", "--quick", "--output", str(output))
-    result = read(output)
+    result = run("sft.py", tmp_path / "sft.json", "--quick")
     assert_names_the_machine(result["environment"])
     for part in ("plain", "checkpointing"):
         times, peaks = result[part]["times"], result[part]["peaks"]
@@ -129,8 +115,9 @@ def test_sft_writes_times_and_bytes_beside_loras(tmp_path: Path) -> None:
         ag = times["variants"]["sft_ag"]
         plain = sorted(ag["seconds"][:15])[7]
         assert ag["plain_seconds"] == pytest.approx(plain)
-        extra = sum(seconds - plain for seconds in ag["seconds"][15:])
-        assert ag["reselection_share"] == pytest.approx(extra / (20 * plain))
+        assert ag["reselection_share"] == pytest.approx(
+            sum(seconds - plain for seconds in ag["seconds"][15:]) / (20 * plain)
+        )
         assert times["variants"]["lora"]["plain_ratio_to_lora"] == 1.0
         num_trained = times["num_trained"]["sft"]
         assert peaks["lora"]["plain"]["state"] >= 8 * num_trained, "two fp32 moments"
@@ -151,10 +138,8 @@ def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path)
     folder = base_model_folder(BASE_RECIPE, tmp_path / "slivertune" / "base_models")
     tiny = BaseRecipe(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_steps=1, corpus_bytes=2_000)
     save_base_model(train_base_model(tiny, ["def f(): pass\n" * 200], lambda step, loss: None), tiny, folder)
-    output = tmp_path / "gradients.json"
     options = ["--batches=1", "--batch_size=2", "--length=32", "--draws=1", "--plot", str(tmp_path / "plot.png")]
-    run("token_gradients.py", *options, "--output", str(output), XDG_CACHE_HOME=str(tmp_path))
-    result = read(output)
+    result = run("token_gradients.py", tmp_path / "gradients.json", *options, XDG_CACHE_HOME=str(tmp_path))
     assert_names_the_machine(result["environment"])
     assert len(result["rows"]) == 12 and result["num_draws"] == 1
     assert all(-1 <= row["cosine"] <= 1 and row["norm_ratio"] > 0 for row in result["rows"])
@@ -162,9 +147,7 @@ def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path)
 
 
 def test_ranks_writes_bytes_beside_the_dense_ones(tmp_path: Path) -> None:
-    output = tmp_path / "ranks.json"
-    run("ranks.py", "--quick", "--layouts", "ddp", "--output", str(output))
-    result = read(output)
+    result = run("ranks.py", tmp_path / "ranks.json", "--quick", "--layouts", "ddp")
     assert_names_the_machine(result["environment"])
     methods = result["layouts"]["ddp"]
     num_parameters = methods["dense"]["num_parameters"]
@@ -179,17 +162,11 @@ def test_ranks_writes_bytes_beside_the_dense_ones(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("script", ["gpu.py", "tokentune.py"])
-def test_a_gpu_that_is_not_there_is_named(script: str, tmp_path: Path) -> None:
-    done = run(script, "--device=cuda", "--output", str(tmp_path / "x.json"), expect=2, CUDA_VISIBLE_DEVICES="")
-    assert "needs a CUDA device" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_gpu_without_a_cuda_device_says_so_and_writes_nothing(tmp_path: Path) -> None:
-    output = tmp_path / "gpu.json"
-    done = run("gpu.py", "--output", str(output), expect=2, CUDA_VISIBLE_DEVICES="")
-    assert "needs a CUDA device" in done.stderr
+@pytest.mark.parametrize(
+    ("script", "options"), [("gpu.py", ["--device=cuda"]), ("tokentune.py", ["--device=cuda"]), ("gpu.py", [])]
+)
+def test_a_gpu_that_is_not_there_is_named_and_nothing_written(script: str, options: list[str], tmp_path: Path) -> None:
+    assert "needs a CUDA device" in run(script, tmp_path / "x.json", *options, expect=2, CUDA_VISIBLE_DEVICES="")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,8 +175,7 @@ def check_gpu_result(result: dict[str, Any]) -> None:
     assert result["num_parameters"] == result["weights_bytes"] // 2
     assert [one["kind"] for one in result["resident_cycle"]] == ["embedding", "block", "head"]
     first, counted = result["cycles"]
-    kinds = ["embedding", "block", "block", "head"]
-    assert [one["kind"] for one in first] == [one["kind"] for one in counted] == kinds
+    assert [one["kind"] for one in first] == [one["kind"] for one in counted] == ["embedding", "block", "block", "head"]
     summary = result["summary"]
     assert summary["mean_step_ms"] == pytest.approx(sum(one["step_ms"] for one in counted) / 4)
     assert summary["mean_waits_ms"] == pytest.approx(sum(one["waits_ms"] for one in counted) / 4)
@@ -212,9 +188,7 @@ def check_gpu_result(result: dict[str, Any]) -> None:
 
 
 def test_gpu_runs_dry_on_a_cpu_and_says_so(tmp_path: Path) -> None:
-    output = tmp_path / "gpu.json"
-    run("gpu.py", "--device=cpu", "--resident_blocks=1", *TINY_GPU, "--output", str(output))
-    result = read(output)
+    result = run("gpu.py", tmp_path / "gpu.json", "--device=cpu", "--resident_blocks=1", *TINY_GPU)
     check_gpu_result(result)
     assert result["dry_run"] is True and result["device"] == "cpu"
     # What only a device can tell is left out, not made up.
@@ -225,9 +199,7 @@ def test_gpu_runs_dry_on_a_cpu_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
-    output = tmp_path / "gpu.json"
-    run("gpu.py", "--resident_blocks=1", *TINY_GPU, "--output", str(output))
-    result = read(output)
+    result = run("gpu.py", tmp_path / "gpu.json", "--resident_blocks=1", *TINY_GPU)
     check_gpu_result(result)
     assert result["dry_run"] is False and result["device"] == torch.cuda.get_device_name(0)
     assert all(one["peak_bytes"] > one["left_bytes"] > 0 for one in result["cycles"][1])
@@ -235,20 +207,17 @@ def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
 
 
 def test_gpu_refuses_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
-    huge = [*TINY_GPU, "--vocabulary=1000000000000"]
-    done = run("gpu.py", "--device=cpu", *huge, "--output", str(tmp_path / "gpu.json"), expect=1)
-    assert "GB of host memory" in done.stderr and "lower --blocks" in done.stderr
+    said = run("gpu.py", tmp_path / "gpu.json", "--device=cpu", *((*TINY_GPU, "--vocabulary=1000000000000")), expect=1)
+    assert "GB of host memory" in said and "lower --blocks" in said
     assert list(tmp_path.iterdir()) == []
 
 
 def test_sst2_writes_every_run_and_the_comparison(tmp_path: Path) -> None:
+    rows = "".join(f"a {'fine' if index % 2 else 'dull'} film , number {index}\t{index % 2}\n" for index in range(40))
     for split in ("train", "dev", "test"):
-        rows = [f"a {'fine' if index % 2 else 'dull'} film , number {index}\t{index % 2}" for index in range(40)]
-        (tmp_path / f"{split}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    output = tmp_path / "sst2.json"
+        (tmp_path / f"{split}.tsv").write_text(rows, encoding="utf-8")
     options = ["--epochs=1", "--dense_rates", "1e-4", "--hift_rates", "4e-4", "--layers_per_group", "4"]
-    run("sst2.py", "--data", str(tmp_path), *options, "--results", str(output))
-    result = read(output)
+    result = run("sst2.py", tmp_path / "sst2.json", "--data", str(tmp_path), *options, name="--results")
     assert sorted(one["method"] for one in result["runs"]) == ["dense", "hift"]
     assert_names_the_machine(result["runs"][0]["environment"])
     assert 0 <= result["summary"]["hift"]["dev_accuracy"] <= 1
@@ -258,8 +227,13 @@ def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -
     clone, output = tmp_path / "clone", tmp_path / "same_bits.json"
 
     def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com", *arguments]
-        return subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-c", "user.name=test", "-c", "user.email=test@example.com", *arguments],
+            cwd=clone,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
 
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(CHECKOUT), str(clone)], check=True)
     # The scripts as they are here, committed or not.
@@ -267,10 +241,12 @@ def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -
     config = clone / "integrations" / "slivertune" / "hift" / "config.py"
     config.write_text(config.read_text(encoding="utf-8").replace('Order = "bottom2up"', 'Order = "top2down"'), "utf-8")
     git("commit", "--quiet", "--all", "--message", "another default order")
-    command = [sys.executable, str(clone / "benchmarks" / "same_bits.py"), "HEAD~1", "HEAD", "--output", str(output)]
-    command += ["--layouts", "single", "--methods", "hift", "hift_random", "sft"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 1, done.stderr
+    done = run_python(
+        *(clone / "benchmarks" / "same_bits.py", "HEAD~1", "HEAD", "--output", output),
+        *("--layouts", "single", "--methods", "hift", "hift_random", "sft"),
+        cwd=tmp_path,
+        expect=1,
+    )
     assert "2 of 3 cells have the same bits" in done.stdout and "different: single hift\n" in done.stdout
     result = read(output)
     assert_names_the_machine(result["environment"])

@@ -1,63 +1,73 @@
 """Every example runs as its first lines say, and prints what they promise."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaForCausalLM
 
 from tests.conftest import CHECKOUT
+from tests.helpers.launching import run_python
+from tests.helpers.ranks import free_port
 
 EXAMPLES = CHECKOUT / "examples"
-LAUNCH = ["-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1", "--dynamo_backend=no"]
-LINE = re.compile(
-    r"(?P<method>dense|hift) +(?P<steps>\d+) steps  (?P<seconds>[\d.]+) seconds a step  loss (?P<loss>[\d.]+)  "
-    r"on the device: gradients (?P<gradients>[\d.]+) MB, optimizer state (?P<state>[\d.]+) MB"
-)
+ON_ONE = {
+    "python": [],
+    "accelerate launch": [
+        *("-m", "accelerate.commands.launch", "--num_processes=1", "--num_machines=1", "--dynamo_backend=no"),
+        "--mixed_precision=no",
+    ],
+}
+ON_TWO = {
+    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=PORT"],
+    # Without a GPU, accelerate starts several processes only if told that there are several GPUs.
+    "accelerate launch": [
+        *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+        *("--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=PORT"),
+    ],
+}
+on_one = pytest.mark.parametrize("launcher", ON_ONE.values(), ids=ON_ONE)
+
+
+def run(launcher: list[str], script: str, *options: str, folder: Path) -> str:
+    """What an example prints."""
+    return run_python(*launcher, EXAMPLES / script, "--hidden=32", *options, cwd=folder, timeout_s=400).stdout
+
+
+def figures(pattern: str, printed: str) -> list[dict[str, float]]:
+    """The numbers of each line that is like a pattern, by the names of its groups."""
+    found = [line.groupdict() for line in re.finditer(pattern, printed)]
+    assert found, printed
+    return [{name: float(value.replace(",", "")) for name, value in each.items()} for each in found]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], [*LAUNCH, "--mixed_precision=no"]], ids=["python", "accelerate launch"])
+@on_one
 def test_the_accelerate_loop_prints_hift_against_dense(launcher: list[str], tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "accelerate_loop.py"), "--steps=6", "--hidden=32", "--blocks=6", "--length=32"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    printed = run(launcher, "accelerate_loop.py", "--steps=6", "--blocks=6", "--length=32", folder=tmp_path)
+    assert re.findall(r"(dense|hift) +\d+ steps", printed) == ["dense", "hift"]
+    dense, hift = figures(
+        r"(?:dense|hift) +(?P<steps>\d+) steps  (?P<seconds>[\d.]+) seconds a step  loss (?P<loss>[\d.]+)  "
+        r"on the device: gradients (?P<gradients>[\d.]+) MB, optimizer state (?P<state>[\d.]+) MB",
+        printed,
     )
-    assert done.returncode == 0, done.stderr
-    printed = {line["method"]: line.groupdict() for line in LINE.finditer(done.stdout)}
-    assert list(printed) == ["dense", "hift"], done.stdout
-    dense, hift = ({key: float(value) for key, value in printed[m].items() if key != "method"} for m in printed)
     assert hift["steps"] == 2 * dense["steps"] == 12
     assert min(dense["seconds"], hift["seconds"], dense["loss"], hift["loss"]) > 0
     # The largest of eight layers against all of them.
-    assert 0 < hift["gradients"] < dense["gradients"] / 4
-    assert 0 < hift["state"] < dense["state"] / 4
+    assert 0 < hift["gradients"] < dense["gradients"] / 4 and 0 < hift["state"] < dense["state"] / 4
     assert dense["state"] == pytest.approx(2 * dense["gradients"], rel=1e-3), "AdamW keeps two moments"
 
 
-def test_three_lines_of_the_accelerate_loop_are_marked_as_hifts() -> None:
-    text = (EXAMPLES / "accelerate_loop.py").read_text(encoding="utf-8")
-    assert re.findall(r"# HiFT, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
-    assert len(text.splitlines()) < 100
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], [*LAUNCH, "--mixed_precision=no"]], ids=["python", "accelerate launch"])
+@on_one
 def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: list[str], tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "tokentune.py"), "--steps=4", "--hidden=32", "--blocks=4", "--length=64"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    line = re.compile(
+    every, some = figures(
         r" *(?P<share>\d+)% of the tokens  (?P<seconds>[\d.]+) seconds a step  loss (?P<loss>[\d.]+)  "
-        r"activations at the peak (?P<activations>[\d.]+) MB"
+        r"activations at the peak (?P<activations>[\d.]+) MB",
+        run(launcher, "tokentune.py", "--steps=4", "--blocks=4", "--length=64", folder=tmp_path),
     )
-    printed = [{key: float(value) for key, value in each.groupdict().items()} for each in line.finditer(done.stdout)]
-    assert [each["share"] for each in printed] == [100, 30], done.stdout
-    assert 0 < printed[1]["activations"] < 0.5 * printed[0]["activations"]
-    assert min(each["loss"] for each in printed) > 0
+    assert [every["share"], some["share"]] == [100, 30]
+    assert 0 < some["activations"] < 0.5 * every["activations"] and min(every["loss"], some["loss"]) > 0
 
 
 @pytest.mark.slow
@@ -65,56 +75,78 @@ def test_the_tokentune_loop_prints_a_share_of_the_tokens_against_all(launcher: l
 def test_sft_trains_a_small_share_and_its_file_of_deltas_carries_what_was_learned(
     selection: str, tmp_path: Path
 ) -> None:
-    script = [str(EXAMPLES / "sft.py"), "--steps=30", "--hidden=32", "--blocks=2", "--length=32"]
-    done = subprocess.run(
-        [sys.executable, *script, f"--selection={selection}"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+    options = ("--steps=30", "--blocks=2", "--length=32", f"--selection={selection}")
+    printed = run([], "sft.py", *options, folder=tmp_path)
+    (share,) = figures(r"(?P<trained>[\d,]+) of (?P<total>[\d,]+) weights trained; [\d.]+ kB of deltas", printed)
+    assert 0 < share["trained"] < 0.01 * share["total"]
+    (loss,) = figures(
+        r"loss (?P<before>[\d.]+) before, (?P<after>[\d.]+) after; "
+        r".* model (?P<applied>[\d.]+), removed (?P<removed>[\d.]+)",
+        printed,
     )
-    assert done.returncode == 0, done.stderr
-    share = re.search(r"([\d,]+) of ([\d,]+) weights trained; ([\d.]+) kB of deltas", done.stdout)
-    losses = re.search(r"loss ([\d.]+) before, ([\d.]+) after; .* model ([\d.]+), removed ([\d.]+)", done.stdout)
-    assert share is not None and losses is not None, done.stdout
-    trained, total = (int(share[at].replace(",", "")) for at in (1, 2))
-    assert 0 < trained < 0.01 * total
-    before, after, applied, removed = (float(each) for each in losses.groups())
-    assert after < before
-    assert (applied, removed) == (after, before)
-
-
-def test_three_lines_of_the_sft_loop_are_marked() -> None:
-    text = (EXAMPLES / "sft.py").read_text(encoding="utf-8")
-    assert re.findall(r"# SFT, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
-
-
-def test_three_lines_of_the_tokentune_loop_are_marked() -> None:
-    text = (EXAMPLES / "tokentune.py").read_text(encoding="utf-8")
-    assert re.findall(r"# TokenTune, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+    assert loss["after"] < loss["before"]
+    assert (loss["applied"], loss["removed"]) == (loss["after"], loss["before"])
 
 
 @pytest.mark.parametrize(
     ("launcher", "num_ranks"), [([], 1), (["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"], 2)]
 )
 def test_the_trainer_learns_with_hift_and_tokentune(launcher: list[str], num_ranks: int, tmp_path: Path) -> None:
-    script = [str(EXAMPLES / "trainer_hift.py"), "--steps=12", "--hidden=32", "--blocks=2", "--length=32"]
-    done = subprocess.run(
-        [sys.executable, *launcher, *script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    (line,) = figures(
+        r"12 updates of 4 groups in turn on (?P<ranks>\d) rank\(s\)  loss (?P<before>[\d.]+) before, "
+        r"(?P<after>[\d.]+) after",
+        run(launcher, "trainer_hift.py", "--steps=12", "--blocks=2", "--length=32", folder=tmp_path),
     )
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(
-        r"12 updates of 4 groups in turn on (\d) rank\(s\)  loss ([\d.]+) before, ([\d.]+) after", done.stdout
-    )
-    assert [int(ranks) for ranks, _, _ in lines] == [num_ranks], done.stdout
-    assert float(lines[0][2]) < float(lines[0][1])
+    assert line["ranks"] == num_ranks and line["after"] < line["before"]
     assert (tmp_path / "trainer_hift_run" / "checkpoint-12" / "slivertune_tokens.json").is_file()
 
 
-def test_three_lines_of_the_trainer_script_are_marked() -> None:
-    text = (EXAMPLES / "trainer_hift.py").read_text(encoding="utf-8")
-    assert re.findall(r"# HiFT, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+@pytest.mark.parametrize("launcher", ON_TWO.values(), ids=ON_TWO)
+def test_two_ranks_train_save_resume_and_save_the_model(launcher: list[str], tmp_path: Path) -> None:
+    port = str(free_port())
+    options = ("--steps=16", "--blocks=2", "--length=32", f"--folder={tmp_path}/ranks")
+    printed = run([part.replace("PORT", port) for part in launcher], "accelerate_ranks.py", *options, folder=tmp_path)
+    assert re.findall(r"(\w+), 2 ranks, 16 steps: ", printed) in (["MULTI_CPU"], ["MULTI_GPU"])
+    (loss,) = figures(
+        r"\w+, 2 ranks, 16 steps: loss (?P<first>[\d.]+) at first, (?P<half>[\d.]+) half way, "
+        r"(?P<resumed>[\d.]+) resumed, (?P<end>[\d.]+) at the end",
+        printed,
+    )
+    assert loss["end"] < loss["half"] < loss["first"] and loss["resumed"] == loss["half"]
+    assert (tmp_path / "ranks" / "half" / "hift").is_dir()
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "ranks" / "model").config.hidden_size == 32
+
+
+@pytest.mark.slow
+def test_deepspeed_trains_saves_and_goes_on(tmp_path: Path) -> None:
+    runs = []
+    for _ in range(2):
+        printed = run_python(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            *("-m", "tests.parallel.zero.without_compiling", EXAMPLES / "deepspeed_hift.py"),
+            *("--steps=8", "--hidden=32", "--length=32", "--stage=2", f"--folder={tmp_path}/run"),
+            cwd=CHECKOUT,
+            DS_ACCELERATOR="cpu",
+            CUDA_VISIBLE_DEVICES="",
+        ).stdout
+        runs += figures(
+            r"ZeRO-2 on 2 ranks  (?P<updates>\d+) updates  loss (?P<loss>[\d.]+) .* "
+            r"on the device (?P<device>[\d.]+) MB, on the host (?P<host>[\d.]+) MB",
+            printed,
+        )
+        assert "weights load without slivertune" in printed
+    assert [each["updates"] for each in runs] == [8, 16], "the second start goes on"
+    assert 0 < runs[1]["loss"] < runs[0]["loss"] and 0 < runs[0]["device"] < runs[0]["host"] / 2
+
+
+@pytest.mark.parametrize(
+    ("script", "method"),
+    [("accelerate_loop.py", "HiFT"), ("sft.py", "SFT"), ("tokentune.py", "TokenTune"), ("trainer_hift.py", "HiFT")],
+)
+def test_three_lines_of_a_loop_are_marked_as_the_methods(script: str, method: str) -> None:
+    text = (EXAMPLES / script).read_text(encoding="utf-8")
+    assert re.findall(rf"# {method}, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
+    assert script != "accelerate_loop.py" or len(text.splitlines()) < 100
 
 
 def test_the_readme_names_every_example() -> None:

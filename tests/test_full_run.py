@@ -10,8 +10,12 @@ from tests.full_run import CHECKOUT, PARTS, RECORD, FullRunError, check_record, 
 
 
 def git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
 
 
 def commit(folder: Path) -> None:
@@ -29,8 +33,11 @@ def repository(tmp_path: Path) -> Path:
 
 
 def write_record(repository: Path, **changes: Any) -> None:
-    parts = {part: {"passed": 3, "failed": 0, "skipped": 0, "seconds": 1} for part in PARTS}
-    record = {"tree": git(repository, "rev-parse", "HEAD^{tree}"), "parts": parts, **changes}
+    record = {
+        "tree": git(repository, "rev-parse", "HEAD^{tree}"),
+        "parts": {part: {"passed": 3, "failed": 0, "skipped": 0, "seconds": 1} for part in PARTS},
+        **changes,
+    }
     (repository / RECORD).write_text(json.dumps(record), encoding="utf-8")
 
 
@@ -41,8 +48,9 @@ def test_every_test_is_in_one_part_and_one_alone() -> None:
         for path in paths_of(part)
         for file in ([path] if path.suffix else (CHECKOUT / path).rglob("test_*.py"))
     )
-    found = Counter({CHECKOUT / file: count for file, count in files.items()})
-    assert found == Counter((CHECKOUT / "tests").rglob("test_*.py"))
+    assert Counter({CHECKOUT / file: count for file, count in files.items()}) == Counter(
+        (CHECKOUT / "tests").rglob("test_*.py")
+    )
 
 
 def test_a_tree_that_is_not_clean_is_not_run(repository: Path) -> None:

@@ -1,5 +1,9 @@
-"""Files that are damaged, or written by somebody who means harm: only errors of our own, and nothing else happens."""
+"""Files that are damaged, or written by somebody who means harm: only errors of our own, and nothing else happens.
 
+One file, however long: all formats meet the same made-up values and limits, and their examples are counted together.
+"""
+
+import functools
 import inspect
 import io
 import json
@@ -13,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from slivertune import SFT, HiFT, SFTConfig, TokenTune
+from slivertune import TokenTune
 from slivertune.core.atomic import write_json
 from slivertune.core.manifest import MANIFEST_NAME, check_whole, read_entries, write_manifest
 from slivertune.core.saved_state import load_dictionary
@@ -38,7 +43,8 @@ from slivertune.parallel.initialize import resolve_config
 from slivertune.planning.configs import find_model
 from tests.deltas.files import UP, deltas_of, with_hash, write_deltas
 from tests.helpers.faults import snapshot
-from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.models import tiny_llama
+from tests.helpers.trained import trained
 
 LIMIT_BYTES = 256 * 2**20
 """What no reading of a file of some kilobytes may take."""
@@ -78,11 +84,11 @@ VALUES = st.recursive(
 DEEP = 100_000 * "["
 
 
+@dataclass
 class Bomb:
     """Runs a command when it is unpickled."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch '{self.path}'",)
@@ -104,12 +110,8 @@ def harmless(root: Path, *allowed: type[BaseException]) -> Iterator[None]:
     assert snapshot(root) == before
 
 
-def dump(value: Any) -> str:
-    return json.dumps(value)
-
-
-def raw_safetensors(header: bytes, data: bytes, claimed: int | None = None) -> bytes:
-    return struct.pack("<Q", len(header) if claimed is None else claimed) + header + data
+def write(path: Path, content: str | bytes) -> None:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 @st.composite
@@ -160,26 +162,34 @@ def made_deltas(draw: Any, honest: dict[str, str]) -> bytes:
     metadata = dict(honest)
     for _ in range(draw(st.integers(0, 2))):
         key = draw(st.sampled_from([*honest, "extra"]))
-        metadata[key] = draw(st.one_of(st.text(max_size=8), VALUES.map(dump), st.just(DEEP), st.just("NaN")))
+        metadata[key] = draw(st.one_of(st.text(max_size=8), VALUES.map(json.dumps), st.just(DEEP), st.just("NaN")))
     if draw(st.booleans()):
         table = json.loads(honest["tensors"])
         table[UP][draw(st.sampled_from(["shape", "dtype", "sha256", "tied_names"]))] = draw(VALUES)
-        metadata["tensors"] = dump(table)
+        metadata["tensors"] = json.dumps(table)
     for key in draw(st.sets(st.sampled_from(list(metadata)), max_size=1)):
         del metadata[key]
     return with_hash(safetensors.numpy.save(tensors, metadata))
 
 
+@functools.cache
+def tiny() -> Any:
+    """One model for all examples."""
+    return tiny_llama()
+
+
 @pytest.fixture(scope="module")
-def deltas(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_deltas(tmp_path_factory.mktemp("deltas") / "deltas", tiny_llama(), UP)
+def deltas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, dict[str, str]]:
+    """A folder of deltas, and the content and metadata of its file."""
+    folder = write_deltas(tmp_path_factory.mktemp("deltas") / "deltas", tiny(), UP)
+    with safe_open(folder / DELTA_FILE, "pt") as file:
+        return folder, (folder / DELTA_FILE).read_bytes(), dict(file.metadata())
 
 
 def read_deltas(folder: Path, content: bytes) -> None:
     (folder / DELTA_FILE).write_bytes(content)
     with harmless(folder, ValueError):
-        found = load(folder)
-        for delta in found.deltas.values():
+        for delta in load(folder).deltas.values():
             positions = delta.indices.long()
             assert bool(((positions >= 0) & (positions < delta.indices.new_tensor(delta.shape).prod())).all())
             assert bool((positions[1:] > positions[:-1]).all())
@@ -188,33 +198,28 @@ def read_deltas(folder: Path, content: bytes) -> None:
 
 @given(data=st.data())
 @settings(fuzzed, max_examples=400)
-def test_made_up_deltas_with_a_right_hash(data: st.DataObject, deltas: Path) -> None:
-    copy = deltas.parent / "honest"
-    if not copy.exists():
-        shutil.copytree(deltas, copy)
-    with safe_open(copy / DELTA_FILE, "pt") as file:
-        honest = dict(file.metadata())
-    read_deltas(deltas, data.draw(made_deltas(honest)))
+def test_made_up_deltas_with_a_right_hash(data: st.DataObject, deltas: tuple[Path, bytes, dict[str, str]]) -> None:
+    folder, _, honest = deltas
+    read_deltas(folder, data.draw(made_deltas(honest)))
 
 
 @given(data=st.data())
 @settings(fuzzed, max_examples=200)
-def test_damaged_bytes_of_deltas(data: st.DataObject, deltas: Path) -> None:
-    copy = deltas.parent / "whole"
-    if not copy.exists():
-        write_deltas(copy, tiny_llama(), UP)
-    content = (copy / DELTA_FILE).read_bytes()
+def test_damaged_bytes_of_deltas(data: st.DataObject, deltas: tuple[Path, bytes, dict[str, str]]) -> None:
+    folder, content, _ = deltas
     damaged = data.draw(damaged_bytes(content))
-    read_deltas(deltas, damaged)
+    read_deltas(folder, damaged)
     if damaged != content:
         with pytest.raises(ValueError):  # noqa: PT011
-            load(deltas)
+            load(folder)
 
 
 HEADERS = st.one_of(
-    VALUES.map(lambda value: dump(value).encode()),
+    VALUES.map(lambda value: json.dumps(value).encode()),
     st.builds(
-        lambda name, *said: dump({name: dict(zip(("dtype", "shape", "data_offsets"), said, strict=True))}).encode(),
+        lambda name, *said: json.dumps(
+            {name: dict(zip(("dtype", "shape", "data_offsets"), said, strict=True))}
+        ).encode(),
         NAMES,
         st.sampled_from(["F32", "I32", "BF16", "F4", "X"]),
         st.lists(st.sampled_from([0, 1, 2**31, 2**62, 2**64, -1]), max_size=4),
@@ -229,7 +234,7 @@ CLAIMED = st.one_of(st.none(), st.sampled_from([0, 1, 2**31, 100_000_000, 100_00
 @given(header=HEADERS, body=st.binary(max_size=40), claimed=CLAIMED)
 @settings(fuzzed, max_examples=200)
 def test_headers_that_somebody_made_up(header: bytes, body: bytes, claimed: int | None, tmp_path: Path) -> None:
-    content = raw_safetensors(header, body, claimed)
+    content = struct.pack("<Q", len(header) if claimed is None else claimed) + header + body
     read_deltas(tmp_path, content)
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).unlink(missing_ok=True)
@@ -237,16 +242,6 @@ def test_headers_that_somebody_made_up(header: bytes, body: bytes, claimed: int 
     with harmless(tmp_path, ValueError):
         merge(tmp_path, deltas_of(tiny(), UP), tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-
-
-_MODELS: list[Any] = []
-
-
-def tiny() -> Any:
-    """One model for all examples."""
-    if not _MODELS:
-        _MODELS.append(tiny_llama())
-    return _MODELS[0]
 
 
 @given(
@@ -258,14 +253,16 @@ def tiny() -> Any:
         st.just({"weight_map": {UP: "pipe.safetensors"}}),
         st.just({"weight_map": {UP: "."}}),
     ),
-    config=st.one_of(VALUES.map(dump), VALUES.map(lambda value: dump({"quantization_config": value})), st.just(DEEP)),
+    config=st.one_of(
+        VALUES.map(json.dumps), VALUES.map(lambda value: json.dumps({"quantization_config": value})), st.just(DEEP)
+    ),
 )
 @settings(fuzzed, max_examples=200)
 def test_checkpoint_folders_that_somebody_made_up(index: Any, config: str, tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir(exist_ok=True)
     (base / "config.json").write_text(config)
-    (base / "model.safetensors.index.json").write_text(dump(index))
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "outside.safetensors").write_bytes(b"x")
     if not (base / "pipe.safetensors").exists():
         os.mkfifo(base / "pipe.safetensors")
@@ -275,53 +272,56 @@ def test_checkpoint_folders_that_somebody_made_up(index: Any, config: str, tmp_p
     assert [each.name for each in tmp_path.iterdir()] == before
 
 
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
+    """A merged checkpoint, and the content of its undo file."""
+    root = tmp_path_factory.mktemp("undo")
+    tiny().save_pretrained(root / "base")
+    merge(root / "base", deltas_of(tiny(), UP), root / "merged")
+    return root / "merged", (root / "merged" / UNDO_FOLDER / UNDO_FILE).read_bytes()
+
+
 @given(data=st.data())
 @settings(fuzzed, max_examples=100)
-def test_undo_files_that_somebody_made_up(data: st.DataObject, tmp_path: Path) -> None:
-    merged = tmp_path / "merged"
-    if not merged.exists():
-        base = tmp_path / "base"
-        tiny().save_pretrained(base)
-        merge(base, deltas_of(tiny(), UP), merged)
-        shutil.copy(merged / UNDO_FOLDER / UNDO_FILE, tmp_path / "honest")
-    content = (tmp_path / "honest").read_bytes()
-    damaged = data.draw(damaged_bytes(content))
-    (merged / UNDO_FOLDER / UNDO_FILE).write_bytes(with_hash(damaged))
-    before = [each.name for each in tmp_path.iterdir()]
-    with harmless(merged, ValueError):
-        unmerge(merged, tmp_path / "again")
-    shutil.rmtree(tmp_path / "again", ignore_errors=True)
-    assert [each.name for each in tmp_path.iterdir()] == before
+def test_undo_files_that_somebody_made_up(data: st.DataObject, merged: tuple[Path, bytes]) -> None:
+    folder, content = merged
+    (folder / UNDO_FOLDER / UNDO_FILE).write_bytes(with_hash(data.draw(damaged_bytes(content))))
+    before = [each.name for each in folder.parent.iterdir()]
+    with harmless(folder, ValueError):
+        unmerge(folder, folder.parent / "again")
+    shutil.rmtree(folder.parent / "again", ignore_errors=True)
+    assert [each.name for each in folder.parent.iterdir()] == before
 
 
 class State:
-    """A folder of HiFT's or SFT's state, and how it is read; the manifest agrees, as a hostile one would."""
+    """A folder of HiFT's or SFT's state; the manifest agrees with whatever it holds, as a hostile one would."""
 
     def __init__(self, kind: str, root: Path) -> None:
         self.root, self.folder = root, root / kind
-        self.model = tiny_llama()
-        self.optimizer: Any
-        if kind == "hift":
-            self.optimizer = HiFT(self.model, torch.optim.AdamW, lr=1e-2)
-        else:
-            config = SFTConfig(density=0.05, reselection_interval=None)
-            self.optimizer = SFT(self.model, config=config, lr=1e-2, total_steps=9)
-        for batch in token_batches(2):
-            self.model(**batch).loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.name, self.read = ("header.pt", load_state) if kind == "hift" else ("state.pt", load_state)
+        self.optimizer = trained(kind, 2)
         save_state(self.optimizer, self.folder)
+        self.name = "header.pt" if kind == "hift" else "state.pt"
         self.honest = (self.folder / self.name).read_bytes()
         self.value = torch.load(self.folder / self.name, weights_only=True)
 
-    def try_content(self, name: str, content: bytes) -> None:
-        before = (self.folder / name).read_bytes()
-        (self.folder / name).write_bytes(content)
+    @contextmanager
+    def holding(self, content: bytes, name: str = "") -> Iterator[None]:
+        """Let a file, the state's own if none is named, have another content meanwhile."""
+        path = self.folder / (name or self.name)
+        before = path.read_bytes()
+        path.write_bytes(content)
         write_manifest(self.folder)
-        with harmless(self.root, ValueError):
-            self.read(self.optimizer, self.folder)
-        (self.folder / name).write_bytes(before)
+        try:
+            yield
+        finally:
+            path.write_bytes(before)
+
+    def read(self) -> None:
+        load_state(self.optimizer, self.folder)
+
+    def try_content(self, content: bytes, name: str = "") -> None:
+        with self.holding(content, name), harmless(self.root, ValueError):
+            self.read()
 
 
 @pytest.fixture(scope="module")
@@ -336,9 +336,9 @@ def test_damaged_bytes_of_a_state_whose_manifest_agrees(
     kind: str, data: st.DataObject, states: dict[str, State]
 ) -> None:
     state = states[kind]
-    state.try_content(state.name, data.draw(damaged_bytes(state.honest)))
+    state.try_content(data.draw(damaged_bytes(state.honest)))
     for path in sorted(state.folder.glob("*.safetensors"))[:1]:
-        state.try_content(path.name, data.draw(damaged_bytes(path.read_bytes())))
+        state.try_content(data.draw(damaged_bytes(path.read_bytes())), path.name)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_damaged_bytes_of_a_state_whose_manifest_agrees(
 def test_what_torch_stumbles_over_is_no_state(kind: str, content: bytes, states: dict[str, State]) -> None:
     with pytest.raises(ValueError, match="holds no state that can be read"):
         load_dictionary(io.BytesIO(content), name="it")
-    states[kind].try_content(states[kind].name, content)
+    states[kind].try_content(content)
 
 
 def replaced(value: Any, path: list[Any], new: Any) -> Any:
@@ -378,44 +378,40 @@ PLAIN = st.one_of(
 @pytest.mark.parametrize("kind", ["hift", "sft"])
 def test_a_state_in_which_one_thing_is_another(kind: str, data: st.DataObject, states: dict[str, State]) -> None:
     state = states[kind]
-    value = replaced(state.value, data.draw(st.sampled_from(places(state.value))), data.draw(PLAIN))
+    state.try_content(saved(replaced(state.value, data.draw(st.sampled_from(places(state.value))), data.draw(PLAIN))))
+
+
+def saved(value: Any, **options: Any) -> bytes:
     file = io.BytesIO()
-    torch.save(value, file)
-    state.try_content(state.name, file.getvalue())
+    torch.save(value, file, **options)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("num_ranks", [10**9, 0, -1, 2.0, True, "1"])
 def test_a_number_of_ranks_without_their_files_is_refused(num_ranks: Any, states: dict[str, State]) -> None:
     state = states["hift"]
-    torch.save({**state.value, "num_ranks": num_ranks}, state.folder / state.name)
-    write_manifest(state.folder)
-    try:
-        with pytest.raises(ValueError, match=r"header\.pt tells of .* ranks, and \d+ files are there"):
-            state.read(state.optimizer, state.folder)
-    finally:
-        (state.folder / state.name).write_bytes(state.honest)
+    with (
+        state.holding(saved({**state.value, "num_ranks": num_ranks})),
+        pytest.raises(ValueError, match=r"header\.pt tells of .* ranks, and \d+ files are there"),
+    ):
+        state.read()
 
 
 @pytest.mark.parametrize("kind", ["hift", "sft"])
 @pytest.mark.parametrize("form", ["pickle", "torch", "legacy"])
 def test_nothing_in_a_state_is_executed(kind: str, form: str, states: dict[str, State], tmp_path: Path) -> None:
-    bomb, file = Bomb(tmp_path / "was here"), io.BytesIO()
-    if form == "pickle":
-        pickle.dump({"state": bomb}, file)
-    else:
-        torch.save({"state": bomb}, file, _use_new_zipfile_serialization=form == "torch")
+    value = {"state": Bomb(tmp_path / "was here")}
+    zipped = {"_use_new_zipfile_serialization": form == "torch"}
     state = states[kind]
-    (state.folder / state.name).write_bytes(file.getvalue())
-    write_manifest(state.folder)
-    try:
-        with pytest.raises(ValueError, match=rf"{state.name} holds no state that can be read"):
-            state.read(state.optimizer, state.folder)
-    finally:
-        (state.folder / state.name).write_bytes(state.honest)
+    with (
+        state.holding(pickle.dumps(value) if form == "pickle" else saved(value, **zipped)),
+        pytest.raises(ValueError, match=rf"{state.name} holds no state that can be read"),
+    ):
+        state.read()
     assert not (tmp_path / "was here").exists()
 
 
-FILES: st.SearchStrategy[str | bytes] = st.one_of(VALUES.map(dump), st.binary(max_size=30), st.just(DEEP))
+FILES: st.SearchStrategy[str | bytes] = st.one_of(VALUES.map(json.dumps), st.binary(max_size=30), st.just(DEEP))
 MANIFESTS = st.one_of(
     VALUES,
     VALUES.map(lambda value: {"format": 2, "files": value}),
@@ -424,44 +420,59 @@ MANIFESTS = st.one_of(
 ENGINES = st.one_of(
     VALUES.map(lambda value: {"train_batch_size": 1, "zero_optimization": value}),
     VALUES.map(lambda value: {"train_batch_size": value, "bf16": value, "gradient_clipping": value}),
-).map(dump)
+).map(json.dumps)
 KINDS = st.sampled_from(["llama", "qwen3", "gpt2", "mixtral", "no such", 3])
 
 
 @given(content=FILES, key=st.sampled_from(["version", "seed", "num_draws"]), value=VALUES)
 @settings(fuzzed, max_examples=100)
 def test_token_selections_that_somebody_made_up(content: str | bytes, key: str, value: Any, tmp_path: Path) -> None:
-    model = tiny_llama()
     path = tmp_path / "tokens.json"
-    with TokenTune(ratio=0.5, seed=3).attach(model) as handle:
-        honest = handle.state_dict()
-        for each in (content, dump({**honest, key: value})):
-            path.write_bytes(each if isinstance(each, bytes) else each.encode())
+    with TokenTune(ratio=0.5, seed=3).attach(tiny()) as handle:
+        for each in (content, json.dumps({**handle.state_dict(), key: value})):
+            write(path, each)
             handle.num_draws = 0
             with harmless(tmp_path, ValueError):
                 load_tokens(handle, path)
             assert type(handle.num_draws) is int and handle.num_draws >= 0
 
 
-@given(entries=MANIFESTS)
-@settings(fuzzed, max_examples=100)
-def test_manifests_that_somebody_made_up(entries: Any, tmp_path: Path) -> None:
-    (tmp_path / MANIFEST_NAME).write_text(dump(entries))
-    with harmless(tmp_path, ValueError):
-        check_whole(tmp_path)
-    with harmless(tmp_path, ValueError):
-        read_entries(tmp_path)
+FIGURES = tiny().config.to_dict()
+MODELS = st.builds(
+    lambda key, value, kind: json.dumps({**FIGURES, "model_type": kind, key: value}),
+    st.sampled_from([*FIGURES, "quantization_config", "auto_map"]),
+    VALUES,
+    KINDS,
+)
 
 
-FIGURES = tiny_llama().config.to_dict()
+def model_of(path: Path) -> None:
+    find_model(str(path.parent))
 
 
-@given(key=st.sampled_from([*FIGURES, "quantization_config", "auto_map"]), value=VALUES, kind=KINDS)
+def entries_of(path: Path) -> None:
+    with harmless(path.parent, ValueError):
+        check_whole(path.parent)
+    read_entries(path.parent)
+
+
+READERS: dict[str, tuple[str, st.SearchStrategy[str | bytes], Callable[[Path], object]]] = {
+    "manifest": (MANIFEST_NAME, MANIFESTS.map(json.dumps), entries_of),
+    "configuration of a model": ("config.json", MODELS, model_of),
+    "no configuration of a model": ("config.json", FILES, model_of),
+    "DeepSpeed config": ("ds.json", st.one_of(FILES, ENGINES), lambda path: resolve_config(path, tiny())),
+}
+"""Name of the file, what somebody made up, and what reads it."""
+
+
+@given(data=st.data())
 @settings(fuzzed, max_examples=150)
-def test_model_configurations_that_somebody_made_up(key: str, value: Any, kind: Any, tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {**FIGURES, "model_type": kind, key: value})
+@pytest.mark.parametrize("kind", READERS)
+def test_files_that_somebody_made_up(kind: str, data: st.DataObject, tmp_path: Path) -> None:
+    name, contents, read = READERS[kind]
+    write(tmp_path / name, data.draw(contents))
     with harmless(tmp_path, ValueError):
-        find_model(str(tmp_path))
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize("names", [1, True, "LlamaForCausalLM", {"a": 1}, [1], [None], ["LlamaForCausalLM", 2]])
@@ -481,23 +492,6 @@ def test_a_number_of_layers_that_no_model_has_is_refused(figures: dict[str, Any]
         find_model(str(tmp_path))
 
 
-@given(content=FILES)
-@settings(fuzzed, max_examples=60)
-def test_model_configurations_that_are_none(content: str | bytes, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-    with harmless(tmp_path, ValueError):
-        find_model(str(tmp_path))
-
-
-@given(content=st.one_of(FILES, ENGINES))
-@settings(fuzzed, max_examples=120)
-def test_deepspeed_configs_that_somebody_made_up(content: str | bytes, tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with harmless(tmp_path, ValueError):
-        resolve_config(path, tiny())
-
-
 def test_pickles_pipes_links_and_folders_in_the_place_of_deltas(tmp_path: Path) -> None:
     place: Callable[[str], Path] = lambda name: tmp_path / name / DELTA_FILE  # noqa: E731
     for name in ("pickle", "pipe", "folder", "link", "loop", "device"):
@@ -515,6 +509,8 @@ def test_pickles_pipes_links_and_folders_in_the_place_of_deltas(tmp_path: Path) 
 
 
 def test_the_examples_above_are_a_thousand_at_least() -> None:
-    functions = inspect.getmembers(sys.modules[__name__], lambda each: hasattr(each, "hypothesis"))
-    total = sum(function._hypothesis_internal_use_settings.max_examples for _, function in functions)
+    total = sum(
+        function._hypothesis_internal_use_settings.max_examples
+        for _, function in inspect.getmembers(sys.modules[__name__], lambda each: hasattr(each, "hypothesis"))
+    )
     assert total >= 1000

@@ -1,7 +1,5 @@
-import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import slivertune
+from tests.helpers.launching import run_python
 
 HEAVY = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "numpy", "peft", "torch", "transformers")
 
@@ -19,32 +18,14 @@ HEAVY = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "n
 SOURCE_ROOT = Path(slivertune.__file__).resolve().parents[1]
 
 
-def run_python(code: str, *, cwd: Path, import_root: Path = SOURCE_ROOT) -> str:
-    """Run code in a fresh interpreter and return what it printed; `import_root` comes before everything installed."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(import_root)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def printed(code: str, *, cwd: Path, import_root: Path = SOURCE_ROOT) -> str:
+    """What code prints in a fresh interpreter; `import_root` comes before everything installed."""
+    return run_python("-c", code, cwd=cwd, PYTHONPATH=str(import_root)).stdout.strip()
 
 
 def build(checkout: Path, target: str, folder: Path) -> Path:
     """Build a wheel or sdist of a checkout with the installed hatchling: no isolation, no network."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)],
-        cwd=checkout,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_python("-m", "hatchling", "build", "-t", target, "-d", folder, cwd=checkout)
     (built,) = folder.iterdir()
     return built
 
@@ -64,17 +45,12 @@ def files_of(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_a_bare_import_pulls_in_nothing_heavy(tmp_path: Path) -> None:
-    code = f"import sys, slivertune; print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    assert run_python(code, cwd=tmp_path) == ""
-
-
-def test_finding_a_preset_pulls_in_nothing_heavy(tmp_path: Path) -> None:
-    code = (
-        "import sys; from slivertune.core.presets import preset_path; preset_path('single_gpu_24g'); "
-        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    )
-    assert run_python(code, cwd=tmp_path) == ""
+@pytest.mark.parametrize(
+    "code", ["", "from slivertune.core.presets import preset_path; preset_path('single_gpu_24g');"]
+)
+def test_a_bare_import_and_finding_a_preset_pull_in_nothing_heavy(code: str, tmp_path: Path) -> None:
+    show = f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+    assert printed(f"import sys, slivertune; {code} {show}", cwd=tmp_path) == ""
 
 
 @pytest.mark.parametrize("name", sorted(slivertune.__all__))
@@ -83,13 +59,12 @@ def test_a_public_name_resolves_and_is_listed(name: str) -> None:
     value = getattr(slivertune, name)
     assert value is getattr(slivertune, name)
     if name != "__version__":
-        assert value.__name__ == name
-        assert value.__module__.startswith("slivertune.")
+        assert value.__name__ == name and value.__module__.startswith("slivertune.")
 
 
 def test_the_names_are_listed_before_they_are_resolved(tmp_path: Path) -> None:
     code = "import slivertune; print(set(slivertune.__all__) <= set(dir(slivertune)), 'HiFT' in vars(slivertune))"
-    assert run_python(code, cwd=tmp_path) == "True False"
+    assert printed(code, cwd=tmp_path) == "True False"
 
 
 def test_a_name_that_is_not_public_is_an_attribute_error_that_lists_the_public_ones() -> None:
@@ -111,8 +86,7 @@ def test_the_wheel_holds_the_package_the_presets_and_nothing_else(wheel: Path, c
     names = files_of(wheel)
     about = f"slivertune-{slivertune.__version__}.dist-info/"
     assert {name for name in names if not name.startswith(about)} == expected
-    assert "slivertune/py.typed" in names
-    assert f"{about}licenses/LICENSE" in names
+    assert "slivertune/py.typed" in names and f"{about}licenses/LICENSE" in names
 
 
 def test_the_wheel_declares_the_command_the_floors_and_the_extras(wheel: Path) -> None:
@@ -121,15 +95,14 @@ def test_the_wheel_declares_the_command_the_floors_and_the_extras(wheel: Path) -
         metadata = archive.read(f"{about}/METADATA").decode()
         commands = archive.read(f"{about}/entry_points.txt").decode()
     assert "slivertune = slivertune.cli:main" in commands
-    for line in (
+    assert {
         "Requires-Python: >=3.11",
         "License-Expression: Apache-2.0",
         "Requires-Dist: torch>=2.11",
         "Requires-Dist: transformers>=5.17",
         "Requires-Dist: accelerate>=1.15",
         *(f"Provides-Extra: {extra}" for extra in ("deepspeed", "bitsandbytes", "peft", "plot", "all", "dev")),
-    ):
-        assert line in metadata.splitlines()
+    } <= set(metadata.splitlines())
 
 
 def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
@@ -140,7 +113,7 @@ def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Pa
         "from slivertune.core.presets import preset_names, preset_path; "
         "print(*(preset_path(name) for name in preset_names()), sep='\\n')"
     )
-    found = [Path(line) for line in run_python(code, cwd=tmp_path, import_root=site).splitlines()]
+    found = [Path(line) for line in printed(code, cwd=tmp_path, import_root=site).splitlines()]
     assert site / "slivertune" / "launch" / "single_gpu_24g.yaml" in found
     assert site / "slivertune" / "ds_configs" / "single_gpu_24g.json" in found
     assert all(path.is_relative_to(site) and path.is_file() for path in found)
@@ -156,8 +129,7 @@ def test_the_source_package_holds_what_building_and_testing_need(sdist: Path, ch
             for path in (checkout / folder).rglob("*")
             if path.is_file() and path.suffix != ".pyc"
         }
-        assert here
-        assert here <= names
+        assert here and here <= names
     assert not [name for name in names if name.startswith((".venv", "runs", "dist"))]
 
 
@@ -171,12 +143,17 @@ def test_the_source_package_builds_the_same_wheel_as_the_checkout(sdist: Path, w
 def test_the_pins_satisfy_every_declared_range(checkout: Path) -> None:
     requirements = pytest.importorskip("packaging.requirements")
     utils = pytest.importorskip("packaging.utils")
-    lines = (checkout / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = dict(
+        line.split("==")
+        for line in (checkout / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    )
     pins = {utils.canonicalize_name(name): version for name, version in pins.items()}
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    for requirement in map(requirements.Requirement, chain.from_iterable(lists)):
+    for requirement in map(
+        requirements.Requirement,
+        chain.from_iterable([project["dependencies"], *project["optional-dependencies"].values()]),
+    ):
         if requirement.name != project["name"]:
             assert requirement.specifier.contains(pins[utils.canonicalize_name(requirement.name)]), str(requirement)
 
@@ -187,12 +164,10 @@ def test_make_train_installs_no_development_tools_and_make_test_does(checkout: P
         shutil.copy(checkout / name, tmp_path / name)
 
     def commands(target: str) -> str:
-        done = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
-        return done.stdout
+        return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     assert "'.[all]'" in commands("train") and "dev]" not in commands("train")
-    for target in ("test", "lint", "format"):
-        assert "'.[all,dev]'" in commands(target)
+    assert all("'.[all,dev]'" in commands(target) for target in ("test", "lint", "format"))
     # A second call installs nothing.
     (tmp_path / ".venv").mkdir()
     for name in (".installed", ".installed-dev"):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from matplotlib.figure import Figure
 from safetensors import safe_open
 from transformers import Trainer, TrainingArguments
 
-from slivertune import SFT, HiFT, SFTConfig
 from slivertune.core.atomic import recover
 from slivertune.deltas import load
 from slivertune.deltas.merge import merge, unmerge
@@ -27,7 +25,8 @@ from slivertune.training.methods.dense import DenseMethod
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from tests.deltas.files import UP, write_deltas
 from tests.helpers.faults import Fault, Operations, counted, denied, error_of, full_disk, hidden, interrupted
-from tests.helpers.models import tiny_llama, token_batches
+from tests.helpers.models import tiny_llama
+from tests.helpers.trained import built, trained
 from tests.planning.made import tiny_model
 from tests.planning.test_report import REQUIREMENT
 
@@ -63,33 +62,17 @@ def save_unmerged(target: Path, version: int) -> None:
     unmerge(merged(target.parent.parent), target)
 
 
-@cache
-def hift_after(updates: int) -> HiFT:
-    model = tiny_llama()
-    hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
-    return step(model, hift, updates)
-
-
-@cache
-def sft_after(updates: int) -> SFT:
-    model = tiny_llama()
-    sft = SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
-    return step(model, sft, updates)
-
-
-def step(model: Any, optimizer: Any, updates: int) -> Any:
-    for batch in token_batches(updates):
-        model(**batch).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
+trained_once = cache(trained)
 
 
 def save_model(target: Path, version: int) -> None:
     # Where a run has its own folder, the model lies below it.
-    arguments = TrainingArguments(str(target.parent), report_to="none", use_cpu=True)
-    trainer = Trainer(tiny_llama(seed=version), arguments)
-    DenseMethod().save(trainer, target.parent, base_name="base", coordinator=LaunchCoordinator())
+    DenseMethod().save(
+        Trainer(tiny_llama(seed=version), TrainingArguments(str(target.parent), report_to="none", use_cpu=True)),
+        target.parent,
+        base_name="base",
+        coordinator=LaunchCoordinator(),
+    )
 
 
 def save_cache(target: Path, version: int) -> None:
@@ -97,8 +80,9 @@ def save_cache(target: Path, version: int) -> None:
 
 
 def save_quality(target: Path, version: int) -> None:
-    row = QualityRow(pattern="random", ratio=0.5, cosine=0.5, cosine_deviation=0.1, norm_ratio=1.0)
-    GradientQuality(rows=(row,), num_draws=1).plot(target)
+    GradientQuality(
+        rows=(QualityRow(pattern="random", ratio=0.5, cosine=0.5, cosine_deviation=0.1, norm_ratio=1.0),), num_draws=1
+    ).plot(target)
 
 
 def save_plot(target: Path, version: int) -> None:
@@ -108,8 +92,7 @@ def save_plot(target: Path, version: int) -> None:
 def save_results(target: Path, version: int) -> None:
     from slivertune.training.output.report import write_results
 
-    results: Any = SimpleNamespace(as_json=lambda: {"num_steps": version})
-    write_results(results, target.parent)
+    write_results(SimpleNamespace(as_json=lambda: {"num_steps": version}), target.parent)
 
 
 SAVES: dict[str, tuple[str, Save, bool]] = {
@@ -118,8 +101,8 @@ SAVES: dict[str, tuple[str, Save, bool]] = {
     "deltas over older ones": ("deltas", save_deltas, True),
     "a merged checkpoint": ("merged", save_merged, False),
     "an unmerged checkpoint": ("again", save_unmerged, False),
-    "HiFT's state": ("hift", lambda target, version: save_state(hift_after(version), target), True),
-    "SFT's state": ("sft", lambda target, version: save_state(sft_after(version), target), True),
+    "HiFT's state": ("hift", lambda target, version: save_state(trained_once("hift", version), target), True),
+    "SFT's state": ("sft", lambda target, version: save_state(trained_once("sft", version), target), True),
     "a run's model": ("model", save_model, True),
     "the cached base model": ("0123456789abcdef", save_cache, True),
     "a run's results": ("results.json", save_results, True),
@@ -167,8 +150,7 @@ def test_a_fault_in_any_file_operation_of_a_save_leaves_the_old_or_the_new_whole
     with counted(operations, can_exchange=can_exchange):
         save(after, 2)
     new = content(after)
-    assert new != old
-    assert len(operations.names) > 5
+    assert new != old and len(operations.names) > 5
     for number, operation in enumerate(operations.names, 1):
         faults: tuple[Fault, ...] = (full_disk, denied, interrupted)
         # Long saves meet one fault an operation, and another one the other way.
@@ -212,9 +194,7 @@ def test_what_was_saved_is_what_is_read(tmp_path: Path) -> None:
         save(tmp_path / name / file, 2)
     assert load(tmp_path / "deltas in a new folder" / "deltas").deltas.keys() == {UP}
     assert json.loads((tmp_path / "a run's results" / "results.json").read_text()) == {"num_steps": 2}
-    hift, sft = HiFT(tiny_llama(), torch.optim.AdamW, lr=1e-2), None
-    load_state(hift, tmp_path / "HiFT's state" / "hift")
-    model = tiny_llama()
-    sft = SFT(model, config=SFTConfig(density=0.05, reselection_interval=None), lr=1e-2, total_steps=9)
-    load_state(sft, tmp_path / "SFT's state" / "sft")
-    assert hift.updates == sft.updates == 2
+    for method, name in (("hift", "HiFT's state"), ("sft", "SFT's state")):
+        _, optimizer = built(method)
+        load_state(optimizer, tmp_path / name / method)
+        assert optimizer.updates == 2

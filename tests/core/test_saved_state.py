@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from slivertune import HiFT, HiFTConfig, SFTConfig
 from slivertune.sft import SFT
 from tests.helpers.models import assert_same_bits, assert_same_tree, tiny_llama, token_batches, trainable, weights
+from tests.helpers.ranks import single_rank
 from tests.helpers.reference import decay_split, grouped_optimizer, train
-from tests.helpers.single_rank import single_rank
 
 BF16 = torch.bfloat16
 BATCHES = token_batches(16)

@@ -1,6 +1,7 @@
 """HiFT on CUDA: streams, pinned memory and the caching allocator must change no bit and leave nothing behind.
 
-Never run where there is no CUDA device; `tests/hift/test_ordering.py` checks the order of the same copies on a CPU.
+Never run where there is no CUDA device; `tests/hift/test_ordering.py` checks the order of the same copies on a CPU. One
+file, however long, since all of it trains the same models among the same work of a device.
 """
 
 import gc
@@ -95,11 +96,15 @@ def run(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Batch]
         optimizer.step()
 
 
+def hift_over(model: nn.Module, case: tuple[Any, dict[str, Any]] = (torch.optim.AdamW, ADAMW), **config: Any) -> HiFT:
+    optimizer_class, options = case
+    return HiFT(model, optimizer_class, config=HiFTConfig(**config), **options)
+
+
 def trained(model: nn.Module, case: tuple[Any, dict[str, Any]], steps: int, **config: Any) -> nn.Module:
     other = twin(model)
-    optimizer_class, options = case
     vocab = int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    run(other, HiFT(other, optimizer_class, config=HiFTConfig(**config), **options), cuda_batches(steps, vocab))
+    run(other, hift_over(other, case, **config), cuda_batches(steps, vocab))
     return other
 
 
@@ -111,60 +116,60 @@ def allocated() -> int:
     return torch.cuda.memory_allocated(DEVICE)
 
 
+def allocated_beside_the_weights(model: nn.Module, batch: Batch) -> int:
+    """What is allocated when a first backward pass has run, whose kernels keep some memory."""
+    model(**batch).loss.backward()
+    model.zero_grad()
+    return allocated()
+
+
 def streamed_groups(hift: HiFT) -> list[StreamedGroup]:
     groups = hift._residencies
     assert all(isinstance(group, StreamedGroup) for group in groups)
     return groups  # type: ignore[return-value]
 
 
-@DTYPES
-@pytest.mark.parametrize("name", CASES)
-def test_streamed_state_equals_resident_state_to_the_bit(name: str, dtype: torch.dtype) -> None:
-    model = cuda_llama(dtype)
-    expected = trained(model, CASES[name], 15, state="device")
+STREAMED: list[tuple[str, torch.dtype, dict[str, Any]]] = [
+    *((name, dtype, {}) for name in CASES for dtype in (torch.float32, torch.bfloat16)),
+    *(
+        (name, torch.bfloat16, {"master": master})
+        for name in ("AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor")
+        for master in ("split", "none")
+    ),
+    *(("AdamW", torch.bfloat16, {"layers_per_group": count, "steps_per_group": 2}) for count in (2, 5)),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "config"), STREAMED)
+def test_streamed_state_equals_resident_state_to_the_bit(name: str, dtype: torch.dtype, config: dict[str, Any]) -> None:
+    """For every optimizer, form of the master, and number of layers and steps of a group."""
+    model, steps = cuda_llama(dtype), 18 if "steps_per_group" in config else 15
+    resident = {**config, "master": "fp32"} if config.get("master") == "split" else config
+    expected = trained(model, CASES[name], steps, state="device", **resident)
     assert_all_moved(expected, weights(model))
     for stream_bytes in PIECES:
-        assert_same_bits(trained(model, CASES[name], 15, stream_bytes=stream_bytes), expected)
-
-
-@pytest.mark.parametrize("master", ["split", "none"])
-@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "AdamW8bit", "torch Adafactor"])
-def test_every_form_of_the_master_equals_resident_state_to_the_bit(name: str, master: str) -> None:
-    model = cuda_llama(torch.bfloat16)
-    expected = trained(model, CASES[name], 15, state="device", master="fp32" if master == "split" else master)
-    assert_all_moved(expected, weights(model))
-    for stream_bytes in PIECES:
-        assert_same_bits(trained(model, CASES[name], 15, master=master, stream_bytes=stream_bytes), expected)
-
-
-@pytest.mark.parametrize("layers_per_group", [2, 5])
-def test_groups_of_several_layers_and_several_steps_equal_resident_state_to_the_bit(layers_per_group: int) -> None:
-    model = cuda_llama(torch.bfloat16)
-    common = {"layers_per_group": layers_per_group, "steps_per_group": 2}
-    expected = trained(model, CASES["AdamW"], 18, state="device", **common)
-    for stream_bytes in PIECES:
-        assert_same_bits(trained(model, CASES["AdamW"], 18, stream_bytes=stream_bytes, **common), expected)
+        assert_same_bits(trained(model, CASES[name], steps, stream_bytes=stream_bytes, **config), expected)
 
 
 def test_state_on_disk_equals_resident_state_to_the_bit(tmp_path: Any) -> None:
     model = cuda_llama(torch.bfloat16)
-    expected = trained(model, CASES["AdamW"], 15, state="device")
-    on_disk = trained(model, CASES["AdamW"], 15, state="disk", state_dir=tmp_path, stream_bytes=20_000)
-    assert_same_bits(on_disk, expected)
+    assert_same_bits(
+        trained(model, CASES["AdamW"], 15, state="disk", state_dir=tmp_path, stream_bytes=20_000),
+        trained(model, CASES["AdamW"], 15, state="device"),
+    )
 
 
 def test_a_model_moved_to_the_device_after_the_optimizer_was_built_trains_there() -> None:
     model = plain_attention(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB))
     expected = trained(twin(model).to(DEVICE), CASES["AdamW"], 10, state="device")
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), **ADAMW)
-    model.to(DEVICE)
-    run(model, hift, cuda_batches(10))
+    hift = hift_over(model, stream_bytes=20_000)
+    run(model.to(DEVICE), hift, cuda_batches(10))
     assert_same_bits(model, expected)
 
 
 def test_waiting_state_is_pinned() -> None:
     model = cuda_llama(torch.bfloat16)
-    hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+    hift = hift_over(model)
     run(model, hift, cuda_batches(5))
     state = hift.state_dict()["state"]
     tensors = [value for values in state.values() for value in values.values() if value.dim()]
@@ -174,26 +179,26 @@ def test_waiting_state_is_pinned() -> None:
 
 def test_state_loaded_before_the_model_moved_is_pinned_as_well() -> None:
     model = plain_attention(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB))
-    hift = HiFT(model, torch.optim.AdamW, **ADAMW)
+    hift = hift_over(model)
     for batch in token_batches(5, vocab=BIG_VOCAB):
         model(**batch).loss.backward()
         hift.step()
-    other = HiFT(model, torch.optim.AdamW, **ADAMW)
+    other = hift_over(model)
     other.load_state_dict(hift.state_dict())
     model.to(DEVICE)
     run(model, other, cuda_batches(5))
-    state = other.state_dict()["state"]
-    assert all(value.is_pinned() for values in state.values() for value in values.values() if value.dim())
+    assert all(
+        value.is_pinned() for values in other.state_dict()["state"].values() for value in values.values() if value.dim()
+    )
 
 
 @pytest.mark.parametrize("map_location", ["cpu", "cuda"])
 @pytest.mark.parametrize("state", ["host", "device"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum", "transformers Adafactor", "AdamW8bit"])
 def test_a_saved_run_continues_with_the_same_bits(name: str, state: Any, map_location: str) -> None:
-    optimizer_class, options = CASES[name]
-    config = HiFTConfig(state=state, stream_bytes=20_000)
+    config = {"state": state, "stream_bytes": 20_000}
     model, batches = cuda_llama(torch.bfloat16), cuda_batches(17)
-    hift = HiFT(model, optimizer_class, config=config, **options)
+    hift = hift_over(model, CASES[name], **config)
     run(model, hift, batches[:7])  # in the middle of the second cycle of five
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": hift.state_dict()}, file)
@@ -203,7 +208,7 @@ def test_a_saved_run_continues_with_the_same_bits(name: str, state: Any, map_loc
     saved = torch.load(file, weights_only=True, map_location=map_location)
     resumed = cuda_llama(torch.bfloat16)
     resumed.load_state_dict(saved["model"])
-    other = HiFT(resumed, optimizer_class, config=config, **options)
+    other = hift_over(resumed, CASES[name], **config)
     other.load_state_dict(saved["optimizer"])
     del saved
     run(resumed, other, batches[7:])
@@ -212,19 +217,15 @@ def test_a_saved_run_continues_with_the_same_bits(name: str, state: Any, map_loc
 
 @pytest.mark.parametrize("name", CASES)
 def test_after_a_step_the_device_holds_the_weights_and_nothing_else(name: str) -> None:
-    optimizer_class, options = CASES[name]
     model, batches = cuda_llama(torch.bfloat16), cuda_batches(15)
-    model(**batches[0]).loss.backward()
-    model.zero_grad()
-    before = allocated()
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(stream_bytes=20_000), **options)
+    before = allocated_beside_the_weights(model, batches[0])
+    hift = hift_over(model, CASES[name], stream_bytes=20_000)
     left = []
     for batch in batches:
         run(model, hift, [batch])
         left.append(allocated() - before)
     if name == "AdamW8bit":
-        num_instances = sum(len(group._pieces) for group in streamed_groups(hift))
-        assert max(left) <= num_instances * CODE_BOOK_BYTES
+        assert max(left) <= sum(len(group._pieces) for group in streamed_groups(hift)) * CODE_BOOK_BYTES
         assert left[-5:] == [left[-1]] * 5, "it grows from step to step"
     else:
         assert left == [0] * 15
@@ -233,28 +234,22 @@ def test_after_a_step_the_device_holds_the_weights_and_nothing_else(name: str) -
 @pytest.mark.parametrize("master", ["fp32", "split"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused"])
 def test_a_step_needs_two_pieces_beside_weights_and_gradients(name: str, master: Any) -> None:
-    optimizer_class, options = CASES[name]
     stream_bytes = 4 * 2**20
-    model = larger_llama(torch.bfloat16)
-    batches = cuda_batches(8, vocab=8192)
-    model(**batches[0]).loss.backward()
-    model.zero_grad()
-    before = allocated()
-    hift = HiFT(model, optimizer_class, config=HiFTConfig(stream_bytes=stream_bytes, master=master), **options)
+    model, batches = larger_llama(torch.bfloat16), cuda_batches(8, vocab=8192)
+    before = allocated_beside_the_weights(model, batches[0])
+    hift = hift_over(model, CASES[name], stream_bytes=stream_bytes, master=master)
     run(model, hift, batches[:4])
     for batch in batches[4:]:
-        group = hift.groups[hift.active_group]
+        size = sum(model.get_parameter(weight).numel() for weight in hift.groups[hift.active_group].parameter_names)
         model(**batch).loss.backward()
-        gradients = sum(2 * model.get_parameter(weight).numel() for weight in group.parameter_names)
-        whole = 12 * sum(model.get_parameter(weight).numel() for weight in group.parameter_names)
         torch.cuda.synchronize(DEVICE)
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.reset_peak_memory_stats(DEVICE)
         hift.step()
-        extra_bytes = torch.cuda.max_memory_allocated(DEVICE) - before - gradients
+        extra_bytes = torch.cuda.max_memory_allocated(DEVICE) - before - 2 * size
         # The allocator rounds up to 512 bytes: a few tensors a slice, and of the loss before them.
         assert extra_bytes <= 2 * stream_bytes + 64 * 1024
-        assert 2 * stream_bytes < whole, "the group is too small for this test to mean anything"
+        assert 2 * stream_bytes < 12 * size, "the group is too small for this test to mean anything"
 
 
 class _Pause(torch.autograd.Function):
@@ -279,15 +274,13 @@ class _TwoHalves(nn.Module):
         self.upper = nn.Linear(512, 512)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.upper(_Pause.apply(self.lower(hidden)))
-        return out.square().mean()
+        return self.upper(_Pause.apply(self.lower(hidden))).square().mean()
 
 
 def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
     torch.manual_seed(0)
     model = _TwoHalves().to(DEVICE)
-    config = HiFTConfig(layers=[["lower", "upper"]], stream_bytes=2**20)
-    hift = HiFT(model, torch.optim.AdamW, config=config, **ADAMW)
+    hift = hift_over(model, layers=[["lower", "upper"]], stream_bytes=2**20)
     hidden = torch.randn(8, 512, device=DEVICE)
     model(hidden).backward()
     hift.step()  # makes the state
@@ -308,7 +301,7 @@ def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
 @DTYPES
 def test_a_step_never_waits_for_the_device(dtype: torch.dtype) -> None:
     model, batches = cuda_llama(dtype), cuda_batches(15)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), **ADAMW)
+    hift = hift_over(model, stream_bytes=20_000)
     run(model, hift, batches[:5])
     groups = streamed_groups(hift)
     for batch in batches[5:]:
@@ -338,16 +331,13 @@ def test_many_steps_among_other_work_keep_every_bit(name: str, master: Any) -> N
     """A copy that runs too early or too late, or memory handed on too soon, ends in other bits."""
     choose = random.Random(f"{name} {master}")
     model = larger_llama(torch.bfloat16)
-    resident = "fp32" if master == "split" else master
-    expected = trained(model, CASES[name], 24, state="device", master=resident)
+    expected = trained(model, CASES[name], 24, state="device", master="fp32" if master == "split" else master)
     batches = cuda_batches(24, vocab=8192)
     factor = torch.randn(4096, 4096, device=DEVICE)
     for _ in range(4):
         stream_bytes = choose.choice([0, choose.randint(64 * 1024, 64 * 2**20)])
         other = twin(model)
-        optimizer_class, options = CASES[name]
-        config = HiFTConfig(stream_bytes=stream_bytes, master=master)
-        hift = HiFT(other, optimizer_class, config=config, **options)
+        hift = hift_over(other, CASES[name], stream_bytes=stream_bytes, master=master)
         for batch in batches:
             other(**batch).loss.backward()
             spoil_free_memory(choose)
@@ -368,7 +358,7 @@ def test_a_users_own_stream_is_the_computing_stream(name: str) -> None:
     other, batches = twin(model), cuda_batches(12, vocab=8192)
     torch.cuda.synchronize(DEVICE)
     with torch.cuda.stream(own):
-        hift = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=2**20), **CASES[name][1])
+        hift = hift_over(other, (torch.optim.AdamW, CASES[name][1]), stream_bytes=2**20)
         for batch in batches:
             run(other, hift, [batch])
             spoil_free_memory(choose)
@@ -381,16 +371,18 @@ def test_a_model_on_another_than_the_current_device_trains_there() -> None:
     model = cuda_llama(torch.bfloat16)
     expected = trained(model, CASES["AdamW"], 10, state="device")
     other = twin(model).to("cuda:1")
-    hift = HiFT(other, torch.optim.AdamW, config=HiFTConfig(stream_bytes=20_000), **ADAMW)
-    run(other, hift, [{key: value.to("cuda:1") for key, value in batch.items()} for batch in cuda_batches(10)])
-    for name, value in weights(expected).items():
-        assert torch.equal(bits(value.cpu()), bits(other.get_parameter(name).cpu()))
+    run(
+        other,
+        hift_over(other, stream_bytes=20_000),
+        [{key: value.to("cuda:1") for key, value in batch.items()} for batch in cuda_batches(10)],
+    )
+    assert_same_bits(other.cpu(), expected.cpu())
 
 
 def test_saved_state_is_whole_while_copies_are_under_way() -> None:
     """`state_dict` right after a step, without a wait in between, has what a wait would have shown."""
     model = larger_llama(torch.bfloat16)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(stream_bytes=2**20), **ADAMW)
+    hift = hift_over(model, stream_bytes=2**20)
     factor = torch.randn(8192, 8192, device=DEVICE)
     for batch in cuda_batches(8, vocab=8192):
         torch.mm(factor, factor)  # keeps the device behind the host

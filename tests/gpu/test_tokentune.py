@@ -19,8 +19,10 @@ def inputs(device: torch.device) -> dict[str, torch.Tensor]:
     ids = torch.randint(1, VOCAB, (3, 13), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(3, 13, dtype=torch.long)
     mask[1, 9:] = 0
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    return {name: each.to(device) for name, each in batch.items()}
+    return {
+        name: each.to(device)
+        for name, each in {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}.items()
+    }
 
 
 def gradients(model: Any, device: torch.device) -> dict[str, torch.Tensor]:

@@ -80,16 +80,12 @@ def ids_and_pixels() -> Batch:
 
 
 def llama(**options: Any) -> nn.Module:
-    model: nn.Module = hf.LlamaForCausalLM(hf.LlamaConfig(**{**DECODER, "tie_word_embeddings": False, **options}))
-    return model
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**{**DECODER, "tie_word_embeddings": False, **options}))
 
 
 def t5gemma() -> nn.Module:
-    config = hf.T5GemmaConfig(
-        encoder=hf.T5GemmaModuleConfig(**DECODER), decoder=hf.T5GemmaModuleConfig(**DECODER), vocab_size=VOCAB
-    )
-    model: nn.Module = hf.T5GemmaForConditionalGeneration(config)
-    return model
+    parts = {part: hf.T5GemmaModuleConfig(**DECODER) for part in ("encoder", "decoder")}
+    return hf.T5GemmaForConditionalGeneration(hf.T5GemmaConfig(**parts, vocab_size=VOCAB))
 
 
 def lora_llama() -> nn.Module:
@@ -99,8 +95,7 @@ def lora_llama() -> nn.Module:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft asks transformers for what is deprecated
-        model: nn.Module = peft.get_peft_model(llama(), config)
-    return model
+        return peft.get_peft_model(llama(), config)
 
 
 def paths(stem: str, count: int = BLOCKS) -> list[str]:

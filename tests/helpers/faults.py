@@ -10,6 +10,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,6 +43,7 @@ def killed(what: str) -> BaseException:
     raise AssertionError("unreachable")
 
 
+@dataclass
 class Operations:
     """Counts file operations that change something, and lets the one of a given number fail.
 
@@ -51,24 +53,20 @@ class Operations:
         once: Whether later ones work again; a full disk stays full, but deleting goes on working.
     """
 
-    def __init__(self, fails_at: int, fault: Fault, *, once: bool = True) -> None:
-        self.names: list[str] = []
-        self.is_disk_full = False
-        self._fails_at = fails_at
-        self._fault = fault
-        self._once = once
+    fails_at: int
+    fault: Fault
+    once: bool = field(default=True, kw_only=True)
+    names: list[str] = field(default_factory=list, init=False)
+    is_disk_full: bool = field(default=False, init=False)
 
     def pass_by(self, name: str) -> None:
         self.names.append(name)
         number = len(self.names)
-        is_hit = number == self._fails_at or (not self._once and 0 < self._fails_at < number and not _removes(name))
-        if is_hit:
-            self.is_disk_full = self._fault is full_disk
-            raise self._fault(name)
-
-
-def _removes(name: str) -> bool:
-    return name in ("unlink", "rmdir")
+        if number == self.fails_at or (
+            not self.once and 0 < self.fails_at < number and name not in ("unlink", "rmdir")
+        ):
+            self.is_disk_full = self.fault is full_disk
+            raise self.fault(name)
 
 
 class _File:
@@ -162,8 +160,9 @@ def _half_written(function: Callable[..., Any], name: str, operations: Operation
                     if operations.is_disk_full
                     else f"[enforce fail at inline_container.cc:747] . open file failed with strerror: {error.strerror}"
                 ) from None
-            text = f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
-            raise safetensors.SafetensorError(text) from None
+            raise safetensors.SafetensorError(
+                f"Error while serializing: I/O error: {error.strerror} (os error {error.errno})"
+            ) from None
         except BaseException:
             _write_half(function, value, file, args, kwargs)
             raise
@@ -174,8 +173,7 @@ def _half_written(function: Callable[..., Any], name: str, operations: Operation
 
 def _write_half(function: Callable[..., Any], value: Any, file: Any, args: Any, kwargs: Any) -> None:
     function(value, file, *args, **kwargs)
-    size = Path(file).stat().st_size
-    os.truncate(file, size // 2)
+    os.truncate(file, Path(file).stat().st_size // 2)
 
 
 def error_of(function: Callable[[], object]) -> BaseException | None:

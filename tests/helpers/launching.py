@@ -31,18 +31,42 @@ class LaunchError(AssertionError):
 
 def environment(programs: Path | None = None, **variables: str) -> dict[str, str]:
     """The environment of a launched command: this interpreter's programs and packages, CPUs alone, as many threads."""
-    first = [] if programs is None else [str(programs)]
-    source_root = Path(slivertune.__file__).resolve().parents[1]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
     return {
-        **inherited,
-        "PATH": os.pathsep.join([*first, str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": os.pathsep.join([str(source_root), str(CHECKOUT)]),
+        **{name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))},
+        "PATH": os.pathsep.join(
+            [*([] if programs is None else [str(programs)]), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
+        "PYTHONPATH": os.pathsep.join([str(Path(slivertune.__file__).resolve().parents[1]), str(CHECKOUT)]),
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         **variables,
     }
+
+
+def run_python(
+    *arguments: object, cwd: Path, expect: int = 0, timeout_s: float = 300, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter to its end, and see that it ends as expected.
+
+    Args:
+        *arguments: Of the interpreter.
+        cwd: The working folder.
+        expect: The exit code; where it is another, what was printed as errors is shown.
+        timeout_s: Seconds until it counts as hung.
+        **variables: Of the environment, on top of this process's.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == expect, done.stderr
+    return done
 
 
 def build_deepspeed_collectives() -> None:
@@ -59,9 +83,13 @@ def build_deepspeed_collectives() -> None:
             check_build(print)
         except RuntimeError as error:
             raise LaunchError(str(error)) from error
-        code = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=600, check=False
+            [sys.executable, "-c", "from deepspeed.comm.torch import build_shm_op; build_shm_op()"],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
     if done.returncode:
         raise LaunchError(f"DeepSpeed's collectives can't be compiled\n{done.stdout}\n{done.stderr}")
@@ -82,10 +110,16 @@ def launch_preset(preset: Path, script: Sequence[str], folder: Path, *, options:
     Raises:
         LaunchError: If it failed, hung, or another number of ranks reported than was asked for.
     """
-    settings = yaml.safe_load(preset.read_text(encoding="utf-8"))
-    num_processes = min(settings["num_processes"], MAX_PROCESSES)
-    lowered = ["--num_processes", str(num_processes), "--main_process_port", "0"]
-    command = ["accelerate", "launch", "--config_file", str(preset), *lowered, *options, *script]
+    num_processes = min(yaml.safe_load(preset.read_text(encoding="utf-8"))["num_processes"], MAX_PROCESSES)
+    command = [
+        "accelerate",
+        "launch",
+        "--config_file",
+        str(preset),
+        *["--num_processes", str(num_processes), "--main_process_port", "0"],
+        *options,
+        *script,
+    ]
     return launch(command, folder, num_processes)
 
 

@@ -164,8 +164,9 @@ class OddModel(nn.Module):
         hidden = self.embed_tokens(input_ids)
         for block in self.layers:
             hidden = block(hidden)
-        logits = self.head(hidden).float().flatten(0, 1)
-        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels.flatten()))
+        return SimpleNamespace(
+            loss=nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), labels.flatten())
+        )
 
 
 ODD_LAYERS = [["embed_tokens"], ["layers.0"], ["layers.1"], ["head"]]

@@ -1,4 +1,8 @@
-"""Runs a function on several ranks: processes of their own, gloo over a file, with this run's threads each."""
+"""Runs a function on several ranks: processes of their own, gloo over a file, with this run's threads each.
+
+Ranks take seconds to start, so most of their cases are left to `make test-all`, and a fixture that starts them for many
+tests runs only the cases that are asked for.
+"""
 
 import os
 import pickle
@@ -6,11 +10,13 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -115,9 +121,12 @@ def _work(
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     outcome: tuple[bool, Any]
     try:
-        store = dist.FileStore(f"{folder}/store", num_ranks)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=collective_timeout_s)
+            "gloo",
+            store=dist.FileStore(f"{folder}/store", num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=collective_timeout_s),
         )
         torch.manual_seed(0)
         outcome = (True, function(rank, num_ranks, *args))
@@ -145,5 +154,52 @@ def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
+        return server.getsockname()[1]
+
+
+@contextmanager
+def single_rank(folder: Path) -> Iterator[None]:
+    """A process group of one rank inside, for torch.distributed.checkpoint."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def quick(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
+    """The values of a parametrized test, all but a few of them marked as slow.
+
+    Args:
+        cases: Names, or tuples of several arguments.
+        kept: Those that `make test` runs; each is one of `cases`.
+
+    Returns:
+        What `pytest.mark.parametrize` takes.
+    """
+    cases = list(cases)
+    unknown = [case for case in kept if case not in cases]
+    assert not unknown, f"{unknown} are none of {cases}"
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in kept else pytest.mark.slow)
+        for case in cases
+    ]
+
+
+def asked_for(request: pytest.FixtureRequest, *arguments: str) -> set[Any]:
+    """The values with which the tests of this run call for a fixture's results.
+
+    Args:
+        request: Of a fixture of a module.
+        *arguments: Names of arguments that its tests are parametrized by.
+
+    Returns:
+        The value, or a tuple of several, of each test of the module that is parametrized by all of them.
+    """
+    found = set()
+    for item in request.session.items:
+        values = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == request.path and all(name in values for name in arguments):
+            asked = tuple(values[name] for name in arguments)
+            found.add(asked if len(asked) > 1 else asked[0])
+    return found

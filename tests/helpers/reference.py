@@ -6,7 +6,7 @@ thrown away; masters are whole fp32 copies that never leave memory.
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,25 +37,26 @@ def naive_groups(model: nn.Module, layers_per_group: int) -> list[list[str]]:
         by_layer.setdefault(naive_layer(name), []).append(name)
     # A tied head that has no norm of its own would leave no head layer; the tiny models all have a final norm.
     layers = [by_layer[index] for index in [*range(max(by_layer) + 1), -1]]
-    count = math.ceil(len(layers) / layers_per_group)
     return [
         [name for layer in layers[index * layers_per_group : (index + 1) * layers_per_group] for name in layer]
-        for index in range(count)
+        for index in range(math.ceil(len(layers) / layers_per_group))
     ]
 
 
 def decay_split(model: nn.Module, decay: float = 0.1) -> Split:
     """The usual two parameter groups: matrices decay, vectors do not."""
-    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
-    vectors = [name for name, parameter in model.named_parameters() if parameter.ndim < 2]
-    return [(matrices, {"weight_decay": decay}), (vectors, {"weight_decay": 0.0})]
+    return [
+        ([name for name, parameter in model.named_parameters() if parameter.ndim >= 2], {"weight_decay": decay}),
+        ([name for name, parameter in model.named_parameters() if parameter.ndim < 2], {"weight_decay": 0.0}),
+    ]
 
 
 def grouped_optimizer(model: nn.Module, optimizer_class: type, split: Split, **options: Any) -> torch.optim.Optimizer:
     """An ordinary optimizer over the model with the parameter groups of `split`."""
     parameters = dict(model.named_parameters())
-    groups = [{"params": [parameters[name] for name in names], **extra} for names, extra in split]
-    return optimizer_class(groups, **options)
+    return optimizer_class(
+        [{"params": [parameters[name] for name in names], **extra} for names, extra in split], **options
+    )
 
 
 class NaiveHiFT:
@@ -115,13 +116,16 @@ class NaiveHiFT:
             if name not in self.active:
                 parameter.grad = None
 
-    def step(self) -> None:
+    def step(self, gradients: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Update the active group; from the parameters' own gradients when no others are given."""
+        if gradients is None:
+            gradients = {name: each.grad for name, each in self.parameters.items() if each.grad is not None}
         if self.updates % self.cycle_length == 0 or not any(self.held):
             self.held = [_copied(group["lr"]) for group in self.carrier.param_groups]
         inner = self._optimizer_of_active_group()
         for name in self.active:
-            gradient = self.parameters[name].grad
-            self.masters[name].grad = None if gradient is None else gradient.to(self.masters[name].dtype)
+            master = self.masters[name]
+            master.grad = gradients[name].to(master.dtype) if name in gradients else None
         for group in inner.param_groups:
             index = group["split_index"]
             carried = self.carrier.param_groups[index]
@@ -152,8 +156,7 @@ class NaiveHiFT:
                 weight = self.parameters[name].detach()
                 self.masters[name] = nn.Parameter((weight.float() if self.keep_fp32 else weight).clone())
             if chosen:
-                params = [self.masters[name] for name in chosen]
-                groups.append({"params": params, **extra, "split_index": split_index})
+                groups.append({"params": [self.masters[name] for name in chosen], **extra, "split_index": split_index})
         self.inner[index] = self.optimizer_class(groups, **self.options)
         return self.inner[index]
 
@@ -213,8 +216,12 @@ def shapes_stepped(optimizer_class: type) -> Iterator[list[torch.Size]]:
 
     def record(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         if type(optimizer) is optimizer_class:
-            stepped = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            seen.extend(p.shape for p in stepped if p.any() or p.grad.any())
+            seen.extend(
+                p.shape
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None and (p.any() or p.grad.any())
+            )
 
     handle = register_optimizer_step_pre_hook(record)
     try:

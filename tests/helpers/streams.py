@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,13 +37,12 @@ COMPUTING = "computing"
 _FORM_ALONE = frozenset({"empty_like", "new_empty", "new_zeros", "zeros_like", "ones_like", "full_like"})
 
 
+@dataclass
 class _Memory:
     """What happened to one storage: the last read and the last write, by stream and bytes."""
 
-    def __init__(self, owner: str, is_host: bool) -> None:
-        self.owner = owner
-        self.is_host = is_host
-        self.touched: dict[tuple[str, Span, bool], int] = {}
+    owner: str
+    touched: dict[tuple[str, Span, bool], int] = field(default_factory=dict)
 
 
 class Streams(TorchDispatchMode):
@@ -82,9 +82,7 @@ class Streams(TorchDispatchMode):
 
     def call_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Say that a tensor lies in (pinned) host memory."""
-        storage = tensor.untyped_storage()
-        memory = self._memory.get(storage._cdata) or self._adopt(storage, HOST, is_host=True)
-        memory.is_host, memory.owner = True, HOST
+        self._of(tensor, HOST).owner = HOST
         return tensor
 
     def __torch_dispatch__(
@@ -100,24 +98,29 @@ class Streams(TorchDispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             inputs += [(leaf, written) for leaf in tree_leaves(value) if _has_memory(leaf)]
         known = {tensor.untyped_storage()._cdata for tensor, _ in inputs}
-        outputs = [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
-        fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in known]
-        places = {self._of(tensor).is_host for tensor, _ in inputs}
+        fresh = [
+            tensor
+            for tensor in [leaf for leaf in tree_leaves(out) if _has_memory(leaf)]
+            if tensor.untyped_storage()._cdata not in known
+        ]
+        places = {self._of(tensor, self.current).owner == HOST for tensor, _ in inputs}
         stream = HOST if places == {True} else self.current
-        read = [] if func.overloadpacket.__name__ in _FORM_ALONE else inputs
-        self._note(stream, [*read, *((tensor, True) for tensor in fresh)], str(func))
+        self._note(
+            stream,
+            [*([] if func.overloadpacket.__name__ in _FORM_ALONE else inputs), *((tensor, True) for tensor in fresh)],
+            str(func),
+        )
         if len(places) == 2 and not _is_non_blocking(func, args, kwargs):
             self.wait(HOST, self.record(stream))  # such a copy makes the host wait for its stream
         return out
 
-    def _of(self, tensor: torch.Tensor) -> _Memory:
+    def _of(self, tensor: torch.Tensor, owner: str) -> _Memory:
+        """The memory of a tensor, which belongs to `owner` if nobody has known it."""
         storage = tensor.untyped_storage()
-        return self._memory.get(storage._cdata) or self._adopt(storage, self.current, is_host=False)
-
-    def _adopt(self, storage: torch.UntypedStorage, owner: str, *, is_host: bool) -> _Memory:
-        memory = self._memory[storage._cdata] = _Memory(owner, is_host)
-        weakref.finalize(storage, self._release, storage._cdata).atexit = False
-        return memory
+        if storage._cdata not in self._memory:
+            self._memory[storage._cdata] = _Memory(owner)
+            weakref.finalize(storage, self._release, storage._cdata).atexit = False
+        return self._memory[storage._cdata]
 
     def _note(self, stream: str, touched: list[tuple[torch.Tensor, bool]], what: str) -> None:
         clock = self._clocks[stream]
@@ -125,9 +128,7 @@ class Streams(TorchDispatchMode):
         clock[stream] += 1
         self.num_by_stream[stream.partition(" ")[0]] += 1
         for tensor, written in touched:
-            storage = tensor.untyped_storage()
-            memory = self._memory.get(storage._cdata) or self._adopt(storage, stream, is_host=stream == HOST)
-            span = _span(tensor)
+            memory, span = self._of(tensor, stream), _span(tensor)
             for (other, its_span, wrote), when in memory.touched.items():
                 overlap = span[0] < its_span[1] and its_span[0] < span[1]
                 if overlap and (written or wrote) and clock[other] < when:
@@ -144,7 +145,7 @@ class Streams(TorchDispatchMode):
         clock = self._clocks[memory.owner] | self._clocks[HOST]
         for (other, span, _), when in memory.touched.items():
             if clock[other] < when:
-                kind = "host memory" if memory.is_host else "memory"
+                kind = "host memory" if memory.owner == HOST else "memory"
                 self.violations.append(f"{kind} {span} of {memory.owner} is released while {other} uses it")
 
 

@@ -30,10 +30,15 @@ def test_reference_with_one_group_is_the_plain_optimizer(name: str) -> None:
     options = {key: value for key, value in options.items() if key != "weight_decay"}
     plain = grouped_optimizer(model, optimizer_class, split, **options)
     reference = NaiveHiFT(other, optimizer_class, groups=naive_groups(other, LAYERS), split=split, **options)
-    runs = ((model, plain, plain), (other, reference, reference.carrier))
-    for trained, optimizer, scheduled in runs:
-        scheduler = LambdaLR(scheduled, lambda step: warm_cosine(step, 6)) if name in WITH_LR else None
-        train(trained, optimizer, batches, 6, max_norm=1e-2, scheduler=scheduler)
+    for trained, optimizer, scheduled in ((model, plain, plain), (other, reference, reference.carrier)):
+        train(
+            trained,
+            optimizer,
+            batches,
+            6,
+            max_norm=1e-2,
+            scheduler=LambdaLR(scheduled, lambda step: warm_cosine(step, 6)) if name in WITH_LR else None,
+        )
     assert_same_bits(model, other)
 
 

@@ -99,8 +99,7 @@ class _ExactOperators(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not _is_a_function_of_its_arguments(func, types):
             return result
-        raised = func(*tree_map(_raised, args), **tree_map(_raised, kwargs))
-        return tree_map(_rounded_as, raised, result)
+        return tree_map(_rounded_as, func(*tree_map(_raised, args), **tree_map(_raised, kwargs)), result)
 
 
 def _is_a_function_of_its_arguments(func: Any, types: Any) -> bool:

@@ -6,6 +6,7 @@ It reports, from inside of the run, what the launcher and the preset made of it.
 import argparse
 import os
 import sys
+from itertools import islice
 from typing import Any
 
 import torch
@@ -46,8 +47,11 @@ def cpu_accelerator(deepspeed_config: str | None) -> Accelerator:
         gloo = InitProcessGroupKwargs(backend="gloo")
         if deepspeed_config is None:
             return Accelerator(kwargs_handlers=[gloo])
-        plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config)
-        return Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16", kwargs_handlers=[gloo])
+        return Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config),
+            mixed_precision="bf16",
+            kwargs_handlers=[gloo],
+        )
     accelerator = Accelerator(cpu=True)
     if is_asked("ACCELERATE_USE_FSDP"):
         # Accelerate chooses FSDP for GPUs alone. What it would have chosen is in the launcher's variables.
@@ -70,11 +74,15 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 def engine_facts(model: Any, accelerator: Accelerator) -> Report:
     """What only some engines have."""
     if hasattr(model, "zero_optimization_stage"):
-        places = {"optimizer": model.zero_offload_optimizer(), "parameters": model.zero_offload_param()}
         return {
             "zero_stage": int(model.zero_optimization_stage()),
             "offload": [
-                name for name, place in places.items() if place is not None and "none" not in str(place.device)
+                name
+                for name, place in {
+                    "optimizer": model.zero_offload_optimizer(),
+                    "parameters": model.zero_offload_param(),
+                }.items()
+                if place is not None and "none" not in str(place.device)
             ],
             "clipping": model.gradient_clipping(),
             "accumulation": model.gradient_accumulation_steps(),
@@ -95,19 +103,18 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
         deepspeed_config: A DeepSpeed configuration, for launchers that have none.
     """
     accelerator = cpu_accelerator(deepspeed_config)
-    rank = accelerator.process_index
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
     before = whole_weights(model)
     optimizer: Any = st.HiFT(model, torch.optim.AdamW, lr=0.05, weight_decay=0.0)
     num_updates = 2 * optimizer.cycle_length
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, model.config.vocab_size, (8 * num_updates, LENGTH), generator=generator)
+    rows = torch.randint(
+        0, model.config.vocab_size, (8 * num_updates, LENGTH), generator=torch.Generator().manual_seed(1)
+    )
     loader: Any = DataLoader(list(rows), batch_size=BATCH)  # type: ignore[arg-type]
     model, optimizer, loader = st.prepare(accelerator, model, optimizer, loader)
 
-    losses, batches = [], iter(loader)
-    for _ in range(num_updates):
-        ids = next(batches)
+    losses = []
+    for ids in islice(loader, num_updates):
         loss = model(input_ids=ids, labels=ids).loss
         accelerator.backward(loss)
         optimizer.step()
@@ -117,7 +124,7 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
     network = accelerator.unwrap_model(model)
     after = whole_weights(network)
     report(
-        rank,
+        accelerator.process_index,
         {
             "layout": layout_of(accelerator),
             "distributed_type": accelerator.distributed_type.value,

@@ -1,7 +1,7 @@
 """What HiFT on several ranks must equal: one process that sees every rank's rows, in a plain loop.
 
-Written without the library: plain optimizers over plain copies of the weights, one a group; every rank's gradient is
-computed in turn on the same model, and the mean is taken by hand.
+Written without the library, over the rotation of `tests/helpers/reference.py`: every rank's gradient is computed
+in turn on the same model, and the mean is taken by hand.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import VOCAB, Batch, tiny_llama
-from tests.helpers.reference import naive_groups
+from tests.helpers.reference import NaiveHiFT, decay_split, naive_groups
 
 Gradients = dict[str, torch.Tensor]
 ADAMW: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -28,8 +28,9 @@ CAP = 1e-4
 
 def batch_of(update: int, micro: int, rank: int, *, rows: int = 2, length: int = 12) -> Batch:
     """The rows of one rank in one micro-batch: another draw for each, the same in every process."""
-    generator = torch.Generator().manual_seed(10_000 * update + 100 * micro + rank)
-    ids = torch.randint(0, VOCAB, (rows, length), generator=generator)
+    ids = torch.randint(
+        0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(10_000 * update + 100 * micro + rank)
+    )
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -75,51 +76,43 @@ class OneProcess:
         **options: Any,
     ) -> None:
         self.model = model.requires_grad_(True)
-        self.groups = [list(names) for names in groups]
+        options = {**ADAMW, **options}
+        self.rotation = NaiveHiFT(
+            model,
+            torch.optim.AdamW,
+            groups=groups,
+            steps_per_group=steps_per_group,
+            split=decay_split(model, options["weight_decay"]) if split_decay else None,
+            **options,
+        )
+        self.groups, self.masters = self.rotation.groups, self.rotation.masters
         self.ranks = ranks
         self.accumulation = accumulation
         self.max_norm = max_norm
-        self.steps_per_group = steps_per_group
         self.compute_dtype = compute_dtype
         self.as_zero = as_zero
         self.scales = scales
         self.make_batch = make_batch
-        self.options = {**ADAMW, **options}
-        weights = dict(model.named_parameters())
-        # The master of an fp32 weight is a copy as well: it must come out the same.
-        self.masters = {name: nn.Parameter(weight.detach().float().clone()) for name, weight in weights.items()}
-        self.optimizers = [self._optimizer(names, split_decay) for names in self.groups]
         self.batches = self.updates = 0
         self.skipped: dict[int, int] = {}
         """Turns of each group in which no batch reached it."""
         self.lr_of = lr_of or (lambda updates: halving(updates * ranks))
-        self.lr = self.options["lr"]
         self.norms: list[float] = []
         self.losses: list[float] = []
         """The mean of each update's."""
 
-    def _optimizer(self, names: Sequence[str], split_decay: bool) -> torch.optim.Optimizer:
-        masters = [self.masters[name] for name in names]
-        if not split_decay:
-            return torch.optim.AdamW(masters, **self.options)
-        matrices, vectors = ([each for each in masters if (each.ndim >= 2) == large] for large in (True, False))
-        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], **self.options)
-
     def run(self, until: int, *, skip: Sequence[int] = ()) -> OneProcess:
         """Train until so many batches are done; at those in `skip` (an overflow) nothing is applied."""
         for batch in range(self.batches, until):
-            gradients = self.mean_gradients(batch, self.groups[self.active])
+            gradients = self.mean_gradients(batch, self.rotation.active)
             if not gradients:
-                self.skipped[self.active] = self.skipped.get(self.active, 0) + 1
+                active = self.groups.index(self.rotation.active)
+                self.skipped[active] = self.skipped.get(active, 0) + 1
+                self.rotation.updates += 1  # a turn passes also where nobody had a gradient
             elif batch not in skip:
                 self.apply(gradients)
             self.batches += 1
         return self
-
-    @property
-    def active(self) -> int:
-        """The group whose turn it is; a turn passes also where nobody had a gradient."""
-        return (self.updates + sum(self.skipped.values())) // self.steps_per_group % len(self.groups)
 
     def mean_gradients(self, batch: int, names: Sequence[str]) -> Gradients:
         """The mean over the ranks of what each accumulates."""
@@ -152,25 +145,16 @@ class OneProcess:
 
     def apply(self, gradients: Gradients) -> None:
         """Make one update of the active group from its mean gradients."""
-        if self.updates % (len(self.groups) * self.steps_per_group) == 0:
-            self.lr = self.options["lr"] * self.lr_of(self.updates)
-        weights = dict(self.model.named_parameters())
+        for group in self.rotation.carrier.param_groups:
+            group["lr"] = self.rotation.options["lr"] * self.lr_of(self.updates)
         # Clipped as the weight's own gradient, in its dtype, as a training loop does.
-        owners = self.masters if self.as_zero else weights
+        weights = dict(self.model.named_parameters())
+        held = {}
         for name, gradient in gradients.items():
-            owners[name].grad = gradient.to(owners[name].dtype)
-        norm = torch.nn.utils.clip_grad_norm_([owners[name] for name in gradients], self.max_norm or math.inf)
-        self.norms.append(float(norm))
-        optimizer = self.optimizers[self.active]
-        for group in optimizer.param_groups:
-            group["lr"] = self.lr
-        for name in gradients:
-            self.masters[name].grad = owners[name].grad.float()  # type: ignore[union-attr]
-        optimizer.step()
-        with torch.no_grad():
-            for name in gradients:
-                weights[name].copy_(self.masters[name])
-                self.masters[name].grad = weights[name].grad = None
+            held[name] = torch.empty_like(gradient if self.as_zero else weights[name])
+            held[name].grad = gradient.to(held[name].dtype)
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(held.values(), self.max_norm or math.inf)))
+        self.rotation.step({name: each.grad for name, each in held.items()})
         self.updates += 1
 
 

@@ -1,10 +1,6 @@
 """`slivertune.initialize`: DeepSpeed's arguments, configs with "auto", schedules, and the example that shows it."""
 
 import json
-import os
-import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +11,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
-from slivertune import HiFT
 from slivertune.parallel.initialize import initialize, resolve_config
 from tests.conftest import CHECKOUT
 from tests.helpers.models import tiny_llama
@@ -24,6 +19,7 @@ from tests.parallel.contract.hift import HiFTCase
 from tests.parallel.contract.runs import CPU, message_of, quiet
 from tests.parallel.reference import batch_of, halving
 
+CASE = HiFTCase(bare=True)
 AUTO: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
@@ -35,8 +31,7 @@ AUTO: dict[str, Any] = {
 
 
 def test_auto_means_the_models_dtype_and_width_no_accumulation_and_no_clipping() -> None:
-    resolved = resolve_config(AUTO, tiny_llama(torch.bfloat16))
-    assert resolved == {
+    assert resolve_config(AUTO, tiny_llama(torch.bfloat16)) == {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 32 * 32},
         "train_micro_batch_size_per_gpu": 3,
@@ -59,42 +54,51 @@ def test_a_config_may_be_a_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_configs_of_the_presets_resolve_with_a_batch_size(stage: int) -> None:
-    config = json.loads((CHECKOUT / "ds_configs" / f"zero{stage}.json").read_text(encoding="utf-8"))
-    resolved = resolve_config({**config, "train_micro_batch_size_per_gpu": 2}, tiny_llama())
+    resolved = resolve_config(
+        {
+            **json.loads((CHECKOUT / "ds_configs" / f"zero{stage}.json").read_text(encoding="utf-8")),
+            "train_micro_batch_size_per_gpu": 2,
+        },
+        tiny_llama(),
+    )
     assert "auto" not in json.dumps(resolved)
 
 
-def test_a_batch_size_nobody_fills_in_is_asked_for() -> None:
-    with pytest.raises(ValueError, match="write train_micro_batch_size_per_gpu"):
-        resolve_config({**AUTO, "train_micro_batch_size_per_gpu": "auto"}, tiny_llama())
+@pytest.mark.parametrize(
+    ("config", "model", "message"),
+    [
+        ({**AUTO, "train_micro_batch_size_per_gpu": "auto"}, tiny_llama(), "write train_micro_batch_size_per_gpu"),
+        (AUTO, torch.nn.Linear(2, 2), r"but the model has no config\.hidden_size"),
+    ],
+    ids=["batch size", "width"],
+)
+def test_what_nobody_knows_is_asked_for(config: dict[str, Any], model: torch.nn.Module, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_config(config, model)
 
 
-def test_a_width_nobody_knows_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"but the model has no config\.hidden_size"):
-        resolve_config(AUTO, torch.nn.Linear(2, 2))
-
-
-def test_arguments_that_do_not_go_together_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["config"], "needs the model"),
+        (["model"], "needs DeepSpeed's config"),
+        (["model", "config", "model_parameters"], "model_parameters are the optimizer's own"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(names: list[str], message: str) -> None:
     model = tiny_llama()
-    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-3)
-    with pytest.raises(ValueError, match="needs the model"):
-        initialize(optimizer=optimizer, config=AUTO)
-    with pytest.raises(ValueError, match="needs DeepSpeed's config"):
-        initialize(model=model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="model_parameters are the optimizer's own"):
-        initialize(model=model, optimizer=optimizer, config=AUTO, model_parameters=model.parameters())
+    arguments = {"model": model, "config": AUTO, "model_parameters": model.parameters()}
+    with pytest.raises(ValueError, match=message):
+        initialize(optimizer=CASE.build_optimizer(model), **{name: arguments[name] for name in names})
 
 
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     model = tiny_llama()
-    optimizer = HiFT(model, torch.optim.AdamW, lr=1e-3)
+    optimizer = CASE.build_optimizer(model)
     model(**batch_of(0, 0, 0)).loss.backward()
     optimizer.step()
     with pytest.raises(RuntimeError, match="has already made 1 updates"):
         initialize(model=model, optimizer=optimizer, config=AUTO)
-
-
-CASE = HiFTCase(bare=True)
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -112,30 +116,38 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
     hift = CASE.build_optimizer(model)
     schedule = LambdaLR(hift, halving)
     # The config through `args`, as DeepSpeed's own launcher scripts have it, and the schedule as an instance.
-    arguments = SimpleNamespace(local_rank=rank, deepspeed_config=CASE.engine_config(2))
     engine, optimizer, loader, scheduler = initialize(
-        args=arguments, model=model, optimizer=hift, training_data=Rows(), lr_scheduler=schedule
+        args=SimpleNamespace(local_rank=rank, deepspeed_config=CASE.engine_config(2)),
+        model=model,
+        optimizer=hift,
+        training_data=Rows(),
+        lr_scheduler=schedule,
     )
-    results["same objects"] = optimizer is hift, scheduler is schedule
+    results["the optimizer and the schedule come back"] = optimizer is hift, scheduler is schedule
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in loader:
             engine.backward(engine(**batch).loss)
             engine.step()
-    results["warned"] = [str(each.message) for each in caught if "lr_scheduler" in str(each.message)]
-    results["updates"] = hift.updates, len(loader), hift.active_group
+    results["no warning that the schedule is ahead"] = [
+        str(each.message) for each in caught if "lr_scheduler" in str(each.message)
+    ]
+    results["updates, batches, and the group whose turn it is"] = hift.updates, len(loader), hift.active_group
     results |= {name: message_of(call) for name, call in {"step": hift.step, "state_dict": hift.state_dict}.items()}
     with torch.no_grad():
         engine(**batch_of(0, 0, 0))
-    results["lr"] = engine.get_lr(), hift.held_lr
     engine.destroy()
-    results["hooks left"] = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
-    results["trainable"] = all(parameter.requires_grad for parameter in model.parameters())
+    results["hooks that are left"] = sum(len(p._post_accumulate_grad_hooks or {}) for p in model.parameters())
+    results["everything trains again"] = all(parameter.requires_grad for parameter in model.parameters())
 
     model = CASE.build_model()
-    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, optimizer, _, _ = initialize(model=model, optimizer=plain, config=CASE.engine_config(2))
-    results["plain"] = type(optimizer).__name__, hasattr(engine, "hift_schedule")
+    engine, optimizer, _, _ = initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=CASE.engine_config(2)
+    )
+    results["any other optimizer is DeepSpeed's own affair"] = (
+        type(optimizer).__name__,
+        hasattr(engine, "hift_schedule"),
+    )
     engine.destroy()
 
     model = CASE.build_model()
@@ -144,43 +156,39 @@ def use(rank: int, num_ranks: int) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine, *_ = initialize(model=model, optimizer=CASE.build_optimizer(model), config=config)
-    clipping = [str(each.message) for each in caught if "clip" in str(each.message)]
-    results["clipping"] = engine.gradient_clipping(), clipping
+    results["clipping"] = (
+        engine.gradient_clipping(),
+        [str(each.message) for each in caught if "clip" in str(each.message)],
+    )
     engine.destroy()
     return results
 
 
+EXPECTED: dict[str, Any] = {
+    "the optimizer and the schedule come back": (True, True),
+    # 16 rows, two a rank and step; the fifth update is group 4's.
+    "updates, batches, and the group whose turn it is": (4, 4, 4),
+    "no warning that the schedule is ahead": [],
+    "hooks that are left": 0,
+    "everything trains again": True,
+    "any other optimizer is DeepSpeed's own affair": ("DeepSpeedZeroOptimizer", False),
+}
+"""After eight rows a rank; hooks and what trains, after the engine is destroyed."""
+
+
 @pytest.fixture(scope="module")
 def used() -> list[dict[str, Any]]:
-    ranks: list[dict[str, Any]] = run_ranks(use, 2, env=CPU, timeout_s=600)
-    return ranks
+    return run_ranks(use, 2, env=CPU, timeout_s=600)
 
 
-def test_hift_the_schedule_and_a_loader_come_back(used: list[dict[str, Any]]) -> None:
-    for rank in used:
-        assert rank["same objects"] == (True, True)
-        # 16 rows, two a rank and step; the fifth update is group 4's.
-        assert rank["updates"] == (4, 4, 4)
+@pytest.mark.parametrize("what", EXPECTED)
+def test_an_engine_is_used_and_destroyed(what: str, used: list[dict[str, Any]]) -> None:
+    assert [rank[what] for rank in used] == [EXPECTED[what]] * 2
 
 
-def test_a_schedule_that_runs_after_the_engine_is_not_told_to_be_early(used: list[dict[str, Any]]) -> None:
-    assert [rank["warned"] for rank in used] == [[], []]
-
-
-def test_the_optimizer_itself_no_longer_steps(used: list[dict[str, Any]]) -> None:
-    for rank in used:
-        assert "DeepSpeed's ZeRO-2 engine" in rank["step"]
-        assert "DeepSpeed's ZeRO-2 engine" in rank["state_dict"]
-
-
-def test_destroying_the_engine_takes_all_groups_hooks_from_the_model(used: list[dict[str, Any]]) -> None:
-    for rank in used:
-        assert rank["hooks left"] == 0
-        assert rank["trainable"]
-
-
-def test_any_other_optimizer_is_deepspeeds_own_affair(used: list[dict[str, Any]]) -> None:
-    assert [rank["plain"] for rank in used] == [("DeepSpeedZeroOptimizer", False)] * 2
+@pytest.mark.parametrize("call", ["step", "state_dict"])
+def test_the_optimizer_itself_no_longer_steps(call: str, used: list[dict[str, Any]]) -> None:
+    assert all("DeepSpeed's ZeRO-2 engine" in rank[call] for rank in used)
 
 
 def test_a_config_without_clipping_does_not_clip_and_says_so(used: list[dict[str, Any]]) -> None:
@@ -188,34 +196,3 @@ def test_a_config_without_clipping_does_not_clip_and_says_so(used: list[dict[str
         norm, messages = rank["clipping"]
         assert norm == 0.0
         assert len(messages) == 1 and "has no gradient_clipping" in messages[0]
-
-
-@pytest.mark.slow
-def test_the_example_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    printed = []
-    for _ in range(2):
-        script = [str(CHECKOUT / "examples" / "deepspeed_hift.py"), "--steps=8", "--hidden=32", "--length=32"]
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-                *("-m", "tests.parallel.zero.without_compiling", *script, "--stage=2", f"--folder={tmp_path}/run"),
-            ],
-            cwd=CHECKOUT,
-            env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-5000:]
-        line = re.search(
-            r"ZeRO-2 on 2 ranks  (\d+) updates  loss ([\d.]+) .* on the device ([\d.]+) MB, on the host ([\d.]+) MB",
-            done.stdout,
-        )
-        assert line is not None, done.stdout
-        printed.append([float(value) for value in line.groups()])
-        assert "weights load without slivertune" in done.stdout
-    (first, loss, device, host), (second, later_loss, _, _) = printed
-    assert (first, second) == (8, 16), "the second start goes on"
-    assert 0 < later_loss < loss
-    assert 0 < device < host / 2

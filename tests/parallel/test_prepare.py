@@ -1,19 +1,52 @@
-from types import SimpleNamespace
-from typing import Any
+"""`slivertune.prepare`: layouts, their adapters, what they refuse; and a method on ranks that nothing has prepared."""
 
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, get_args
+
+import bitsandbytes
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 
 import slivertune
-from slivertune import HiFT
+from slivertune import SFT, HiFT, HiFTConfig, SFTConfig
+from slivertune.core.layout import Layout
+from slivertune.core.sliver import Sliver
+from slivertune.parallel import adapters
+from slivertune.parallel.adapters import EngineAdapter, LayoutAdapter, adapter_of, engine_adapter_of, register_adapters
 from slivertune.parallel.layout import layout_of
-from tests.helpers.models import assert_same_bits, tiny_llama
+from tests.helpers.models import assert_same_bits, tiny_llama, token_batches
+from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import HiFTCase
-from tests.parallel.contract.runs import Case
+from tests.parallel.contract.runs import ZERO, Case, message_of
 from tests.parallel.contract.sft import SFTCase
-from tests.parallel.reference import batch_of
+from tests.parallel.reference import ADAMW, batch_of, on_ranks
+
+LAYOUTS: list[Layout] = [layout for layout in get_args(Layout) if layout != "single"]
+METHODS: dict[str, Case] = {"HiFT": HiFTCase(), "SFT": SFTCase(model="llama", density=0.1)}
+
+
+def hift(optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW, **config: Any) -> HiFT:
+    return HiFT(tiny_llama(), optimizer_class, config=HiFTConfig(**config), lr=1e-3)
+
+
+def model_and_hift(**options: Any) -> tuple[Any, HiFT]:
+    model = tiny_llama()
+    return model, HiFT(model, torch.optim.AdamW, **{**ADAMW, **options})
+
+
+def step(model: nn.Module, optimizer: Any, count: int = 1) -> None:
+    for batch in token_batches(count):
+        model(**batch).loss.backward()
+        optimizer.step()
 
 
 def pretended(distributed_type: str, **plugins: Any) -> Any:
@@ -58,15 +91,12 @@ def test_a_layout_without_an_integration_is_refused_with_what_to_use(accelerator
 
 def test_on_one_device_prepare_is_the_accelerators_own() -> None:
     results = []
-    for through_us in (True, False):
-        accelerator = Accelerator(cpu=True)
-        model = tiny_llama()
-        hift = HiFT(model, torch.optim.AdamW, lr=0.01)
-        prepare: Any = slivertune.prepare if through_us else Accelerator.prepare
-        prepared, optimizer = prepare(accelerator, model, hift)
-        assert prepared is model and type(optimizer) is AcceleratedOptimizer and optimizer.optimizer is hift
+    for prepare in (slivertune.prepare, Accelerator.prepare):
+        accelerator, (plain, built) = Accelerator(cpu=True), model_and_hift()
+        model, optimizer = prepare(accelerator, plain, built)
+        assert model is plain and type(optimizer) is AcceleratedOptimizer and optimizer.optimizer is built
         for update in range(3):
-            accelerator.backward(prepared(**batch_of(update, 0, 0)).loss)
+            accelerator.backward(model(**batch_of(update, 0, 0)).loss)
             optimizer.step()
             optimizer.zero_grad()
         results.append(model)
@@ -74,27 +104,227 @@ def test_on_one_device_prepare_is_the_accelerators_own() -> None:
 
 
 def test_what_slivertune_did_not_make_goes_to_the_accelerator() -> None:
-    accelerator = Accelerator(cpu=True)
     model = tiny_llama()
     adamw = torch.optim.AdamW(model.parameters())
-    _, optimizer = slivertune.prepare(accelerator, model, adamw)
-    assert optimizer.optimizer is adamw
+    assert slivertune.prepare(Accelerator(cpu=True), model, adamw)[1].optimizer is adamw
 
 
 def test_an_optimizer_without_its_model_is_refused_on_several_ranks() -> None:
-    hift = HiFT(tiny_llama(), torch.optim.AdamW, lr=0.01)
     with pytest.raises(ValueError, match="0 models and 1 slivertune optimizers were passed; under ddp, prepare"):
-        slivertune.prepare(pretended("MULTI_CPU"), hift)
+        slivertune.prepare(pretended("MULTI_CPU"), hift())
 
 
-@pytest.mark.parametrize("case", [HiFTCase(), SFTCase(model="llama")])
+@pytest.mark.parametrize("case", METHODS.values(), ids=METHODS)
 def test_an_optimizer_that_has_stepped_or_is_of_another_model_is_refused_on_several_ranks(case: Case) -> None:
-    model, other = case.build_model(), case.build_model()
+    model = case.build_model()
     optimizer = case.build_optimizer(model)
     with pytest.raises(ValueError, match="another model than the one that was passed; build it over this model"):
-        slivertune.prepare(pretended("MULTI_CPU"), other, optimizer)
+        slivertune.prepare(pretended("MULTI_CPU"), case.build_model(), optimizer)
     optimizer.check_built_over(model)
-    case.loss(model, case.batch(0, 0, 0)).backward()
-    optimizer.step()
+    step(model, optimizer)
     with pytest.raises(RuntimeError, match="has already made 1 updates; prepare it before its first step"):
         slivertune.prepare(pretended("MULTI_CPU"), model, optimizer)
+
+
+def of_method(kind: type[Sliver]) -> Sliver:
+    return object.__new__(kind)
+
+
+def kinds_of_arguments(function: Any) -> list[Any]:
+    return [each.kind for name, each in inspect.signature(function).parameters.items() if name != "self"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", [HiFT, SFT])
+def test_every_method_has_an_adapter_of_every_layout(kind: type[Sliver], layout: Layout) -> None:
+    if layout in ZERO:
+        pytest.importorskip("deepspeed")
+        made = engine_adapter_of(of_method(kind), layout).initialize
+        assert kinds_of_arguments(made) == kinds_of_arguments(EngineAdapter.initialize)
+    adapter = adapter_of(of_method(kind), layout)
+    assert kinds_of_arguments(adapter.prepare) == kinds_of_arguments(LayoutAdapter.prepare)
+    assert adapter.__name__.split(".")[-2:] == [re.sub(r"(?<=zero)\d", "", layout), kind.method]  # type: ignore[attr-defined]
+
+
+class Another(HiFT):
+    method = "another"
+
+
+def test_a_method_of_another_package_trains_under_the_layouts_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_adapters", dict(adapters._adapters))
+    module = ModuleType("another_ddp")
+    monkeypatch.setitem(sys.modules, "another_ddp", module)
+    with pytest.raises(ValueError, match=r"Another does not train under ddp; it does on one device$"):
+        adapter_of(of_method(Another), "ddp")
+    register_adapters("another", ddp="another_ddp")
+    assert adapter_of(of_method(Another), "ddp") is module
+    with pytest.raises(ValueError, match=r"Another does not train under zero2; it does on one device and under ddp$"):
+        adapter_of(of_method(Another), "zero2")
+
+
+# What a method does not do under a layout: one list, asked before anything is prepared.
+SHARING: tuple[Layout, ...] = ("fsdp2", *ZERO)
+NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
+
+
+def refusals(optimizer: Sliver) -> dict[str, str]:
+    """By layout, what the method does not do there."""
+    said = {layout: optimizer.unsupported(layout) for layout in ("single", *LAYOUTS)}
+    return {layout: clash for layout, clash in said.items() if clash is not None}
+
+
+@pytest.mark.parametrize(
+    ("config", "way_out"),
+    [
+        ({"state": "disk"}, 'use state="host", or "device"'),
+        ({"state": "discard"}, 'use state="host", or "device"'),
+        ({"master": "none"}, 'use master="fp32", or DDP or FSDP2'),
+        ({"master": "split"}, 'use master="fp32", or DDP or FSDP2'),
+    ],
+)
+def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(
+    config: dict[str, Any], way_out: str, tmp_path: Path
+) -> None:
+    found = refusals(hift(**config, **({"state_dir": tmp_path} if config.get("state") == "disk" else {})))
+    assert found.keys() == set(ZERO)
+    assert all("is not available under ZeRO" in clash and way_out in clash for clash in found.values())
+    assert refusals(hift(state="device")) == {}
+
+
+def test_steps_inside_the_backward() -> None:
+    assert refusals(hift(step_in_backward=True)) == {
+        layout: "step_in_backward=True updates a tensor before the other ranks' gradients have arrived; under "
+        f"{NAMES[layout]}, leave it False"
+        for layout in LAYOUTS
+    }
+
+
+@pytest.mark.parametrize(
+    ("optimizer_class", "reason", "layouts"),
+    [
+        (torch.optim.Adafactor, "Adafactor looks at whole tensors", SHARING),
+        (bitsandbytes.optim.AdamW8bit, "AdamW8bit keeps its state by blocks of a whole weight", SHARING),
+        (torch.optim.Adagrad, "DeepSpeed builds a new Adagrad", ZERO),
+    ],
+)
+def test_optimizers_that_shards_or_engines_would_change(
+    optimizer_class: type[torch.optim.Optimizer], reason: str, layouts: tuple[Layout, ...]
+) -> None:
+    found = refusals(hift(optimizer_class))
+    assert found.keys() == set(layouts)
+    assert all(reason in clash and "use torch.optim.AdamW" in clash for clash in found.values())
+
+
+def test_an_optimizer_that_is_declared_elementwise_passes() -> None:
+    class Unknown(torch.optim.SGD):
+        """A class that no list knows."""
+
+    assert "zero2" in refusals(hift(Unknown)) and refusals(hift(Unknown, elementwise=True)) == {}
+
+
+def test_layers_have_to_add_the_deltas_where_weights_are_shared_out() -> None:
+    model = tiny_llama()
+    optimizer = SFT(model, config=SFTConfig(density=0.1, phi_gradient="chunked"), lr=1e-3, total_steps=4)
+    assert refusals(optimizer) == {}
+    optimizer.detach(merge=False)
+
+    class Own(nn.Linear):
+        """A layer with a product of its own."""
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return super().forward(inputs) + 0.0
+
+    model.model.layers[1].mlp.up_proj.__class__ = Own
+    found = refusals(SFT(model, config=SFTConfig(density=0.1), lr=1e-3, total_steps=4))
+    assert found.keys() == {"fsdp2", "zero3"}
+    for name, clash in (("FSDP2", found["fsdp2"]), ("ZeRO-3", found["zero3"])):
+        assert clash.startswith(f"{name} shares the weights out") and clash.endswith("or use DDP")
+        assert "model.layers.1.mlp.up_proj.weight belongs to Own" in clash
+
+
+# A method on ranks that nothing has prepared, and in the hands of an engine or of a checkpoint that is not whole.
+WAYS: dict[str, Callable[[Any, nn.Module, Any], tuple[nn.Module, Any]]] = {
+    "alone": lambda accelerator, model, optimizer: (model, optimizer),
+    "plain": lambda accelerator, model, optimizer: (nn.parallel.DistributedDataParallel(model), optimizer),
+    "accelerator.prepare": lambda accelerator, model, optimizer: accelerator.prepare(model, optimizer),
+}
+UNPREPARED = {"HiFT": "HiFT runs on 2 ranks", "SFT": "2 ranks train with SFT, and nothing averages their gradients"}
+
+
+def step_unprepared(rank: int, num_ranks: int) -> dict[tuple[str, str], str]:
+    messages = {}
+    for method, case in METHODS.items():
+        for way, wrap in WAYS.items():
+            model = case.build_model()
+            built = case.build_optimizer(model)
+            with on_ranks() as accelerator:
+                wrapped, optimizer = wrap(accelerator, model, built)
+                messages[method, way] = message_of(lambda wrapped=wrapped, built=optimizer: step(wrapped, built))  # type: ignore[misc]
+            assert built.updates == 0
+    return messages
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[dict[tuple[str, str], str]]:
+    return run_ranks(step_unprepared, 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_on_ranks_that_were_not_prepared_names_what_to_call(
+    method: str, way: str, messages: list[dict[tuple[str, str], str]]
+) -> None:
+    for message in (each[method, way] for each in messages):
+        assert message.startswith(f"RuntimeError: {UNPREPARED[method]}")
+        assert all(f"slivertune.{name}" in message for name in ("prepare", "initialize", "attach")), message
+
+
+def test_one_process_needs_no_preparation() -> None:
+    assert not dist.is_initialized()
+    model, optimizer = model_and_hift()
+    step(model, optimizer)
+    assert optimizer.updates == 1 and not optimizer.uses_sidecar
+
+
+def test_what_an_engine_steps_refuses_to_step_by_itself() -> None:
+    model, optimizer = model_and_hift()
+    optimizer.delegate_to("DeepSpeed's ZeRO-2")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    for call in (optimizer.step, optimizer.state_dict, lambda: optimizer.load_state_dict({"hift": {}})):
+        with pytest.raises(RuntimeError, match="DeepSpeed's ZeRO-2 steps in HiFT's place"):
+            call()
+    names = dict(model.named_parameters()).keys()
+    model(**token_batches(1)[0]).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters()), "hooks were left behind"
+    assert dict(model.named_parameters()).keys() == names
+
+
+def test_a_placeholder_alone_does_not_resume_a_run() -> None:
+    model, saver = model_and_hift()
+    saver.use_sidecar("DDP")
+    step(model, saver, 3)
+    saved, whole = saver.state_dict(), saver.whole_state()
+    assert saver._updates_in_placeholder(saved) == 3 and saver._updates_in_placeholder(whole) is None
+
+    again, resumed = model_and_hift(lr=5.0)
+    resumed.use_sidecar("DDP")
+    resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["lr"] == ADAMW["lr"]
+    with pytest.raises(RuntimeError, match=r"made after 3 updates, but HiFT's own state, .*, is of 0; load the whole"):
+        step(again, resumed)
+    assert resumed.updates == 0
+    resumed.load_whole_state(whole)
+    step(again, resumed)
+    assert resumed.updates == 4
+
+
+def test_a_state_that_is_no_placeholder_is_not_taken_for_one() -> None:
+    model, optimizer = model_and_hift()
+    assert optimizer._updates_in_placeholder({"state": {0: {"step": torch.tensor(4.0)}}, "param_groups": []}) is None
+    optimizer.use_sidecar("DDP")
+    step(model, optimizer, 4)
+    placeholder = optimizer.state_dict()
+    assert optimizer._updates_in_placeholder(placeholder) == 4
+    optimizer.load_state_dict(placeholder)
+    step(model, optimizer, 2)  # only the first step after a load is held against it
+    assert optimizer.updates == 6

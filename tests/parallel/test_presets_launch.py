@@ -27,15 +27,19 @@ ON_DEEPSPEED = {"distributed_type": "DEEPSPEED", "engine": "DeepSpeedEngine"}
 
 
 def zero(stage: int, *offload: str) -> Report:
-    facts = {
-        "zero_stage": stage,
-        "offload": list(offload),
-        "clipping": 1.0,
-        "accumulation": 1,
-        "batch": 2,
-        "bf16": True,
+    return {
+        **ON_DEEPSPEED,
+        "layout": f"zero{stage}",
+        "engine_facts": {
+            "zero_stage": stage,
+            "offload": list(offload),
+            "clipping": 1.0,
+            "accumulation": 1,
+            "batch": 2,
+            "bf16": True,
+        },
+        "is_sharded": stage == 3,
     }
-    return {**ON_DEEPSPEED, "layout": f"zero{stage}", "engine_facts": facts, "is_sharded": stage == 3}
 
 
 WHOLE = {"engine": "LlamaForCausalLM", "engine_facts": {}, "is_sharded": False}
@@ -66,8 +70,7 @@ Launched = Callable[[str], list[Report]]
 def script(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The script and its argument: a folder with a model in bf16."""
     folder = tmp_path_factory.mktemp("model")
-    model: Any = tiny_llama(torch.bfloat16, blocks=BLOCKS)
-    model.save_pretrained(folder)
+    tiny_llama(torch.bfloat16, blocks=BLOCKS).save_pretrained(folder)
     return [str(SCRIPT), str(folder)]
 
 
@@ -91,8 +94,7 @@ def check(reports: list[Report], expected: Report) -> None:
     for seen in reports:
         assert {name: seen[name] for name in expected} == expected
         assert seen["num_processes"] == expected["world_size"] == len(reports)
-        assert seen["unchanged"] == []
-        assert len(seen["losses"]) == seen["num_updates"] == UPDATES
+        assert seen["unchanged"] == [] and len(seen["losses"]) == seen["num_updates"] == UPDATES
         assert seen["weights"] == reports[0]["weights"]
     if len(reports) > 1:
         assert reports[0]["losses"] != reports[1]["losses"], "the ranks trained on the same data"
@@ -109,8 +111,11 @@ def test_a_preset_launches_the_engine_that_it_names(name: str, launched: Launche
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_presets_with_as_many_processes_make_the_same_updates_to_the_bit(processes: int, launched: Launched) -> None:
-    names = [name for name, expected in EXPECTED.items() if expected.get("world_size", 2) == processes]
-    weights = {name: launched(name)[0]["weights"] for name in names}
+    weights = {
+        name: launched(name)[0]["weights"]
+        for name, expected in EXPECTED.items()
+        if expected.get("world_size", 2) == processes
+    }
     assert len(weights) == {1: 2, 2: 7}[processes]
     assert len(set(weights.values())) == 1, weights
 
@@ -139,8 +144,13 @@ def launch_by_slurm(script: list[str], tmp_path: Path) -> list[Report]:
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "1",
     }
-    command = ["bash", str(presets.preset_path("multi_node_zero3.slurm")), *script]
-    return launch(command, folder, 2, variables=slurm, programs=programs)
+    return launch(
+        ["bash", str(presets.preset_path("multi_node_zero3.slurm")), *script],
+        folder,
+        2,
+        variables=slurm,
+        programs=programs,
+    )
 
 
 def free_port(first: int) -> int:
@@ -161,8 +171,17 @@ def launcher_of(name: str, twin: Path) -> list[str]:
         return ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port(20000))]
     if name == "torchrun":
         return ["torchrun", "--standalone", "--nproc_per_node", "2"]
-    engine = ["--use_deepspeed", "--deepspeed_config_file", str(twin), "--mixed_precision", "bf16"]
-    return ["accelerate", "launch", *engine, "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
+    return [
+        "accelerate",
+        "launch",
+        *["--use_deepspeed", "--deepspeed_config_file", str(twin), "--mixed_precision", "bf16"],
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--main_process_port",
+        "0",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -177,8 +196,7 @@ def test_a_json_twin_runs_as_its_preset_does(
     name: str, stem: str, script: list[str], launched: Launched, tmp_path: Path
 ) -> None:
     twin = presets.preset_path(f"{stem}.json")
-    arguments = [] if name == "accelerate" else [str(twin)]
-    reports = launch([*launcher_of(name, twin), *script, *arguments], tmp_path, 2)
+    reports = launch([*launcher_of(name, twin), *script, *([] if name == "accelerate" else [str(twin)])], tmp_path, 2)
     check(reports, EXPECTED[stem])
     assert reports[0]["weights"] == launched(stem)[0]["weights"]
 

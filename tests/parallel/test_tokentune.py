@@ -10,14 +10,22 @@ import pytest
 import torch
 
 from slivertune.core.layout import Layout
-from tests.helpers.models import differing, weights
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import asked_for, quick
+from tests.helpers.models import assert_same_tree, differing, weights
+from tests.helpers.ranks import asked_for, quick, run_ranks
 from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.parallel.contract.runs import CPU, LAYOUTS
 from tests.parallel.reference import largest_difference
-from tests.parallel.tokentune_replay import Replayed, Selections, replay, replay_forced
-from tests.parallel.tokentune_runs import NUM_GROUPS, Outcome, Plan, Weights, run_layout
+from tests.parallel.tokentune_runs import (
+    NUM_GROUPS,
+    Outcome,
+    Plan,
+    Replayed,
+    Selections,
+    Weights,
+    replay,
+    replay_forced,
+    run_layout,
+)
 from tests.tokentune.families import HIDDEN, VOCAB
 
 CYCLES = 2 * NUM_GROUPS + 1
@@ -53,6 +61,9 @@ class Ranks:
     def of(self, plan: str) -> list[Outcome]:
         return [outcome[plan] for outcome in self.outcomes]
 
+    def drawn(self, plan: str) -> Selections:
+        return [outcome["selections"] for outcome in self.of(plan)]
+
     def has_masters(self, plan: Plan) -> bool:
         """Whether this layout keeps masters beside the weights: ZeRO always, HiFT itself for weights in bf16."""
         return self.layout.startswith("zero") or plan.dtype == torch.bfloat16
@@ -66,9 +77,18 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp(layout)
     asked = {*QUICK, *asked_for(request, "plan")}
-    plans = {name: plan for name, plan in {**PLANS, RESUMED: STOPPED}.items() if name in asked}
-    outcomes = run_ranks(run_layout, 2, layout, plans, folder, env=CPU, timeout_s=480)
-    return Ranks(layout=layout, outcomes=outcomes)
+    return Ranks(
+        layout=layout,
+        outcomes=run_ranks(
+            run_layout,
+            2,
+            layout,
+            {name: plan for name, plan in {**PLANS, RESUMED: STOPPED}.items() if name in asked},
+            folder,
+            env=CPU,
+            timeout_s=480,
+        ),
+    )
 
 
 Replay = Callable[..., Replayed]
@@ -96,25 +116,28 @@ def once() -> Replay:
 
 @pytest.mark.parametrize("plan", quick([*PLANS, RESUMED], QUICK))
 def test_the_ranks_select_other_positions_in_every_forward(ranks: Ranks, plan: str) -> None:
-    first, second = (outcome["selections"] for outcome in ranks.of(plan))
+    first, second = ranks.drawn(plan)
     settings = {**PLANS, RESUMED: STOPPED}[plan]
     assert len(first) == len(second) == settings.updates * settings.accumulation
     assert not any(torch.equal(left, right) for left, right in zip(first, second, strict=True))
+
+
+def assert_near(outcomes: list[Outcome], expected: Replayed, exact: Replayed) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert_step_close(outcome["losses"], expected.losses[rank], exact.losses[rank], cap=LOSSES)
+        assert_step_close(outcome["weights"], expected.weights, exact.weights, cap=WEIGHTS)
+        if expected.norms:
+            assert_step_close(outcome["norms"], expected.norms, exact.norms, cap=NORMS)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
 @pytest.mark.parametrize("plan", quick([name for name, plan in PLANS.items() if not plan.is_bf16], QUICK[:-1]))
 def test_the_updates_are_those_of_one_process_that_selects_the_same(ranks: Ranks, plan: str, once: Replay) -> None:
     """Both run in fp32. Gradients differ by the order of their sums, of which Adam's step takes lr / eps = 2."""
-    outcomes = ranks.of(plan)
-    drawn = [outcome["selections"] for outcome in outcomes]
+    outcomes, drawn = ranks.of(plan), ranks.drawn(plan)
     expected, exact = once(replay, PLANS[plan], drawn), once(replay, PLANS[plan], drawn, sums=exact_sums)
     assert min(expected.norms, default=1.0) > (PLANS[plan].clip or 0.0), "nothing was clipped"
-    for rank, outcome in enumerate(outcomes):
-        assert_step_close(outcome["losses"], expected.losses[rank], exact.losses[rank], cap=LOSSES)
-        assert_step_close(outcome["weights"], expected.weights, exact.weights, cap=WEIGHTS)
-        if expected.norms:
-            assert_step_close(outcome["norms"], expected.norms, exact.norms, cap=NORMS)
+    assert_near(outcomes, expected, exact)
     assert differing(outcomes[0]["weights"], outcomes[1]["weights"]) == []
 
 
@@ -132,15 +155,13 @@ def test_hift_on_ranks_rounds_as_one_process_does_on_which_its_selections_are_fo
 ) -> None:
     outcomes, settings = ranks.of(plan), PLANS[plan]
     is_mixed = settings.mixed_precision == "bf16"
-    kind = (ranks.layout,) if is_mixed else ()
-    drawn = [outcome["selections"] for outcome in outcomes]
-    expected = once(replay_forced, settings, drawn, *kind)
+    run = (replay_forced, settings, ranks.drawn(plan), *([ranks.layout] if is_mixed else []))
+    expected = once(*run)
     # FSDP2's policy rounds what the model returns as well.
     returned = torch.bfloat16 if is_mixed and ranks.layout == "fsdp2" else torch.float32
-    masters = []
-    if ranks.has_masters(settings):
-        # Where both ranks know a row, either's counts once.
-        masters = [put_together(order, expected.masters) for order in (outcomes, outcomes[::-1])]
+    # Where both ranks know a row, either's counts once.
+    orders = (outcomes, outcomes[::-1]) if ranks.has_masters(settings) else ()
+    masters = [put_together(order, expected.masters) for order in orders]
     if has_one_order(ranks.layout, settings):
         for outcome, losses in zip(outcomes, expected.losses, strict=True):
             assert differing(outcome["weights"], expected.weights) == []
@@ -148,12 +169,8 @@ def test_hift_on_ranks_rounds_as_one_process_does_on_which_its_selections_are_fo
             assert outcome["losses"] == torch.tensor(losses).to(returned).tolist()
         assert all(differing(each, expected.masters) == [] for each in masters)
     else:
-        exact = once(replay_forced, settings, drawn, *kind, sums=exact_sums)
-        for rank, outcome in enumerate(outcomes):
-            assert_step_close(outcome["weights"], expected.weights, exact.weights, cap=WEIGHTS)
-            assert_step_close(outcome["losses"], expected.losses[rank], exact.losses[rank], cap=LOSSES)
-            if expected.norms:
-                assert_step_close(outcome["norms"], expected.norms, exact.norms, cap=NORMS)
+        exact = once(*run, sums=exact_sums)
+        assert_near(outcomes, expected, exact)
         for each in masters:
             assert_step_close(each, expected.masters, exact.masters, cap=WEIGHTS)
     if not masters:
@@ -172,8 +189,7 @@ def put_together(outcomes: list[Outcome], shapes: Weights) -> Weights:
 @pytest.mark.parametrize("plan", quick(HIFT_PLANS, QUICK[1:3]))
 def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str) -> None:
     settings = PLANS[plan]
-    num_groups = -(-NUM_GROUPS // settings.layers_per_group)
-    assert settings.updates > 2 * num_groups * settings.steps_per_group
+    assert settings.updates > 2 * (-(-NUM_GROUPS // settings.layers_per_group)) * settings.steps_per_group
     before = weights(settings.build_model())
     for outcome in ranks.of(plan):
         changed = {
@@ -194,32 +210,27 @@ def test_every_weight_is_updated_in_at_least_two_cycles(ranks: Ranks, plan: str)
     ],
 )
 def test_another_setting_would_be_seen(ranks: Ranks, plan: str, other: dict[str, Any], once: Replay) -> None:
-    outcomes = ranks.of(plan)
-    expected = once(replay_forced, replace(PLANS[plan], **other), [outcome["selections"] for outcome in outcomes])
-    assert largest_difference(outcomes[0]["weights"], expected.weights) > 1e-3
+    expected = once(replay_forced, replace(PLANS[plan], **other), ranks.drawn(plan))
+    assert largest_difference(ranks.of(plan)[0]["weights"], expected.weights) > 1e-3
 
 
 def test_another_selection_would_be_seen(ranks: Ranks, once: Replay) -> None:
-    outcomes = ranks.of("HiFT")
-    expected = once(replay, PLANS["HiFT"], [outcome["selections"] for outcome in reversed(outcomes)])
-    assert largest_difference(outcomes[0]["weights"], expected.weights) > 1e-2
+    expected = once(replay, PLANS["HiFT"], ranks.drawn("HiFT")[::-1])
+    assert largest_difference(ranks.of("HiFT")[0]["weights"], expected.weights) > 1e-2
 
 
 def test_a_resumed_run_draws_and_updates_as_if_it_had_not_stopped(ranks: Ranks) -> None:
     for resumed, uninterrupted in zip(ranks.of(RESUMED), ranks.of("HiFT"), strict=True):
-        for left, right in zip(resumed["selections"], uninterrupted["selections"], strict=True):
-            assert torch.equal(left, right)
+        assert_same_tree(resumed["selections"], uninterrupted["selections"])
         assert differing(resumed["weights"], uninterrupted["weights"]) == []
 
 
 def test_zero3_holds_one_module_at_a_time_whole_in_the_backward_too(ranks: Ranks) -> None:
     """A module that ran twice, the second time without a graph, would stay gathered to the end of the backward."""
-    largest = VOCAB * HIDDEN if ranks.layout == "zero3" else 0
-    for plan in ("LoRA", "HiFT"):
-        assert [outcome["most gathered"] for outcome in ranks.of(plan)] == [largest] * 2
+    gathered = [outcome["most gathered"] for plan in ("LoRA", "HiFT") for outcome in ranks.of(plan)]
+    assert gathered == [VOCAB * HIDDEN if ranks.layout == "zero3" else 0] * 4
 
 
 def test_hift_ran_on_the_engine_of_its_layout(ranks: Ranks) -> None:
     engines = {"ddp": "LlamaForCausalLM", "fsdp2": "FSDPLlamaForCausalLM"}
-    for outcome in ranks.of("HiFT"):
-        assert outcome["engine"] == engines.get(ranks.layout, "DeepSpeedEngine")
+    assert [outcome["engine"] for outcome in ranks.of("HiFT")] == [engines.get(ranks.layout, "DeepSpeedEngine")] * 2

@@ -15,9 +15,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from slivertune import HiFT, HiFTConfig
 from slivertune.core.layout import Layout
 from slivertune.parallel.ddp.hift import share_hift
-from tests.helpers.models import assert_same_tree, differing
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import asked_for, quick
+from tests.helpers.models import assert_same_tree, differing, seeded
+from tests.helpers.ranks import asked_for, quick, run_ranks
 from tests.helpers.tolerance import assert_step_close, with_exact
 from tests.parallel.contract.hift import HiFTCase
 from tests.parallel.contract.runs import CPU, ZERO, Run, load, message_of, running, save
@@ -57,12 +56,6 @@ class Dropping(nn.Module):
         return CausalLMOutput(loss=self.last(x).square().mean())
 
 
-def make_model() -> Dropping:
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return Dropping()
-
-
 def make_input(update: int, micro: int, rank: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * update + 10 * micro + rank))
 
@@ -96,7 +89,7 @@ class DroppingCase(HiFTCase):
         return ["Block"]
 
     def build_model(self, seed: int = 0) -> nn.Module:
-        return make_model()
+        return seeded(Dropping, 3)
 
     def build_optimizer(self, model: nn.Module, **changes: Any) -> HiFT:
         return HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=self.layers), **ADAMW)
@@ -106,7 +99,7 @@ class DroppingCase(HiFTCase):
 
     def reference(self, scale: float = 1.0) -> OneProcess:
         """A plain rotation; in fp16 where losses are scaled."""
-        model: Any = make_model()
+        model: Any = seeded(Dropping, 3)
         if scale != 1.0:
             model.forward = torch.autocast("cpu", torch.float16)(model.forward)
         return OneProcess(
@@ -177,7 +170,7 @@ def has_own_gradients(run: Run) -> bool:
 
 def under_a_scaler(rank: int) -> dict[str, Any]:
     """fp16 autocast: what a GradScaler looks at on a rank without a gradient must not hide the others' gradients."""
-    model = make_model()
+    model = seeded(Dropping, 3)
     hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(layers=LAYERS), **ADAMW)
     share_hift(model, hift)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
@@ -194,8 +187,9 @@ def under_a_scaler(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("skipped")
-    return run_ranks(all_cases, 2, asked_for(request, "case"), folder, env=CPU, timeout_s=300)
+    return run_ranks(
+        all_cases, 2, asked_for(request, "case"), tmp_path_factory.mktemp("skipped"), env=CPU, timeout_s=300
+    )
 
 
 @pytest.mark.parametrize("case", quick(CASES, QUICK))
@@ -204,8 +198,7 @@ def test_two_ranks_step_what_any_of_them_reached_as_one_process_does(found: list
     reference = run.reference()
     expected, exact = with_exact(lambda: whole_weights(run.reference().model))
     for each in found:
-        assert each[case]["updates"] == reference.updates
-        assert each[case]["skipped"] == reference.skipped
+        assert each[case]["updates"] == reference.updates and each[case]["skipped"] == reference.skipped
         if run.accumulation > 1 or layout in ZERO:
             # Gradients have several orders; one too many or too few moves weights by a step, 1e-2.
             assert_step_close(each[case]["weights"], expected, exact, cap=1e-5)
@@ -217,8 +210,7 @@ def test_two_ranks_step_what_any_of_them_reached_as_one_process_does(found: list
 
 @pytest.mark.parametrize("case", QUICK)
 def test_a_model_is_free_again_after_detach(found: list[dict[str, Any]], case: str) -> None:
-    for each in found:
-        assert all(each[case]["free"]) and each[case]["free grads"]
+    assert all(all(each[case]["free"]) and each[case]["free grads"] for each in found)
 
 
 def test_a_grad_scaler_steps_on_the_ranks_that_had_no_gradient(found: list[dict[str, Any]]) -> None:
@@ -238,17 +230,16 @@ def run_on_one_rank(rank: int, num_ranks: int, layout: Layout) -> tuple[str, flo
 
 @pytest.mark.slow
 def test_ranks_that_run_other_layers_under_fsdp2_are_told_where_each_is_within_the_timeout() -> None:
-    results = run_ranks(run_on_one_rank, 2, "fsdp2", collective_timeout_s=6)
-    for rank, (message, seconds) in enumerate(results):
-        assert f"rank {rank} failed" in message
-        assert "this rank is at update 0, group 0" in message
+    for rank, (message, seconds) in enumerate(run_ranks(run_on_one_rank, 2, "fsdp2", collective_timeout_s=6)):
+        assert f"rank {rank} failed" in message and "this rank is at update 0, group 0" in message
         assert f"rank {1 - rank} was last seen at update 0, group 0" in message or f"rank {1 - rank} has" in message
         assert seconds < 40
 
 
 @pytest.mark.slow
 def test_ranks_that_run_other_layers_under_zero_are_told_where_each_is_within_the_timeout() -> None:
-    options: dict[str, Any] = {"may_die": (1,), "timeout_s": 90, "collective_timeout_s": 6}
-    message, seconds = run_ranks(run_on_one_rank, 2, "zero2", env=CPU, **options)[0]
+    (message, seconds), _ = run_ranks(
+        run_on_one_rank, 2, "zero2", env=CPU, may_die=(1,), timeout_s=90, collective_timeout_s=6
+    )
     assert "rank 0 is averaging gradients at update 2, group 2, without a gradient; rank 1 is" in message
     assert seconds < 36  # and the few seconds in which it looks for the others

@@ -55,8 +55,11 @@ class RandomLayers(Sliver):
         blocks = [layer for layer in self._layers if layer.kind == "block"]
         turn = self._updates // self.config.interval
         drawn = random.Random(f"{self.config.seed} {turn}").sample(blocks, self.config.num_blocks)
-        others = [layer for layer in self._layers if layer.kind != "block"]
-        return {name for layer in (*drawn, *others) for name in layer.parameter_names}
+        return {
+            name
+            for layer in (*drawn, *[layer for layer in self._layers if layer.kind != "block"])
+            for name in layer.parameter_names
+        }
 
     def identity(self) -> dict[str, object]:
         return {**asdict(self.config), "parameters": list(self._named)}

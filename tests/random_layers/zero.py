@@ -20,5 +20,6 @@ def prepare(accelerator: Any, model: nn.Module, optimizer: RandomLayers, objects
         prepared, engine = prepare_over(accelerator, model, objects, optimizer, placeholder)
         made.append(engine)
     average_gradients(model, lambda: is_last_backward(engine))
-    wrapped = DeepSpeedOptimizerWrapper(optimizer)
-    return replace_prepared(accelerator, prepared, objects.index(optimizer), wrapped, engine)
+    return replace_prepared(
+        accelerator, prepared, objects.index(optimizer), DeepSpeedOptimizerWrapper(optimizer), engine
+    )

@@ -56,8 +56,9 @@ class HiFTCase(Case):
         options = {**ADAMW, "eps": self.eps}
         if not self.split_decay:
             return HiFT(model, torch.optim.AdamW, config=config, **options)
-        plain = grouped_optimizer(model, torch.optim.AdamW, decay_split(model), **options)
-        return HiFT.wrap(plain, model, config=config)
+        return HiFT.wrap(
+            grouped_optimizer(model, torch.optim.AdamW, decay_split(model), **options), model, config=config
+        )
 
     def schedule_of(self, optimizer: HiFT) -> list[Any]:
         if not self.is_scheduled:
@@ -127,8 +128,12 @@ class HiFTCase(Case):
             if self.dtype == torch.float32:
                 assert_step_close(result["weights"], weights, whole_weights(exact.model), cap=cap)
             if layout in ZERO:
-                found = {name: rows for name, (_, rows) in result["masters"].items()}
-                assert_step_close(found, masters, {n: m.detach() for n, m in exact.masters.items()}, cap=cap)
+                assert_step_close(
+                    {name: rows for name, (_, rows) in result["masters"].items()},
+                    masters,
+                    {n: m.detach() for n, m in exact.masters.items()},
+                    cap=cap,
+                )
             if self.clip:
                 assert_step_close(result["norms"], expected.norms, exact.norms, cap=1e-3 if is_mixed else 1e-5)
         if not is_mixed:
@@ -144,8 +149,15 @@ class HiFTCase(Case):
             assert any(bool(each.any()) for each in saved["whole state"]["exp_avg"].values())
 
     def assert_continued(self, results: list[dict[str, Any]], before: int) -> None:
-        options = {"is_bare": self.bare, "split_decay": self.split_decay, "eps": self.eps}
-        compute = functools.partial(after_two_ranks, len(results), self.cut + self.more, self.dtype, **options)
+        compute = functools.partial(
+            after_two_ranks,
+            len(results),
+            self.cut + self.more,
+            self.dtype,
+            is_bare=self.bare,
+            split_decay=self.split_decay,
+            eps=self.eps,
+        )
         assert all(result["updates"] == self.cut + self.more for result in results)
         if len(results) <= 2 and not self.bare:
             assert all(differing(result["weights"], compute()) == [] for result in results)
@@ -174,7 +186,7 @@ unclipped run is off by 2e-2, and its norms by 1e-2."""
 
 def moments_of(trained: OneProcess) -> dict[str, dict[str, torch.Tensor]]:
     """The state of one process, by kind and name."""
-    state = {key: value for optimizer in trained.optimizers for key, value in optimizer.state.items()}
+    state = {key: value for optimizer in trained.rotation.inner.values() for key, value in optimizer.state.items()}
     return {
         kind: {name: state[master][kind] for name, master in trained.masters.items() if master in state}
         for kind in ("exp_avg", "exp_avg_sq")
@@ -231,8 +243,11 @@ def masters_of(run: Run) -> Rows:
 def state_of(run: Run) -> dict[str, torch.Tensor]:
     """What this rank has of all groups' state."""
     if run.layout not in ZERO:
-        state = run.sliver.whole_state()["state"]
-        return {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
+        return {
+            f"{name}/{key}": value
+            for name, values in run.sliver.whole_state()["state"].items()
+            for key, value in values.items()
+        }
     schedule = run.model.hift_schedule
     return {
         f"{group}.{index}/{key}": value.clone()
@@ -246,18 +261,16 @@ def whole_state_of(run: Run) -> dict[str, Any]:
     """Under ZeRO, all groups' masters and state, put together from the ranks."""
     if run.layout not in ZERO:
         return {}
-    children = run.model.hift_schedule.children
     steps = {
         group: sorted({float(state["step"]) for state in child.optimizer.state.values() if "step" in state})
-        for group, child in children.items()
+        for group, child in run.model.hift_schedule.children.items()
     }
     return {"steps": steps, **{key: gathered(run.model, key) for key in ("master", "exp_avg", "exp_avg_sq")}}
 
 
 def active_group(run: Run) -> int:
     """The group whose turn it is, as the engine has it under ZeRO."""
-    group: int = run.model.hift_schedule.active if run.layout in ZERO else run.sliver.active_group
-    return group
+    return run.model.hift_schedule.active if run.layout in ZERO else run.sliver.active_group
 
 
 def gathered(engine: Any, key: str = "master") -> dict[str, torch.Tensor]:
@@ -300,16 +313,14 @@ def reference(
         scales: Of the losses.
     """
     settings = case.settings
-    model = tiny_llama(torch.float32, tied=case.tied)
-    groups = naive_groups(model, settings.get("layers_per_group", 1))
+    groups = naive_groups(tiny_llama(torch.float32, tied=case.tied), settings.get("layers_per_group", 1))
     if settings.get("order") == "random":
         import random
 
         random.Random(0).shuffle(groups)
     # What decides on the result, and nothing else, is the key.
-    key = HiFTCase(updates=case.updates, dtype=case.dtype, tied=case.tied, mixed_precision=case.mixed_precision)
     return _trained(
-        key,
+        HiFTCase(updates=case.updates, dtype=case.dtype, tied=case.tied, mixed_precision=case.mixed_precision),
         tuple(map(tuple, groups)),
         exact,
         ranks=num_ranks,

@@ -68,8 +68,7 @@ class Case:
 
     def build_model(self, seed: int = 0) -> nn.Module:
         # HiFT refuses weights in fp16; DeepSpeed casts them afterwards.
-        dtype = torch.float32 if self.dtype == torch.float16 else self.dtype
-        model: Any = tiny_llama(dtype, tied=self.tied, seed=seed)
+        model: Any = tiny_llama(torch.float32 if self.dtype == torch.float16 else self.dtype, tied=self.tied, seed=seed)
         if self.checkpointing is not None:
             model.activation_checkpointing_enable({"use_reentrant": self.checkpointing})
         return model
@@ -86,8 +85,7 @@ class Case:
         return batch_of(update, micro, rank)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(**batch).loss
-        return loss
+        return model(**batch).loss
 
     def result(self, run: Run) -> dict[str, Any]:
         """What this rank has at the end of a run; all plain tensors."""
@@ -111,13 +109,12 @@ class Case:
 
     def engine_config(self, stage: int) -> dict[str, Any]:
         """DeepSpeed's config."""
-        precisions = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": FP16}}
         return {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clip or 0.0,
             "steps_per_print": 10**9,
-            **precisions.get(self.dtype, {}),
+            **{torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": FP16}}.get(self.dtype, {}),
             "zero_optimization": {
                 "stage": stage,
                 "reduce_bucket_size": BUCKET,
@@ -151,8 +148,14 @@ def accelerator_of(layout: Layout, case: Case) -> Iterator[Accelerator]:
         with one_device(**options) as accelerator:
             yield accelerator
     elif layout == "fsdp2":
-        plugin = {"transformer_cls_names_to_wrap": case.blocks_of_fsdp2, "cpu_ram_efficient_loading": False}
-        with on_fsdp2_ranks(plugin={**plugin, **case.plugin}, **options) as accelerator:
+        with on_fsdp2_ranks(
+            plugin={
+                "transformer_cls_names_to_wrap": case.blocks_of_fsdp2,
+                "cpu_ram_efficient_loading": False,
+                **case.plugin,
+            },
+            **options,
+        ) as accelerator:
             yield accelerator
     else:
         quiet()
@@ -184,13 +187,13 @@ class Run:
         self.case, self.layout, self.accelerator, self.rank = case, layout, accelerator, rank
         self.plain: Any = self.build_model(seed)
         self.sliver = case.build_optimizer(self.plain, **changes)
-        self.model: Any
-        self.optimizer: Any
         schedule = case.schedule_of(self.sliver)
         if case.bare:
-            config = case.engine_config(int(layout[-1]))
             self.model, self.optimizer, _, self.schedule = st.initialize(
-                model=self.plain, optimizer=self.sliver, lr_scheduler=(schedule or [None])[0], config=config
+                model=self.plain,
+                optimizer=self.sliver,
+                lr_scheduler=(schedule or [None])[0],
+                config=case.engine_config(int(layout[-1])),
             )
             assert self.optimizer is self.sliver
         else:
@@ -275,16 +278,16 @@ def save(run: Run, folder: Path) -> None:
         run.model.save_checkpoint(str(folder))
     else:
         # The Trainer leaves out what is frozen of PEFT models; groups that wait are frozen, but no one means them.
-        is_partial = run.layout in ZERO and isinstance(run.sliver, st.HiFT)
-        more = {"exclude_frozen_parameters": True} if is_partial else {}
-        run.accelerator.save_state(str(folder), **more)
+        run.accelerator.save_state(
+            str(folder),
+            **{"exclude_frozen_parameters": True} if (run.layout in ZERO and isinstance(run.sliver, st.HiFT)) else {},
+        )
 
 
 def load(run: Run, folder: Path) -> None:
     """Load what `save` wrote."""
     if run.case.bare:
-        loaded, _ = run.model.load_checkpoint(str(folder))
-        assert loaded is not None
+        assert run.model.load_checkpoint(str(folder))[0] is not None
     else:
         run.accelerator.load_state(str(folder))
         assert len(run.accelerator._optimizers) == 1

@@ -103,16 +103,15 @@ class SFTCase(Case):
         return token_batches(1, seed=1000 * update + 10 * micro + rank)[0]
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = model(batch) if self.model == "prescribed" else model(**batch).loss
-        return loss
+        return model(batch) if self.model == "prescribed" else model(**batch).loss
 
     def result(self, run: Run) -> dict[str, Any]:
         return {"state": plain_state(run.sliver), **super().result(run)}
 
     def merged(self, run: Run) -> dict[str, torch.Tensor]:
         run.sliver.detach()
-        gathered: dict[str, Any] = run.accelerator.get_state_dict(run.model) or {}
-        return {name: getattr(value, "full_tensor", value.clone)().detach() for name, value in gathered.items()}
+        whole = run.accelerator.get_state_dict(run.model) or {}
+        return {name: getattr(value, "full_tensor", value.clone)().detach() for name, value in whole.items()}
 
     def assert_equals_one_process(self, results: list[dict[str, Any]], layout: Layout) -> None:
         """Every rank has what the naive reference has of the whole batch; in bf16 the bits of the library alone.
@@ -225,8 +224,9 @@ def prescribed_reference(case: SFTCase, num_ranks: int | tuple[int, ...]) -> tup
     norms = []
     for update, count in enumerate(ranks_of):
         micros = [[case.batch(update, micro, rank) for rank in range(count)] for micro in range(case.accumulation)]
-        scaled = [[_scaled(each, 1 / case.accumulation) for each in ranks] for ranks in micros]
-        norms.append(naive.update_on_ranks(scaled))
+        norms.append(
+            naive.update_on_ranks([[_scaled(each, 1 / case.accumulation) for each in ranks] for ranks in micros])
+        )
     return naive, norms
 
 
@@ -270,19 +270,16 @@ def llama_reference_and_exact(case: SFTCase, num_ranks: int, start: Mapping[str,
 
 
 def _naive(kind: Any, case: SFTCase, sft: SFT) -> Any:
-    weights = {name: sft.model.get_parameter(name).detach().clone() for name in sft.positions()}
-    active = {name: indices.long() for name, indices in sft.positions().items()}
-    defaults = {"betas": (0.9, 0.999), "weight_decay": 0.0, "momentum": 0.0}
     return kind(
-        weights,
-        active,
+        {name: sft.model.get_parameter(name).detach().clone() for name in sft.positions()},
+        {name: indices.long() for name, indices in sft.positions().items()},
         selection=case.selection,
         interval=case.interval,
         gamma=case.gamma,
         alpha=case.alpha,
         total=case.total,
         max_norm=case.clip,
-        **{**defaults, **case.options},
+        **{"betas": (0.9, 0.999), "weight_decay": 0.0, "momentum": 0.0, **case.options},
     )
 
 

@@ -3,8 +3,8 @@
 Other weights that it puts in are where the next steps start, or an error says so.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,25 +123,18 @@ def changed_on_its_way(case: Case, layout: Layout, rank: int, change: Change) ->
             return message
         if isinstance(case, HiFTCase):
             return whole_weights(run.model)
-        state = case.result(run)["state"]
-        return {f"{name}.{key}": value for name, values in state.items() for key, value in values.items()}
-
-
-@contextmanager
-def gathered(model: nn.Module, layout: Layout) -> Iterator[None]:
-    """Where ZeRO-3 lets weights be read and written; what rank 0 has written goes to all."""
-    if layout != "zero3":
-        yield
-        return
-    from deepspeed.runtime.zero import GatheredParameters
-
-    with GatheredParameters(list(model.parameters()), modifier_rank=0):
-        yield
+        return {
+            f"{name}.{key}": value
+            for name, values in case.result(run)["state"].items()
+            for key, value in values.items()
+        }
 
 
 def put_in(model: nn.Module, values: Mapping[str, torch.Tensor], layout: Layout) -> None:
-    """Write weights as averaging libraries do, which leaves no trace."""
-    with gathered(model, layout):
+    """Write weights as averaging libraries do, which leaves no trace; under ZeRO-3, what rank 0 writes goes to all."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters(list(model.parameters()), modifier_rank=0) if layout == "zero3" else nullcontext():
         for name, parameter in model.named_parameters():
             value = values[name.removeprefix("module.")]
             if isinstance(parameter, DTensor):
@@ -169,8 +162,9 @@ def sft_on(layout: Layout, rank: int) -> dict[str, Any]:
     with running(SPARSE, layout, rank) as run:
         run.train(0, 2)
         put_in(run.model, {**whole_weights(run.model), **new_targets(run.sliver)}, layout)
-        actions: dict[str, Callable[[], object]] = {"step": lambda: run.train(2, 3), "merge": run.sliver.detach}
-        found: dict[str, Any] = {name: message_of(act) for name, act in actions.items()}
+        found: dict[str, Any] = {
+            name: message_of(act) for name, act in {"step": lambda: run.train(2, 3), "merge": run.sliver.detach}.items()
+        }
         found["updates"] = run.sliver.updates
         if layout not in IN_SHARDS:
             found["bases"] = run.sliver.base_values()
@@ -195,46 +189,47 @@ def ran(folder: Path) -> list[dict[Any, Any]]:
     return run_ranks(everywhere, 2, folder, env=CPU, timeout_s=400)
 
 
+@pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
+def found(request: pytest.FixtureRequest, ran: list[dict[Any, Any]]) -> dict[Any, Any]:
+    return ran[request.param]
+
+
 @pytest.mark.parametrize("change", HARMLESS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", CASES)
 def test_requires_grad_of_others_changes_nothing(
-    method: str, layout: Layout, change: str, ran: list[dict[Any, Any]]
+    method: str, layout: Layout, change: str, found: dict[Any, Any]
 ) -> None:
-    for found in ran:
-        assert differing(found[method, layout, change], found[method, layout, "nothing"]) == []
+    assert differing(found[method, layout, change], found[method, layout, "nothing"]) == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("method", "change"), OF_REFUSED)
 def test_other_tensors_are_an_error_that_names_them(
-    method: str, layout: Layout, change: str, ran: list[dict[Any, Any]]
+    method: str, layout: Layout, change: str, found: dict[Any, Any]
 ) -> None:
     # FSDP2 itself refuses to cast its shards.
     expected = "Couldn't swap" if (layout, change) == ("fsdp2", "cast") else REFUSED[method][change][1]
-    for found in ran:
-        assert expected in found[method, layout, change]
+    assert expected in found[method, layout, change]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_memory_behind_a_weight_is_followed_or_an_error(layout: Layout, ran: list[dict[Any, Any]]) -> None:
-    for found in ran:
-        if layout in ("zero1", "zero2"):
-            assert "lm_head.weight lies in other memory than DeepSpeed" in found["hift", layout, "elsewhere"]
-        else:
-            assert differing(found["hift", layout, "elsewhere"], found["hift", layout, "nothing"]) == []
+def test_other_memory_behind_a_weight_is_followed_or_an_error(layout: Layout, found: dict[Any, Any]) -> None:
+    if layout in ("zero1", "zero2"):
+        assert "lm_head.weight lies in other memory than DeepSpeed" in found["hift", layout, "elsewhere"]
+    else:
+        assert differing(found["hift", layout, "elsewhere"], found["hift", layout, "nothing"]) == []
 
 
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_cycle_at_rate_zero_does_not_bring_the_old_weights_back(
-    layout: Layout, kind: str, ran: list[dict[Any, Any]]
+    layout: Layout, kind: str, found: dict[Any, Any]
 ) -> None:
     new = weights(tiny_llama(DTYPES[kind], seed=7))
-    for found in ran:
-        assert found[kind, layout]["updates"] == 2 * LAYERS
-        assert sorted(found[kind, layout]["trained"]) == sorted(new)
-        assert differing(found[kind, layout]["weights"], new) == []
+    assert found[kind, layout]["updates"] == 2 * LAYERS
+    assert sorted(found[kind, layout]["trained"]) == sorted(new)
+    assert differing(found[kind, layout]["weights"], new) == []
 
 
 @pytest.mark.parametrize("layout", ZERO)
@@ -243,22 +238,20 @@ def test_a_checkpoint_that_is_written_before_the_next_step_has_their_masters(
 ) -> None:
     new = weights(tiny_llama(torch.bfloat16, seed=7))
     (saved,) = [path for path in (folder / "bf16" / layout).iterdir() if path.is_dir()]
-    found = fp32_weights(saved)
-    assert differing({name: found[name].to(torch.bfloat16) for name in new}, new) == []
+    masters = fp32_weights(saved)
+    assert differing({name: masters[name].to(torch.bfloat16) for name in new}, new) == []
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in IN_SHARDS])
-def test_sft_takes_whole_weights_for_pretrained_ones(layout: Layout, ran: list[dict[Any, Any]]) -> None:
-    for found in ran:
-        assert found["sparse", layout]["step"] == found["sparse", layout]["merge"] == ""
-        assert found["sparse", layout]["updates"] == 3
-        assert differing(found["sparse", layout]["bases"], found["sparse", layout]["expected"]) == []
+def test_sft_takes_whole_weights_for_pretrained_ones(layout: Layout, found: dict[Any, Any]) -> None:
+    assert found["sparse", layout]["step"] == found["sparse", layout]["merge"] == ""
+    assert found["sparse", layout]["updates"] == 3
+    assert differing(found["sparse", layout]["bases"], found["sparse", layout]["expected"]) == []
 
 
 @pytest.mark.parametrize("act", ["step", "merge"])
 @pytest.mark.parametrize("layout", IN_SHARDS)
-def test_sft_refuses_weights_that_were_put_into_shards(layout: Layout, act: str, ran: list[dict[Any, Any]]) -> None:
-    for found in ran:
-        assert found["sparse", layout]["updates"] == 2
-        assert "self_attn.q_proj.weight were set by something else than SFT" in found["sparse", layout][act]
-        assert "before slivertune.prepare" in found["sparse", layout][act]
+def test_sft_refuses_weights_that_were_put_into_shards(layout: Layout, act: str, found: dict[Any, Any]) -> None:
+    assert found["sparse", layout]["updates"] == 2
+    assert "self_attn.q_proj.weight were set by something else than SFT" in found["sparse", layout][act]
+    assert "before slivertune.prepare" in found["sparse", layout][act]

@@ -1,7 +1,7 @@
 """Ranks that differ in their settings or do other things: all say so, before anything is averaged or updated."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,15 +90,13 @@ PREPARED: dict[tuple[Layout, str], tuple[Case, Case, str]] = {
 def prepare_all(rank: int, num_ranks: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for (layout, what), cases in PREPARED.items():
-        warned = (
-            pytest.warns(UserWarning, match="HiFT keeps them frozen") if rank and what == "groups" else nullcontext()
-        )
-        with warned:
+        with pytest.warns(UserWarning, match="HiFT keeps them frozen") if rank and what == "groups" else nullcontext():
             found[layout, what] = refusal_of(cases[rank], layout, rank)
     for layout in ("ddp", "fsdp2"):
         found[layout, "same"] = refusal_of(SHUFFLED, layout, rank)
-        on_disk = having(HIFT, state="disk", state_dir=f"of-rank-{rank}")
-        found[layout, "place of files"] = refusal_of(on_disk, layout, rank)
+        found[layout, "place of files"] = refusal_of(
+            having(HIFT, state="disk", state_dir=f"of-rank-{rank}"), layout, rank
+        )
     with running(HIFT, "ddp", rank, seed=rank) as run:
         found["ddp", "weights"] = whole_weights(run.model)
     found["fsdp2", "weights"] = refusal_of(HIFT, "fsdp2", rank, seed=rank)
@@ -224,71 +222,82 @@ class Disturbance:
 
     def do(self, rank: int) -> dict[str, Any]:
         with running(self.case or METHODS[self.method], self.layout, rank) as run:
-            message = message_of(lambda: self.loop(run))
-            return {"message": message, "updates": run.sliver.updates, "weights": whole_weights(run.model)}
+            return {
+                "message": message_of(lambda: self.loop(run)),
+                "updates": run.sliver.updates,
+                "weights": whole_weights(run.model),
+            }
 
 
-def disturbances() -> Iterator[tuple[str, Disturbance]]:
-    """By name."""
-    for method in METHODS:
-        group = ", group 2" if method == "hift" else ""
-        stepping, key = f"rank 0 is stepping the optimizer at update 2{group}", "the learning rate of param group 0"
-        doing = {"ddp": "averaging gradients", "fsdp2": "beginning a forward pass"}
-        layouts: tuple[Layout, ...] = ("ddp", "fsdp2")
-        for layout in layouts:
-            name, of = f"{method}, {layout}", partial(Disturbance, method=method, layout=layout)
-            said = [stepping, f"rank 1 is {doing[layout]} at update 2{group}"]
-            if layout == "ddp":
-                said += ["the ranks are not at the same place", "nothing was shared or updated"]
-            yield f"{name}: a step is missed", of(loop=miss_a_step, said=tuple(said))
-            ended = (f"rank 0 is {doing[layout]}", "rank 1 is saving or ending the training at update 2")
-            yield f"{name}: a batch is missed", of(loop=miss_a_batch, said=ended)
-            rate = f"{key if method == 'hift' else 'lr'} is 0.01 on rank 0, 0.02 on rank 1"
-            yield (
-                f"{name}: another rate",
-                of(
-                    loop=another("lr", 0.02, 5),
-                    said=(rate, "the update was not made"),
-                    updates=5 if method == "hift" else 2,
-                ),
-            )
-            decay = ("weight_decay", "0.2 on rank 1")
-            yield f"{name}: another decay", of(loop=another("weight_decay", 0.2, 1), said=decay)
-            if method == "hift":
-                lost = ("rank 0 is stepping", "with gradients; rank 1", "without a gradient")
-                yield f"{name}: gradients are lost", of(loop=lose_the_gradients, said=lost)
-    of_hift, of_sft = (partial(Disturbance, method=method, layout="ddp") for method in METHODS)
-    # Under FSDP2 a backward pass takes part in FSDP2's own collectives, whatever we do.
-    missed = ("rank 0 is averaging gradients", "rank 1 is stepping the optimizer")
-    yield "hift, ddp: a backward pass is missed", of_hift(loop=miss_a_backward, said=missed)
-    ends: dict[str, Callable[[Run], object]] = {
-        "saved": lambda run: run.accelerator.save_state("nowhere"),
-        "ended": lambda run: run.accelerator.end_training(),
+RATES = "the learning rate of param group 0 is 0.01 on rank 0, 0.02 on rank 1"
+DOING = {"ddp": "averaging gradients", "fsdp2": "beginning a forward pass"}
+
+
+def disturbances_of(method: str, layout: Layout) -> dict[str, Disturbance]:
+    """What each method has under each layout whose ranks compare what they do, by name."""
+    group, of = ", group 2" if method == "hift" else "", partial(Disturbance, method=method, layout=layout)
+    apart = ("the ranks are not at the same place", "nothing was shared or updated") if layout == "ddp" else ()
+    stepping = f"rank 0 is stepping the optimizer at update 2{group}"
+    lost = ("rank 0 is stepping", "with gradients; rank 1", "without a gradient")
+    found = {
+        "a step is missed": of(
+            loop=miss_a_step, said=(stepping, f"rank 1 is {DOING[layout]} at update 2{group}", *apart)
+        ),
+        "a batch is missed": of(
+            loop=miss_a_batch,
+            said=(f"rank 0 is {DOING[layout]}", "rank 1 is saving or ending the training at update 2"),
+        ),
+        "another rate": of(
+            loop=another("lr", 0.02, 5),
+            said=(RATES if method == "hift" else "lr is 0.01 on rank 0, 0.02 on rank 1", "the update was not made"),
+            updates=5 if method == "hift" else 2,
+        ),
+        "another decay": of(loop=another("weight_decay", 0.2, 1), said=("weight_decay", "0.2 on rank 1")),
+        **({"gradients are lost": of(loop=lose_the_gradients, said=lost)} if method == "hift" else {}),
     }
-    for name, end in ends.items():
-        kept = ("the sum of the bits of model.embed_tokens.weight is", "resume from it")
-        yield f"hift, ddp: drift, {name}", of_hift(loop=drift(end), said=kept, is_weight=True)
+    return {f"{method}, {layout}: {name}": each for name, each in found.items()}
+
+
+ON_DDP = partial(Disturbance, method="hift", layout="ddp")
+DRIFTED = partial(
+    ON_DDP, said=("the sum of the bits of model.embed_tokens.weight is", "resume from it"), is_weight=True
+)
+DISTURBANCES: dict[str, Disturbance] = {
+    name: each for method in METHODS for layout in DOING for name, each in disturbances_of(method, layout).items()
+} | {
+    # Under FSDP2 a backward pass takes part in FSDP2's own collectives, whatever we do.
+    "hift, ddp: a backward pass is missed": ON_DDP(
+        loop=miss_a_backward, said=("rank 0 is averaging gradients", "rank 1 is stepping the optimizer")
+    ),
+    "hift, ddp: drift, saved": DRIFTED(loop=drift(lambda run: run.accelerator.save_state("nowhere"))),
+    "hift, ddp: drift, ended": DRIFTED(loop=drift(lambda run: run.accelerator.end_training())),
     # Changed when the embedding had had its second turn, so seen at the end of the third cycle, in its last step.
-    said = ("the ranks have drifted apart, at update 15", "the sum of the weights' bits is")
-    trained_on = drift(lambda run: update(run, 14), count=6)
-    yield "hift, ddp: drift in a cycle", of_hift(loop=trained_on, said=said, updates=15, is_weight=True)
-    reselected = ("the ranks have drifted apart", "the positions of the trained weights")
-    sparse = SFTCase(model="llama", density=0.02)
-    yield (
-        "sft, ddp: drift until a reselection",
-        of_sft(loop=drift_of_sft, said=reselected, updates=5, is_weight=True, case=sparse),
-    )
-    alone = ("are those of this rank alone",)
-    yield "sft, ddp: gradients of one rank", of_sft(loop=own_gradients, said=alone, updates=0)
-    for layout in ZERO:
-        rates = ("the ranks have drifted apart", "the learning rate of param group 0 is 0.01 on rank 0, 0.02 on rank 1")
-        yield (
-            f"hift, {layout}: another rate",
-            Disturbance(method="hift", layout=layout, loop=another("lr", 0.02, 5), said=rates, updates=5),
+    "hift, ddp: drift in a cycle": DRIFTED(
+        loop=drift(lambda run: update(run, 14), count=6),
+        said=("the ranks have drifted apart, at update 15", "the sum of the weights' bits is"),
+        updates=15,
+    ),
+    "sft, ddp: drift until a reselection": DRIFTED(
+        method="sft",
+        loop=drift_of_sft,
+        said=("the ranks have drifted apart", "the positions of the trained weights"),
+        updates=5,
+        case=SFTCase(model="llama", density=0.02),
+    ),
+    "sft, ddp: gradients of one rank": ON_DDP(
+        method="sft", loop=own_gradients, said=("are those of this rank alone",), updates=0
+    ),
+    **{
+        f"hift, {layout}: another rate": Disturbance(
+            method="hift",
+            layout=layout,
+            loop=another("lr", 0.02, 5),
+            said=("the ranks have drifted apart", RATES),
+            updates=5,
         )
-
-
-DISTURBANCES = dict(disturbances())
+        for layout in ZERO
+    },
+}
 
 
 def disturb(rank: int, num_ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -298,8 +307,7 @@ def disturb(rank: int, num_ranks: int, folder: Path) -> dict[str, dict[str, Any]
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("drift")
-    return run_ranks(disturb, 2, folder, env=CPU, timeout_s=400, collective_timeout_s=20)
+    return run_ranks(disturb, 2, tmp_path_factory.mktemp("drift"), env=CPU, timeout_s=400, collective_timeout_s=20)
 
 
 @pytest.mark.parametrize("name", DISTURBANCES)
@@ -336,6 +344,6 @@ def test_groups_of_other_sizes_are_told_apart_before_the_first_bucket(
     disturbed: list[dict[str, dict[str, Any]]],
 ) -> None:
     for found in (each["unit"] for each in disturbed):
-        for rank in (0, 1):
-            assert f"rank {rank} is averaging gradients at update 4, group {rank}" in found["message"]
+        said = (f"rank {rank} is averaging gradients at update 4, group {rank}" for rank in (0, 1))
+        assert all(part in found["message"] for part in said), found["message"]
         assert found["sent"] == 0

@@ -1,7 +1,5 @@
 """Two and three ranks under every layout come to what one process does that sees the rows of all of them."""
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +10,9 @@ import torch
 
 from slivertune.core.layout import Layout
 from slivertune.parallel.ddp import gradient_sync
+from tests.helpers.launching import run_python
 from tests.helpers.models import BLOCKS, assert_same_tree, differing, weights
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import asked_for, quick
+from tests.helpers.ranks import asked_for, quick, run_ranks
 from tests.parallel.contract.cases import HIFT, MA, QUICK_OF_HIFT, QUICK_OF_SFT, SFT
 from tests.parallel.contract.hift import HiFTCase, active_group
 from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, Run, launched_once, running
@@ -44,8 +42,9 @@ def train_all(rank: int, num_ranks: int, layout: Layout, cases: dict[tuple[str, 
     found: Found = {}
     for (method, name), case in cases.items():
         # Where rank 0's weights count, the others' are arbitrary.
-        is_sent = layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")
-        with running(case, layout, rank, seed=rank if is_sent else 0) as run:
+        with running(
+            case, layout, rank, seed=rank if (layout == "ddp" or case.plugin.get("cpu_ram_efficient_loading")) else 0
+        ) as run:
             watched = watch(run) if method == "hift" else {}
             began = time.perf_counter()
             run.train(0, case.updates)
@@ -84,9 +83,11 @@ def export(run: Run, whole: dict[str, torch.Tensor], folder: Path) -> None:
         if run.rank == 0:
             run.plain.config.save_pretrained(folder)
         return
-    state = run.accelerator.get_state_dict(run.model) if isinstance(run.case, HiFTCase) else dict(whole)
-    plain = run.accelerator.unwrap_model(run.model)
-    plain.save_pretrained(folder, is_main_process=run.rank == 0, state_dict=state)
+    run.accelerator.unwrap_model(run.model).save_pretrained(
+        folder,
+        is_main_process=run.rank == 0,
+        state_dict=run.accelerator.get_state_dict(run.model) if isinstance(run.case, HiFTCase) else dict(whole),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -172,23 +173,17 @@ def loaded(request: pytest.FixtureRequest, folder: Path, trained: Trained) -> di
     """The parameters of every checkpoint, by its folder."""
     for _, layout, _ in asked_for(request, "method", "layout", "name"):
         trained(layout)
-    return load_without_the_library(folder)
-
-
-def load_without_the_library(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters of every Hugging Face checkpoint in a folder, read where slivertune can't be imported."""
+    # Where slivertune can't be imported.
     code = (
         "import sys, pathlib; sys.modules['slivertune'] = None; import torch; "
         "from transformers import AutoModelForCausalLM; "
-        f"folders = [path.parent for path in pathlib.Path({str(folder)!r}).glob('*/*/*/config.json')]; "
+        "folders = [path.parent for path in pathlib.Path('.').absolute().glob('*/*/*/config.json')]; "
         "models = {'/'.join(each.parts[-3:]): AutoModelForCausalLM.from_pretrained(each, dtype='auto') "
         "for each in folders}; "
-        f"torch.save({{name: dict(model.named_parameters()) for name, model in models.items()}}, "
-        f"{str(folder / 'loaded.pt')!r})"
+        "torch.save({name: dict(model.named_parameters()) for name, model in models.items()}, 'loaded.pt')"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
-    loaded: dict[str, dict[str, torch.Tensor]] = torch.load(folder / "loaded.pt")
-    return loaded
+    run_python("-c", code, cwd=folder, timeout_s=120)
+    return torch.load(folder / "loaded.pt")
 
 
 @pytest.mark.slow
@@ -210,8 +205,7 @@ def test_the_trained_model_is_a_plain_checkpoint(
     found, before = loaded[f"{layout}/{method}/{name}"], weights(Case(dtype=case.dtype, tied=case.tied).build_model())
     assert found.keys() == before.keys()
     assert differing(found, {name: whole[name] for name in before}) == []
-    changed = [name for name in sorted(before) if method == "hift" or "proj" in name]
-    assert differing(found, before) == changed
+    assert differing(found, before) == [name for name in sorted(before) if method == "hift" or "proj" in name]
 
 
 THREE: dict[tuple[str, Layout, str], Case] = {

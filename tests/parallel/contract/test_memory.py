@@ -45,15 +45,20 @@ def count_hift(layout: Layout, rank: int) -> dict[str, Any]:
                 ledger.reset_peak()
                 run.backward(run.case.batch(update, 0, rank))
                 own = [each.grad for each in run.model.parameters() if each.grad is not None]
-                held = sum(getattr(each, "to_local", each.detach)().nbytes for each in own)
-                gradients.append((held, sum(parameter.nbytes for parameter in groups[update % CYCLE])))
+                gradients.append(
+                    (
+                        sum(getattr(each, "to_local", each.detach)().nbytes for each in own),
+                        sum(parameter.nbytes for parameter in groups[update % CYCLE]),
+                    )
+                )
                 del own
                 run.step()
                 states.append(ledger.highest.state)
                 highest.append(ledger.highest.gradients)
             after = ledger.current()
-    whole = tiny_llama(torch.bfloat16)
-    share = sum(2 * -(-p.shape[0] // HELD[layout][0]) * p.numel() // p.shape[0] for p in whole.parameters())
+    share = sum(
+        2 * -(-p.shape[0] // HELD[layout][0]) * p.numel() // p.shape[0] for p in tiny_llama(torch.bfloat16).parameters()
+    )
     return {
         "parameters": parameters,
         "share": share,
@@ -88,8 +93,11 @@ SPARSE = SFTCase(model="llama", density=0.02, updates=11)
 def count_sft(layout: Layout, rank: int) -> dict[str, Any]:
     """Bytes of state on this rank after each update, and what it sent in each."""
     # DeepSpeed's own collectives go the same way.
-    counted = counted_bytes() if layout not in ZERO else nullcontext([])
-    with running(SPARSE, layout, rank) as run, Ledger(tiny_llama()) as ledger, counted as sent:
+    with (
+        running(SPARSE, layout, rank) as run,
+        Ledger(tiny_llama()) as ledger,
+        counted_bytes() if layout not in ZERO else nullcontext([]) as sent,
+    ):
         run.sliver.claim_state()
         found: dict[str, Any] = {
             "held": {
@@ -140,10 +148,9 @@ def of_sft() -> list[dict[Layout, dict[str, Any]]]:
 def test_a_rank_holds_its_weights_the_active_gradients_and_two_pieces(layout: Layout, of_hift: Any) -> None:
     for figure in (found[layout] for found in of_hift):
         assert figure["parameters"] == figure["share"]  # 2 bytes a parameter, rows rounded up
-        for held, expected in figure["gradients of each group"]:
-            assert held == expected > 0
-        assert 0 < figure["state"] <= 2 * PIECE
-        assert figure["after"] == 0
+        gradients = figure["gradients of each group"]
+        assert all(held == expected > 0 for held, expected in gradients), gradients
+        assert 0 < figure["state"] <= 2 * PIECE and figure["after"] == 0
         # fp32 master and two moments of 2-byte weights, each weight's count of steps, and gaps.
         assert 6 * figure["share"] <= figure["host"] <= HELD[layout][1] * 6 * figure["share"]
 
@@ -161,8 +168,7 @@ def test_whatever_a_layout_shares_out_a_ranks_state_is_that_of_one_process(layou
     alone, num_weights = state_of_one_process()
     assert max(alone) > 40 * num_weights
     assert min(alone) <= 22 * num_weights + 4, "fp32 weights: 22 bytes, and the witness"
-    for found in of_sft:
-        assert found[layout]["state"] == alone
+    assert [found[layout]["state"] for found in of_sft] == [alone] * NUM_RANKS
 
 
 @pytest.mark.slow
@@ -184,8 +190,7 @@ def test_an_update_sends_little_more_than_the_trained_weights_gradient(of_sft: A
         # In a phase the candidates' too: as many, and half as many more where two phases need spares.
         assert 8 * count < num_bytes[8] <= 2.5 * 4 * count
         # In its first update: positions (a pool of two for each weight), then the values at both ranks' positions.
-        assert num_bytes[7] <= (4 + 8 + 16) * count + 1000
-        assert num_bytes[7] < 0.6 * found["dense bytes"]
+        assert num_bytes[7] <= (4 + 8 + 16) * count + 1000 and num_bytes[7] < 0.6 * found["dense bytes"]
         assert max(size for each in sent for _, size in each) <= 12 * count
 
 

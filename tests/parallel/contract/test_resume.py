@@ -1,4 +1,7 @@
-"""A run that is saved on its way goes on under every layout: with its own bits, and with another number of ranks."""
+"""A run that is saved on its way goes on under every layout: with its own bits, and with another number of ranks.
+
+One file, however long: whatever a layout's ranks save and take up again, they do in one launch.
+"""
 
 import functools
 from collections.abc import Callable
@@ -10,19 +13,20 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from slivertune import SFTConfig
 from slivertune.core.layout import Layout
 from slivertune.core.manifest import write_manifest
 from slivertune.deltas import apply
 from slivertune.parallel.checkpoint.sidecar import load_state
 from tests.helpers.models import assert_same_tree, differing, weights
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import asked_for, quick
-from tests.helpers.tolerance import distance, step_limit
+from tests.helpers.ranks import asked_for, quick, run_ranks
+from tests.helpers.tolerance import distance, step_limit, with_exact
+from tests.interop import trainer_runs as trainers
+from tests.interop.trainer_runs import BATCH
 from tests.parallel.contract import hift, sft
 from tests.parallel.contract.hift import CYCLE, HiFTCase
-from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, launched_once, load, running, save
+from tests.parallel.contract.runs import CPU, LAYOUTS, ZERO, Case, Found, launched_once, load, quiet, running, save
 from tests.parallel.contract.sft import SFTCase
-from tests.parallel.contract.trainers import TRAINERS, assert_trainer_went_on, resume_trainer
 
 Key = tuple[str, Layout, str]
 
@@ -73,6 +77,31 @@ CASES: dict[Key, Case] = {
         for name, case in (("AG", AG), ("MA", MA))
     },
 }
+TRAINED: dict[str, SFTConfig] = {
+    "AG": trainers.SFT,
+    "MA": SFTConfig(density=0.1, reselection_interval=5, selection="momentum"),
+}
+"""Twelve updates, saved after seven: MA's weights are reselected after 5 and 10."""
+TRAINERS: list[tuple[Layout, str]] = [(layout, "MA") for layout in ("ddp", "fsdp2", *ZERO)] + [("zero1", "AG")]
+"""The other runs of AG are in the Trainer's own tests of layouts."""
+
+
+def resume_trainer(layout: Layout, name: str, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The deltas of a run that saved a checkpoint and went on, and of one that was taken up there."""
+    quiet()
+    output = folder / "trainer" / layout / name
+    options: dict[str, dict[str, Any]] = {
+        "straight": {"save_strategy": "steps", "save_steps": trainers.STOP},
+        "resumed": {"resume": str(output / f"checkpoint-{trainers.STOP}")},
+    }
+    deltas = {}
+    for kind, each in options.items():
+        with trainers.states(layout):
+            trainer, (deltas[kind],) = trainers.train(output, BATCH, layout, TRAINED[name], **each)
+            trainer.accelerator.free_memory()
+    return deltas
+
+
 QUICK = [key for key in CASES if key[1] == "ddp" or (key[0] == "hift" and key[2] != "bare")]
 Saved = Callable[[Layout], list[Found]]
 
@@ -106,8 +135,7 @@ def save_and_resume(
             load(run, place)
             loaded = case.result(run)
             run.train(case.cut, case.updates)
-            resumed = case.result(run)
-            found[method, name] = {"saved": saved, "straight": straight, "loaded": loaded, "resumed": resumed}
+            found[method, name] = {"saved": saved, "straight": straight, "loaded": loaded, "resumed": case.result(run)}
             if not case.bare:
                 found[method, name]["weights"] = case.merged(run)
     for name in (name for of, name in TRAINERS if of == layout and (of, name) in of_trainers):
@@ -155,8 +183,9 @@ def assert_near(straight: dict[str, Any], resumed: dict[str, Any], case: HiFTCas
     found, wanted = ({n: rows for n, (_, rows) in each["masters"].items()} for each in (resumed, straight))
     assert distance(found, wanted) <= within
     count = len(resumed["losses"]) // case.accumulation
-    of_losses = step_limit(expected.losses[-count:], exact.losses[-count:], hift.LOSS_CAP)
-    assert distance(resumed["losses"], straight["losses"]) <= of_losses
+    assert distance(resumed["losses"], straight["losses"]) <= step_limit(
+        expected.losses[-count:], exact.losses[-count:], hift.LOSS_CAP
+    )
     if case.dtype == torch.float32:
         assert distance(resumed["weights"], straight["weights"]) <= within
     else:
@@ -183,8 +212,8 @@ def test_a_cycle_is_resumed_with_the_rate_that_it_holds(layout: Layout, saved: S
         if method == "hift"
     ):
         # Read when the cycle began.
-        factor = hift.rate_after(CYCLE, is_warmup=case.config_schedule, ticks=1 if case.bare else 2)
-        assert each["loaded"]["held"] == pytest.approx([hift.LR * factor] * len(each["loaded"]["held"]), rel=1e-12)
+        rate = hift.LR * hift.rate_after(CYCLE, is_warmup=case.config_schedule, ticks=1 if case.bare else 2)
+        assert each["loaded"]["held"] == pytest.approx([rate] * len(each["loaded"]["held"]), rel=1e-12)
         assert each["straight"]["held"] == each["resumed"]["held"] != each["loaded"]["held"]
         assert each["straight"]["held"] != each["straight"]["shown"]
 
@@ -192,11 +221,13 @@ def test_a_cycle_is_resumed_with_the_rate_that_it_holds(layout: Layout, saved: S
 def test_what_accelerate_and_the_trainer_move_to_the_device_has_one_element(saved: Saved, folder: Path) -> None:
     assert saved("ddp")
     for place in (folder / "ddp" / "hift").iterdir():
-        placeholder = torch.load(place / "optimizer.bin")["state"]
-        assert {value.numel() for values in placeholder.values() for value in values.values()} == {1}
+        assert {
+            value.numel()
+            for values in torch.load(place / "optimizer.bin")["state"].values()
+            for value in values.values()
+        } == {1}
 
 
-BARE_SFT = [key for key, case in CASES.items() if key[0] == "sft" and case.bare]
 SFT = [key for key in CASES if key[0] == "sft"]
 
 
@@ -206,11 +237,10 @@ def test_a_resumed_run_of_sft_equals_one_process(method: str, layout: Layout, na
     if case.bare:
         sft.assert_prescribed([each["straight"] for each in results], case)
     else:
-        straight = [{**each["straight"], "weights": each["weights"]} for each in results]
-        case.assert_equals_one_process(straight, layout)
+        case.assert_equals_one_process([{**each["straight"], "weights": each["weights"]} for each in results], layout)
 
 
-MERGED = [key for key in SFT if key not in BARE_SFT]
+MERGED = [key for key in SFT if not CASES[key].bare]
 
 
 @pytest.mark.parametrize(("method", "layout", "name"), quick(MERGED, [key for key in MERGED if key in QUICK]))
@@ -227,7 +257,15 @@ def test_the_deltas_of_a_run_lead_from_the_plain_model_to_the_merged_one(
 def test_a_trainers_run_that_was_saved_on_its_way_continues_to_the_bit(
     layout: Layout, trainer: str, saved: Saved, tmp_path: Path
 ) -> None:
-    assert_trainer_went_on([found["Trainer", trainer] for found in saved(layout)], trainer, tmp_path)
+    """Both runs of every rank have the same bits, and about those of one process on the whole batch."""
+    results = [found["Trainer", trainer] for found in saved(layout)]
+    with trainers.states(None):
+        ((_, (expected,)), (_, (exact,))) = with_exact(
+            functools.partial(trainers.train, tmp_path, len(results) * BATCH, None, TRAINED[trainer])
+        )
+    for each in results:
+        assert differing(each["straight"], each["resumed"]) == []
+        trainers.assert_near(each["straight"], expected, exact)
 
 
 ELSEWHERE: list[tuple[int, str, Layout, Layout, str]] = [

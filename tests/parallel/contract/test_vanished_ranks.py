@@ -6,13 +6,11 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from slivertune.core.layout import Layout
-from tests.helpers.ranks import run_ranks
-from tests.helpers.slow import quick
+from tests.helpers.ranks import quick, run_ranks
 from tests.parallel.contract.hift import HiFTCase
 from tests.parallel.contract.runs import CPU, Case, message_of, running
 from tests.parallel.contract.sft import SFTCase
@@ -21,8 +19,7 @@ METHODS: dict[str, Case] = {"hift": HiFTCase(), "sft": SFTCase(model="llama", de
 
 
 def vanish(rank: int, num_ranks: int, method: str, layout: Layout, moment: str, folder: Path) -> tuple[str, float]:
-    case = replace(METHODS[method], bare=moment == "bare")
-    with running(case, layout, rank) as run:
+    with running(replace(METHODS[method], bare=moment == "bare"), layout, rank) as run:
         run.train(0, 2)
         if rank == 1:
             if moment == "saving":
@@ -64,9 +61,13 @@ LIMIT = 6
 def test_a_rank_that_vanishes_is_named_with_where_it_was(
     method: str, layout: Layout, moment: str, tmp_path: Path
 ) -> None:
-    limit = LIMIT if moment == "stopped" else 60
-    options: dict[str, Any] = {"may_die": (1,), "timeout_s": 90, "collective_timeout_s": limit}
-    message, seconds = run_ranks(vanish, 2, method, layout, moment, tmp_path / "saved", env=CPU, **options)[0]
+    (message, seconds), _ = run_ranks(
+        *(vanish, 2, method, layout, moment, tmp_path / "saved"),
+        env=CPU,
+        may_die=(1,),
+        timeout_s=90,
+        collective_timeout_s=LIMIT if moment == "stopped" else 60,
+    )
     assert message.startswith("RuntimeError: ")
     assert all(part in message for part in VANISHED[method, layout, moment]), message
     # At once where the other has ended; else within the limit and the few seconds in which it looks for the others.
