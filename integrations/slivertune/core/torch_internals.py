@@ -47,6 +47,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.ops.aten._unique2.default": "the operator whose result's size depends on values",
     "torch.ops.aten._scaled_dot_product_attention_math.default": "attention as plain products",
     "torch.Tensor._version": "counts the writes into a tensor",
+    "torch.Tensor._base": "finds the tensor of which another is a view",
     "torch.UntypedStorage._cdata": "names a storage",
     "torch.nn.Module()._modules": "the children of a module, None and repetitions included",
     "torch.nn.Module()._buffers": "replaces a buffer",
@@ -99,6 +100,15 @@ def apply_function(function: Any, *args: Any) -> torch.Tensor:
 def plain_attention(*tensors: Any, **options: Any) -> Any:
     """Attention as matrix products and a softmax; arguments and results are the operator's."""
     return torch.ops.aten._scaled_dot_product_attention_math(*tensors, **options)
+
+
+def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which a tensor is a view; itself where it is none.
+
+    Args:
+        tensor: Any tensor.
+    """
+    return tensor if tensor._base is None else tensor._base
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from slivertune.core.torch_internals import (
     at_end_of_backward,
     running_backward,
     version_of,
+    viewed_by,
 )
 
 TokenLayout = Literal["tokens", "flat", "heads"]
@@ -92,7 +93,7 @@ class Rows:
         Returns:
             The selected rows, through which gradients flow, and the others as constants, each laid out like the tensor.
         """
-        base = tensor if tensor._base is None else tensor._base
+        base = viewed_by(tensor)
         known = self._parts.get(id(base))
         if (
             known is not None
