@@ -75,12 +75,12 @@ def main(arguments):
     engine.save_16bit_model(folder / "model", "pytorch_model.bin")
 
     schedule = engine.hift_schedule
-    on_host = sum(schedule.mover(group).host_bytes() for group in range(optimizer.num_groups))
+    on_host = sum(schedule.movers[group].host_bytes() for group in range(optimizer.num_groups))
     if dist.get_rank() == 0:
         print(
             f"ZeRO-{arguments.stage} on {dist.get_world_size()} ranks  {optimizer.updates} updates  loss {loss:.3f}  "
             f"{seconds:.4f} seconds a step  on a rank: masters and state on the device "
-            f"{schedule.mover(schedule.active).device_bytes() / 1e6:.3f} MB, on the host {on_host / 1e6:.3f} MB"
+            f"{schedule.movers[schedule.active].device_bytes() / 1e6:.3f} MB, on the host {on_host / 1e6:.3f} MB"
         )
         model.config.save_pretrained(folder / "model")
         loaded = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -441,7 +441,8 @@ def test_tokentune_scores_its_selected_rows_in_chunks(
         "tokens": lambda: TokenTune(ratio=0.4, seed=3).attach(model),
         "chunks": lambda: attach_chunked_cross_entropy(model, chunk_bytes=SMALL),
     }
-    handles = {name: attaches[name]() for name in sorted(attaches, reverse=not chunked_first)}
+    order = ("chunks", "tokens") if chunked_first else ("tokens", "chunks")
+    handles = {name: attaches[name]() for name in order}
     found = step(model, num_items_in_batch=num_items)
     assert found[2].logits.shape == (2, 5, 0)
     assert_same_step(found, expected, exact)

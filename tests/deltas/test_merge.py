@@ -263,10 +263,10 @@ def test_progress_reaches_the_end(tmp_path: Path) -> None:
 
 def refused(error: type[Exception], message: str, folder: Path, base: str = "base", **more: Any) -> None:
     """Merging the folder's deltas into its base raises, and nothing is written."""
-    before = files_in(folder)
+    before = files_in(folder), entries(folder)
     with pytest.raises(error, match=message):
         merge(folder / base, **{"deltas": folder / "deltas", "output": folder / "merged", **more})
-    assert files_in(folder) == before
+    assert (files_in(folder), entries(folder)) == before
 
 
 def test_another_base_is_refused_and_nothing_written(tmp_path: Path) -> None:
@@ -303,6 +303,7 @@ def mine(output: Path) -> None:
 @pytest.mark.parametrize(
     "make",
     [mine, Path.mkdir, lambda output: output.write_text("mine"), lambda output: output.symlink_to("nowhere")],
+    ids=["folder", "empty folder", "file", "dangling link"],
 )
 def test_an_output_that_exists_is_refused(make: Callable[[Path], object], tmp_path: Path) -> None:
     _, base, deltas = saved(tmp_path)

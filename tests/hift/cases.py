@@ -94,6 +94,8 @@ def with_reference(
 ) -> tuple[Any, HiFT, Any, Any]:
     """A model under HiFT, and a twin under the naive reference with the same options of the base optimizer."""
     options = {key: value for key, value in settings.items() if key not in {each.name for each in fields(HiFTConfig)}}
+    unknown = settings.keys() & {"order", "steps_per_group", "state", "master"}
+    assert not unknown, f"the reference has no {unknown}"
     other = twin(model)
     hift = hift_over(model, optimizer_class, **settings)[1]
     groups = naive_groups(other, settings.get("layers_per_group", 1))
@@ -110,7 +112,7 @@ def reloaded(value: Any, *, weights_only: bool = True) -> Any:
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """The texts of all warnings meanwhile, there when it ends."""
+    """The texts of all warnings meanwhile; the list is filled when the block ends, so look at it after that."""
     messages: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

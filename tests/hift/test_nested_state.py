@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +308,9 @@ def test_state_that_cannot_be_moved_is_refused_when_built(
     kind = torchao(optimizer_class) if isinstance(optimizer_class, str) else optimizer_class
     model, random = tiny_llama(vocab=VOCAB), torch.get_rng_state()
     to_wrap = kind(model.parameters(), lr=1e-2)
+    wrapped = partial(HiFT.wrap, to_wrap, model, config=HiFTConfig(**config))
+    build = wrapped if wrap else partial(hift_over, model, kind, lr=1e-2, **config)
     with pytest.raises(ValueError, match=message):
-        HiFT.wrap(to_wrap, model, config=HiFTConfig(**config)) if wrap else hift_over(model, kind, lr=1e-2, **config)
+        build()
     assert trainable(model) == {name for name, _ in model.named_parameters()}
     assert torch.equal(torch.get_rng_state(), random)

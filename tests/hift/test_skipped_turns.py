@@ -379,7 +379,8 @@ def test_a_grad_scaler_meets_a_skipped_turn_and_an_overflow(unscale: bool) -> No
                 loss = case.loss(model, step)
             scaler.scale(loss).backward()
             if step in (2, 9):
-                next(p for p in model.parameters() if p.grad is not None and p.grad.any()).grad.view(-1)[0] = math.inf
+                reached = next(each for each in model.parameters() if each.grad is not None and each.grad.any())
+                reached.grad.view(-1)[0] = math.inf
                 overflows += 1
             if unscale:
                 scaler.unscale_(hift)

@@ -81,8 +81,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 def test_a_class_that_cannot_be_rotated_is_refused_with_the_way_out(name: str, wrap: bool) -> None:
     find, message = REFUSED[name]
     model, kind = tiny_llama(), find()
+    make = (lambda: HiFT.wrap(kind(model.parameters(), lr=0.1), model)) if wrap else lambda: HiFT(model, kind, lr=0.1)
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-        HiFT.wrap(kind(model.parameters(), lr=0.1), model) if wrap else HiFT(model, kind, lr=0.1)
+        make()
     assert trainable(model) == {name for name, _ in model.named_parameters()}
 
 

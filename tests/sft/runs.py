@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import bitsandbytes
 import torch
 from torch import nn
 
@@ -59,6 +58,8 @@ def token_rows(count: int) -> list[Any]:
 
 def in_4_bits(model: nn.Module) -> nn.Module:
     """As bitsandbytes loads a model: linear layers of the blocks in 4 bits, all else as it was."""
+    import bitsandbytes
+
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and "layers" in path:
             layer = bitsandbytes.nn.Linear4bit(

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from slivertune.sft.adam import adamw_, age_dtype, age_limit, seeded_moments
+from slivertune.sft.adam import age_dtype, age_limit, seeded_moments
+from slivertune.sft.moments import AdamMoments
 from tests.helpers.tolerance import assert_sums_close, unit_roundoff
 
 
@@ -23,14 +24,14 @@ def test_a_weight_that_is_older_than_the_limit_goes_on_as_adamw() -> None:
     count = 3 * age_limit(betas)
     weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
     reference = torch.optim.AdamW([weight], lr=1e-3, betas=betas, weight_decay=0.0)
-    delta, m, v, age = torch.zeros(5), torch.zeros(5), torch.zeros(5), torch.zeros(5, dtype=torch.int32)
+    moments, delta = AdamMoments(5, betas, torch.device("cpu")), torch.zeros(5)
+    options = {"lr": 1e-3, "betas": betas, "eps": 1e-8, "weight_decay": 0.0}
     for _ in range(count):
         gradient = torch.randn(5)
         weight.grad = gradient.double()
         reference.step()
-        age.add_(1).clamp_(max=age_limit(betas))
-        adamw_(delta, gradient, m, v, age, lr=1e-3, betas=betas, eps=1e-8, weight_decay=0.0)
-    assert age.tolist() == [age_limit(betas)] * 5
+        moments.update(delta, gradient, torch.arange(5), options)
+    assert moments.age.tolist() == [age_limit(betas)] * 5
     # Each update of some 1e-3 in fp32 is rounded ten times, against fp64.
     assert_sums_close(delta, weight.detach(), 10 * count, size=count * 1e-3)
 

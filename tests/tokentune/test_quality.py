@@ -97,12 +97,17 @@ def test_the_table_has_a_line_for_each_row_and_the_plot_is_a_picture(tmp_path: P
         ({"ratios": []}, "there are no ratios and patterns"),
         ({"ratios": [0.0]}, r"ratio=0.0 must be in \(0, 1\]"),
         ({"num_draws": 0}, "num_draws=0 must be at least 1"),
-        ({"model": tiny_llama().requires_grad_(False)}, "there are no trainable parameters"),
     ],
 )
 def test_bad_input_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         measured(**{"model": tiny_llama(), "batches": batches(1), "ratios": [0.5], **options})
+
+
+def test_a_model_without_anything_to_train_is_refused() -> None:
+    model = tiny_llama().requires_grad_(False)
+    with pytest.raises(ValueError, match="there are no trainable parameters"):
+        measured(model, batches(1), [0.5])
 
 
 def test_draws_without_a_label_count_as_a_cosine_of_zero() -> None:

@@ -152,7 +152,7 @@ def test_chunks_are_runs_of_their_size_with_one_cut_short() -> None:
 
 def test_no_position_is_selected_much_more_often_than_another() -> None:
     real = torch.ones(1, 64, dtype=torch.bool)
-    for pattern in PATTERNS[:2]:
+    for pattern in ("random", "chunks"):
         counts = torch.zeros(64)
         for number in range(1500):
             counts[draw(real, 20, pattern, number=number, chunk_size=8)[0]] += 1

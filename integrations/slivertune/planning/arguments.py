@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -187,7 +187,7 @@ def _add(group: argparse._ArgumentGroup, item: Any, kind: Any) -> None:
     """Add the argument of a field, with its default in parentheses unless the text says it."""
     text, read, more = (item.metadata[key] for key in ("text", "read", "more"))
     names = item.metadata["names"] or (f"--{item.name}",)
-    if item.default is not None and "by default" not in text:
+    if item.default not in (None, MISSING) and "by default" not in text:
         text += f" ({str(item.default).lower()})"
     if kind is bool:
         more = {"nargs": "?", "const": True, "type": _reader(_true_or_false), "metavar": "true|false"}

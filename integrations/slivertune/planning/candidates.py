@@ -61,14 +61,14 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             title="smaller pieces of masters and state on the GPU",
             cost="the same update; more and smaller copies, which still fill the bus",
             fields=("stream_bytes",),
-            options=partial(_change, "smaller pieces"),
+            options=_smaller_pieces,
             cannot_help=_no_state_on_device,
         ),
         Candidate(
             title="split masters",
             cost="the same update to the bit; the host keeps the half of a master that its weight lacks",
             fields=("master", "precision"),
-            options=partial(_change, "split masters"),
+            options=_split_masters,
             cannot_help=_host_is_large_enough,
         ),
         Candidate(
@@ -82,7 +82,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             title="gradient checkpointing",
             cost="the same update; each block is computed once more, about a third of a dense step's time",
             fields=("gradient_checkpointing",),
-            options=partial(_change, "checkpointing"),
+            options=_checkpointing,
             cannot_help=_no_activations_at_peak,
         ),
         Candidate(
@@ -96,28 +96,28 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             title="8-bit optimizer state",
             cost="moments of 8 bits in place of 32 (bitsandbytes): the update changes a little, quality hardly",
             fields=("optimizer",),
-            options=partial(_change, "8-bit state"),
+            options=_eight_bit_state,
             cannot_help=_no_state_that_is_too_large,
         ),
         Candidate(
             title="stepping in backward",
             cost="the same update, but gradients can't be clipped or accumulated: --max_grad_norm 0",
             fields=("step_in_backward", "gradient_accumulation_steps"),
-            options=partial(_change, "step in backward"),
+            options=_step_in_backward,
             cannot_help=_no_gradients_at_peak,
         ),
         Candidate(
             title="masters and state on disk",
             cost="the same update; each step reads and writes its group's state, so it is as fast as the disk",
             fields=("state",),
-            options=partial(_change, "state on disk"),
+            options=_state_on_disk,
             cannot_help=_host_is_large_enough,
         ),
         Candidate(
             title="bf16 weights without masters",
             cost="steps smaller than a weight's last bit are lost (8 bits), which small learning rates feel",
             fields=("precision", "master"),
-            options=partial(_change, "no masters"),
+            options=_no_masters,
             cannot_help=_no_masters_at_peak,
             shrinks_weights=True,
         ),
@@ -125,7 +125,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             title="frozen weights in 4 bits",
             cost="the frozen weights are rounded to NF4, and unpacked at each use",
             fields=("load_in_4bit", "precision"),
-            options=partial(_change, "4 bits"),
+            options=_four_bits,
             cannot_help=_gpu_is_large_enough,
             shrinks_weights=True,
         ),
@@ -134,7 +134,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cost="the same update; all weights cross the bus in each forward and backward, several times a step's time "
             "with small batches",
             fields=("layout", "offload_parameters", "num_gpus"),
-            options=partial(_change, "weights on the host"),
+            options=_offload,
             cannot_help=_gpu_is_large_enough,
             shrinks_weights=True,
         ),
@@ -148,47 +148,50 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
     )
 
 
-def _change(title: str, request: PlanRequest) -> list[PlanRequest]:
-    """The request with a candidate's setting.
+def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
+    streams = _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > SMALL_PIECE_BYTES
+    return [replace(request, stream_bytes=SMALL_PIECE_BYTES)] if streams else []
 
-    None where that is set already, means nothing, does not go together with the rest, or needs what is not there.
-    """
-    is_single, has_fp32 = request.layout == "single", request.precision == "fp32"
-    takes_4bit = clash_with_method(request.method) is None
-    settings: dict[str, tuple[bool, dict[str, Any]]] = {
-        "smaller pieces": (
-            _comes_in_pieces(request) and request.stream_bytes > SMALL_PIECE_BYTES,
-            {"stream_bytes": SMALL_PIECE_BYTES},
-        ),
-        "split masters": (request.master_kind == "fp32" and request.state != "device", {"master": "split"}),
-        "checkpointing": (not request.gradient_checkpointing, {"gradient_checkpointing": True}),
-        "8-bit state": (
-            request.optimizer == "adamw" and not planned(request.method).is_optimizer,
-            {"optimizer": "adamw8bit"},
-        ),
-        "step in backward": (
-            is_single
-            and request.gradient_accumulation_steps == 1
-            and _reads(request, "step_in_backward")
-            and not request.step_in_backward,
-            {"step_in_backward": True},
-        ),
-        "state on disk": (_reads(request, "state") and request.state == "host", {"state": "disk"}),
-        "no masters": (request.precision != "bf16", {"precision": "bf16", "master": None}),
-        "4 bits": (
-            is_single and takes_4bit and not request.load_in_4bit,
-            {"load_in_4bit": True, "precision": "fp32" if has_fp32 else "bf16"},
-        ),
-        "weights on the host": (
-            is_single and not request.offload_parameters and not request.load_in_4bit,
-            {"layout": "fsdp2", "offload_parameters": True, "step_in_backward": False},
-        ),
-    }
-    may, changes = settings[title]
-    try:
-        return [replace(request, **changes)] if may else []
-    except (ValueError, ImportError):
+
+def _split_masters(request: PlanRequest) -> list[PlanRequest]:
+    whole = request.master_kind == "fp32" and request.state != "device"
+    return _changed(request, master="split") if whole else []
+
+
+def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
+    return [] if request.gradient_checkpointing else [replace(request, gradient_checkpointing=True)]
+
+
+def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
+    is_adam = request.optimizer == "adamw" and not planned(request.method).is_optimizer
+    return _changed(request, optimizer="adamw8bit") if is_adam else []
+
+
+def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
+    alone = request.layout == "single" and request.gradient_accumulation_steps == 1
+    may = alone and _reads(request, "step_in_backward") and not request.step_in_backward
+    return [replace(request, step_in_backward=True)] if may else []
+
+
+def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
+    return _changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
+
+
+def _no_masters(request: PlanRequest) -> list[PlanRequest]:
+    return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
+
+
+def _four_bits(request: PlanRequest) -> list[PlanRequest]:
+    may = clash_with_method(request.method) is None and not request.load_in_4bit and request.layout == "single"
+    if not may:
         return []
+    return [replace(request, load_in_4bit=True, precision="fp32" if request.precision == "fp32" else "bf16")]
+
+
+def _offload(request: PlanRequest) -> list[PlanRequest]:
+    if request.offload_parameters or request.load_in_4bit or request.layout != "single":
+        return []
+    return _changed(request, layout="fsdp2", offload_parameters=True, step_in_backward=False)
 
 
 def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanRequest]:
@@ -210,6 +213,14 @@ def _shorter(minimum: int | None, request: PlanRequest) -> list[PlanRequest]:
 
 def _reads(request: PlanRequest, setting: str) -> bool:
     return setting in planned(request.method).settings
+
+
+def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
+    """The request with other settings; none where these do not go together with the rest, or need what is not there."""
+    try:
+        return [replace(request, **changes)]
+    except (ValueError, ImportError):
+        return []
 
 
 def _gpu_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str | None:

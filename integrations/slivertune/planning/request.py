@@ -194,7 +194,7 @@ class PlanRequest:
         check_choice("method", self.method, planned_methods())
         for item in fields(self):
             name, value = item.name, getattr(self, item.name)
-            if value is None:
+            if value is None and item.default is None:
                 continue
             if KINDS[name] is int:
                 check_integer(name, value, item.metadata["least"])

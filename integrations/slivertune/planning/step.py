@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -80,13 +79,26 @@ def measure_step(
     )
 
 
-def group_plan(peak: StepPeak, *, indices: tuple[int, ...] = (0,), **sizes: Any) -> GroupPlan:
+def group_plan(
+    peak: StepPeak,
+    *,
+    name: str,
+    num_parameters: int,
+    gradient_bytes: int,
+    state_bytes: int,
+    master_bytes: int = 0,
+    indices: tuple[int, ...] = (0,),
+) -> GroupPlan:
     """What a step was measured to need.
 
     Args:
         peak: Of the step.
+        name: What trains in it.
+        num_parameters: Elements that train.
+        gradient_bytes: Of all gradients together.
+        state_bytes: Of all that trains, without masters.
+        master_bytes: Of all that trains.
         indices: Of this step, and of those alike.
-        sizes: The other fields of `GroupPlan`, of all that trains together.
     """
     index = indices[0]
     phase_before: Phase = "forward" if peak.phase == "forward" else "backward"
@@ -96,7 +108,11 @@ def group_plan(peak: StepPeak, *, indices: tuple[int, ...] = (0,), **sizes: Any)
         peak=Moment(group=index, phase=peak.phase, **asdict(peak.census)),
         activation_bytes=peak.activations,
         before_step=Moment(group=index, phase=phase_before, **asdict(peak.before_step)),
-        **sizes,
+        name=name,
+        num_parameters=num_parameters,
+        gradient_bytes=gradient_bytes,
+        state_bytes=state_bytes,
+        master_bytes=master_bytes,
     )
 
 

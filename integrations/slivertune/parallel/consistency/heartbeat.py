@@ -52,13 +52,15 @@ def check_agreement(facts: Mapping[str, object]) -> None:
         ValueError: On every rank, naming the first fact that differs and its value on each rank.
         RuntimeError: If a rank has died, or did not come within the process group's timeout.
     """
-    for name, by_rank in _differences({key: comparable(value) for key, value in facts.items()}, "comparing settings"):
+    facts = {key: comparable(value) for key, value in facts.items()}
+    name, by_rank = next(_differences(facts, "comparing settings"), ("", ""))
+    if name:
         raise ValueError(
             f"the ranks disagree on {name}: {by_rank}; start every process with the same script, arguments and seed"
         )
 
 
-def _differences(values: dict[str, object], doing: str) -> Iterator[tuple[str, str]]:
+def _differences(values: Mapping[str, object], doing: str) -> Iterator[tuple[str, str]]:
     """Names of the values that differ between ranks, and what each rank has. A collective."""
     gathered = gather_objects(values, doing)
     for name in dict.fromkeys(name for each in gathered for name in each):
@@ -218,7 +220,8 @@ class Heartbeat:
         )
 
     def _compare(self, values: Mapping[str, object], doing: str, way_out: str) -> None:
-        for name, by_rank in _differences(dict(values), doing):
+        name, by_rank = next(_differences(values, doing), ("", ""))
+        if name:
             raise _explained(f"the ranks have drifted apart, {self._own}: {name} is {by_rank}; {way_out}")
 
     def _explain(self) -> str:

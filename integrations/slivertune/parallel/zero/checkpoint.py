@@ -202,16 +202,13 @@ class Checkpoints:
 
     def _read(self, folder: Path) -> dict[str, Any]:
         """This rank's file; all ranks fail together if one can't read its own."""
-        problem: ValueError | None = None
-        saved: dict[str, Any] = {}
         try:
             saved = self._checked(folder)
         except ValueError as error:
-            problem = ValueError(str(error))
-        with nullcontext() if problem is None else suppress(ValueError):
-            check_agreement({"the checkpoint": str(problem or "readable")})
-        if problem is not None:
-            raise problem
+            with suppress(ValueError):  # a rank's own trouble says more than that the ranks disagree
+                check_agreement({"the checkpoint": str(error)})
+            raise
+        check_agreement({"the checkpoint": "readable"})
         return saved
 
     def _checked(self, folder: Path) -> dict[str, Any]:

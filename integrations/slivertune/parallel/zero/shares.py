@@ -40,23 +40,34 @@ def pieces_of(optimizer: Any, stage: int, names: Mapping[int, str]) -> list[list
         stage: 1, 2 or 3.
         names: The parameters' names by their `id`.
     """
+    return _pieces_of_each(optimizer, names) if stage == 3 else _pieces_end_to_end(optimizer, names)
+
+
+def _pieces_end_to_end(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
     found = []
-    for index, parameters in enumerate(optimizer.fp16_groups if stage == 3 else optimizer.round_robin_bit16_groups):
+    for index, parameters in enumerate(optimizer.round_robin_bit16_groups):
+        size = int(optimizer.partition_size[index])
+        left = size * dist.get_rank(optimizer.real_dp_process_group[index])
+        pieces = []
+        for parameter, offset in zip(parameters, optimizer.round_robin_bit16_offsets[index], strict=True):
+            start, stop = max(offset, left), min(offset + parameter.numel(), left + size)
+            if start < stop:
+                pieces.append(ShareFragment(names[id(parameter)], start - offset, start - left, stop - start))
+        found.append(pieces)
+    return found
+
+
+def _pieces_of_each(optimizer: Any, names: Mapping[int, str]) -> list[list[ShareFragment]]:
+    found = []
+    for parameters in optimizer.fp16_groups:
         pieces, offset = [], 0
-        for number, parameter in enumerate(parameters):
-            if stage == 3:
-                size = int(parameter.partition_numel())
-                first = size * dist.get_rank(parameter.ds_process_group)
-                piece = ShareFragment(names[id(parameter)], first, offset, min(size, int(parameter.ds_numel) - first))
-                offset += size
-            else:
-                size = int(optimizer.partition_size[index])
-                left = size * dist.get_rank(optimizer.real_dp_process_group[index])
-                place = optimizer.round_robin_bit16_offsets[index][number]
-                start, stop = max(place, left), min(place + parameter.numel(), left + size)
-                piece = ShareFragment(names[id(parameter)], start - place, start - left, stop - start)
-            if piece.length > 0:
-                pieces.append(piece)
+        for parameter in parameters:
+            size = int(parameter.partition_numel())
+            first = size * dist.get_rank(parameter.ds_process_group)
+            count = min(size, int(parameter.ds_numel) - first)
+            if count > 0:
+                pieces.append(ShareFragment(names[id(parameter)], first, offset, count))
+            offset += size
         found.append(pieces)
     return found
 
@@ -233,15 +244,16 @@ def load_zero(optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     now = hift.whole_state()
     weights: dict[str, torch.Tensor] = {}
     states: dict[str, dict[str, Any]] = {}
-    for weight, index in ((weight, group.index) for group in hift.groups for weight in hift.weights_of(group.index)):
-        master, state = shares.whole(index, weight.name, weight.parameter.shape)
-        weights[weight.name] = master
-        if state:
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == (master.numel(),):
-                    state[key] = value.view(master.shape)
-            own = {"master": master.clone()} if weight.parameter.dtype != torch.float32 else {}
-            states[weight.name] = {**own, **state}
+    for group in hift.groups:
+        for weight in hift.weights_of(group.index):
+            master, state = shares.whole(group.index, weight.name, weight.parameter.shape)
+            weights[weight.name] = master
+            if state:
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.shape == (master.numel(),):
+                        state[key] = value.view(master.shape)
+                own = {"master": master.clone()} if weight.parameter.dtype != torch.float32 else {}
+                states[weight.name] = {**own, **state}
     for mine, theirs in zip(now["param_groups"], saved["param_groups"], strict=True):
         mine.update(theirs)
     header = {**now["hift"], "updates": saved["updates"], "held_lr": saved["held_lr"], "weights": list(states)}

@@ -108,6 +108,10 @@ class StateMover:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
+    def device_bytes(self) -> int:
+        """Bytes of masters and state that are not waiting."""
+        return sum(tensor.untyped_storage().nbytes() for key, tensor in self._tensors() if not self._waits(key, tensor))
+
     def host_bytes(self) -> int:
         """Bytes of the places in host memory, which stay allocated while the group trains."""
         return sum(waiting.numel() * waiting.dtype.itemsize for waiting in self._on_host.values())
