@@ -128,6 +128,7 @@ def test_what_does_not_hold_together_is_an_error_that_names_it(
 
 def test_help_names_the_default_of_each_field() -> None:
     text = " ".join(make_parser().format_help().split())
+    assert "object at 0x" not in text
     for part in (
         "how it is trained (hift)",
         "tokens in a sequence (512)",

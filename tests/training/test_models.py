@@ -203,12 +203,12 @@ def test_bf16_multiplies_in_bf16_and_keeps_norms_in_fp32(tiny_base: Path, tiny_b
 
 
 def test_quantised_weights_are_counted_as_many_as_they_were(tiny_base: Path) -> None:
-    expected = load(tiny_base).model.num_parameters()
+    expected = AutoModelForCausalLM.from_pretrained(tiny_base).num_parameters()
     assert sum(map(num_weights, load_4bit(tiny_base).model.parameters())) == expected
 
 
 def test_quantised_weights_are_those_that_were_read_rounded_to_nf4(tiny_base: Path) -> None:
-    whole, functional = load(tiny_base).model, bitsandbytes.functional
+    whole, functional = AutoModelForCausalLM.from_pretrained(tiny_base), bitsandbytes.functional
     for name, module in quantised(load_4bit(tiny_base).model).items():
         read = whole.get_parameter(f"{name}.weight").data
         expected = functional.dequantize_4bit(

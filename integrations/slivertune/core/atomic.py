@@ -281,10 +281,11 @@ def _make(target: Path) -> tuple[IO[bytes], Path]:
 def _lock(file: IO[bytes]) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError:
+        raise
+    except OSError:
         # A file system without locks: no other process can take this one either, so none removes the folder.
-        if isinstance(error, BlockingIOError):
-            raise
+        pass
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

@@ -102,7 +102,8 @@ def add_up(
     Raises:
         DeltaFileError: If a tensor is absent, quantised, of another shape or dtype, or not the base.
     """
-    found = [(file, *pair) for file in files for pair in _pairs(file, targets, NameIndex(targets), info)]
+    names = NameIndex(targets)
+    found = [(file, *pair) for file in files for pair in _pairs(file, targets, names, info)]
     # What costs a reading of the tensors comes last.
     checked = {id(target): target for file, name, target in found if hash_base and _is_plain(file, name)}
     hashes = {key: target.sha256() for key, target in checked.items()}

@@ -92,13 +92,13 @@ def merge(
     touched_bytes = sum(addition.delta.indices.nbytes + addition.delta.values.nbytes for addition in additions)
     with atomic_new_folder(output, needs_bytes=_size(base) + touched_bytes) as new:
         hashes = _copy(base, new, progress)
-        merged: list[tuple[StoredTensor, torch.Tensor]] = []
+        merged: list[tuple[StoredTensor, torch.Tensor, str, str]] = []
         for number, addition in enumerate(additions):
             progress("adding", number, len(additions))
             tensor = base.moved(addition.target, new)
-            pretrained = tensor.read(addition.delta.indices)
+            pretrained, before = tensor.read(addition.delta.indices), addition.sha256 or addition.target.sha256()
             tensor.write(addition.delta.indices, add_rounded(tensor.name, pretrained, addition.delta.values))
-            merged.append((tensor, pretrained))
+            merged.append((tensor, pretrained, before, tensor.sha256()))
         progress("writing", 0, 0)
         _write_undo(new / UNDO_FOLDER, hashes, files, additions, merged)
     return Merged({addition.target.name: addition.overlap for addition in additions}, base.left_out)
@@ -185,7 +185,7 @@ def _write_undo(
     hashes: Mapping[str, str],
     files: Sequence[DeltaFile],
     additions: Sequence[Addition[StoredTensor]],
-    merged: Sequence[tuple[StoredTensor, torch.Tensor]],
+    merged: Sequence[tuple[StoredTensor, torch.Tensor, str, str]],
 ) -> None:
     """Write what unmerging needs, and a report.
 
@@ -194,7 +194,8 @@ def _write_undo(
         hashes: SHA-256 of every file of the base.
         files: The deltas.
         additions: What was added.
-        merged: For each addition the tensor that holds the sum, and the base's values of the touched entries.
+        merged: For each addition the tensor that holds the sum, the base's values of the touched entries, and the
+            hashes of the base's tensor and of the sum.
     """
     folder.mkdir()
     added = [(addition, *pair) for addition, pair in zip(additions, merged, strict=True)]
@@ -202,15 +203,15 @@ def _write_undo(
         folder / UNDO_FILE,
         kind=_KIND,
         version=VERSION,
-        entries={tensor.name: (addition.delta.indices, values) for addition, tensor, values in added},
+        entries={tensor.name: (addition.delta.indices, values) for addition, tensor, values, *_ in added},
         table={
             tensor.name: {
                 "shape": list(tensor.shape),
                 "dtype": name_of(tensor.dtype),
-                "base_sha256": addition.sha256 or addition.target.sha256(),
-                "merged_sha256": tensor.sha256(),
+                "base_sha256": before,
+                "merged_sha256": after,
             }
-            for addition, tensor, _ in added
+            for _, tensor, _, before, after in added
         },
         fields={"base_files": hashes},
     )

@@ -2,7 +2,7 @@
 
 On disk, tensor `NAME` is two entries, `NAME.indices` and `NAME.values`; the metadata hold `format`, `version`, the
 table `tensors` (JSON: what is said of each name, its dense `shape` at least), further JSON fields, and a hash of the
-whole file (`file_hash`).
+whole file (`write_file_hash`).
 """
 
 import json

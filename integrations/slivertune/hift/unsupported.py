@@ -25,65 +25,50 @@ def clash_with_layout(
     if layout == "single":
         return None
     name = _NAMES[layout]
-    rules = [
-        (
-            step_in_backward,
-            (
-                "step_in_backward=True updates a tensor before the other ranks' gradients have arrived; under "
-                f"{name}, leave it False"
-            ),
+    if step_in_backward:
+        return (
+            "step_in_backward=True updates a tensor before the other ranks' gradients have arrived; under "
+            f"{name}, leave it False"
         )
-    ]
-    if layout != "ddp":
-        rules += _rules_of_shards(base, name)
-    if name == "ZeRO":
-        rules += _rules_of_engine(base.optimizer_class, state, master)
-    return next((reason for holds, reason in rules if holds), None)
+    if layout == "ddp":
+        return None
+    clash = _clash_of_shards(base, name)
+    if clash is None and name == "ZeRO":
+        clash = _clash_with_engine(base.optimizer_class, state, master)
+    return clash
 
 
-def _rules_of_shards(base: BaseOptimizer, layout: str) -> list[tuple[bool, str]]:
+def _clash_of_shards(base: BaseOptimizer, layout: str) -> str | None:
     """Of an optimizer that would compute something else on a part of a weight than on the whole."""
     name = base.optimizer_class.__name__
-    return [
-        (
-            base.optimizer_class.__module__.startswith("bitsandbytes."),
-            (
-                f"{name} keeps its state by blocks of a whole weight, which the shards of {layout} would cut "
-                "elsewhere; use torch.optim.AdamW (adamw), whose state HiFT keeps off the device, or DDP"
-            ),
-        ),
-        (
-            base.slicing.unit != "elements",
-            (
-                f"{name} looks at whole tensors, or is not known not to, and a rank holds only a part of each under "
-                f"{layout}; use torch.optim.AdamW (adamw) or another element-wise optimizer, say "
-                "HiFTConfig(elementwise=True) of one that is, or train under DDP"
-            ),
-        ),
-    ]
+    if base.optimizer_class.__module__.startswith("bitsandbytes."):
+        return (
+            f"{name} keeps its state by blocks of a whole weight, which the shards of {layout} would cut elsewhere; "
+            "use torch.optim.AdamW (adamw), whose state HiFT keeps off the device, or DDP"
+        )
+    if base.slicing.unit != "elements":
+        return (
+            f"{name} looks at whole tensors, or is not known not to, and a rank holds only a part of each under "
+            f"{layout}; use torch.optim.AdamW (adamw) or another element-wise optimizer, say "
+            "HiFTConfig(elementwise=True) of one that is, or train under DDP"
+        )
+    return None
 
 
-def _rules_of_engine(optimizer_class: type, state: StatePlace, master: MasterKind) -> list[tuple[bool, str]]:
-    return [
-        (
-            optimizer_class.__name__ == "Adagrad",
-            (
-                "DeepSpeed builds a new Adagrad and loses its param groups; use torch.optim.AdamW (adamw) or RMSprop, "
-                "or DDP or FSDP2"
-            ),
-        ),
-        (
-            state not in ("host", "device"),
-            (
-                f'state="{state}" is not available under ZeRO, where each rank keeps its share of the state in host '
-                'memory; use state="host", or "device"'
-            ),
-        ),
-        (
-            master != "fp32",
-            (
-                f'master="{master}" is not available under ZeRO, whose optimizers always step fp32 masters (a share '
-                'on each rank); use master="fp32", or DDP or FSDP2'
-            ),
-        ),
-    ]
+def _clash_with_engine(optimizer_class: type, state: StatePlace, master: MasterKind) -> str | None:
+    if optimizer_class.__name__ == "Adagrad":
+        return (
+            "DeepSpeed builds a new Adagrad and loses its param groups; use torch.optim.AdamW (adamw) or RMSprop, or "
+            "DDP or FSDP2"
+        )
+    if state not in ("host", "device"):
+        return (
+            f'state="{state}" is not available under ZeRO, where each rank keeps its share of the state in host '
+            'memory; use state="host", or "device"'
+        )
+    if master != "fp32":
+        return (
+            f'master="{master}" is not available under ZeRO, whose optimizers always step fp32 masters (a share '
+            'on each rank); use master="fp32", or DDP or FSDP2'
+        )
+    return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
@@ -21,6 +21,9 @@ from slivertune.parallel.checkpoint.sidecar import read_state, save_state
 from slivertune.parallel.consistency.explain import compare_now
 from slivertune.parallel.layout import layout_of
 from slivertune.tokentune import TokenTuneHandle
+
+if TYPE_CHECKING:
+    from slivertune.interop.trainer import Attachment
 
 TOKENS_NAME = "slivertune_tokens.json"
 """The file of a checkpoint that says which selection of tokens comes next."""
@@ -169,7 +172,7 @@ class KeepState(TrainerCallback):
         attachment: What `attach` returns; it has the optimizer, and the checkpoint that a run continues from.
     """
 
-    def __init__(self, attachment: Any) -> None:
+    def __init__(self, attachment: "Attachment") -> None:
         self._attachment = attachment
 
     def on_train_begin(
@@ -213,7 +216,7 @@ class KeepTokens(TrainerCallback):
         attachment: What `attach` returns; it has the selection, and the checkpoint that a run continues from.
     """
 
-    def __init__(self, attachment: Any) -> None:
+    def __init__(self, attachment: "Attachment") -> None:
         self._attachment = attachment
 
     def on_train_begin(

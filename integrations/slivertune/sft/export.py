@@ -60,7 +60,7 @@ def save(
     Raises:
         ValueError: If a delta is not finite.
     """
-    names = [weight.name for weight in weights]
+    names = {weight.name for weight in weights}
     named = model.named_parameters(remove_duplicate=False)
     base: dict[str, torch.Tensor] = {name_before(name, names): parameter for name, parameter in named}
     in_shards = [weight for weight in weights if not weight.pretrained.is_whole]

@@ -105,6 +105,10 @@ class AdamMoments(Moments):
     def _begin_ages(self, num_active: int, betas: tuple[float, float], device: torch.device) -> None:
         self.age = torch.zeros(num_active, dtype=age_dtype(betas), device=device)
 
+    def _counted(self) -> torch.Tensor:
+        """What counts the updates."""
+        return self.age
+
     def _ages(self) -> torch.Tensor:
         """Updates that each weight has had, int32."""
         return self.age.int()
@@ -122,8 +126,7 @@ class AdamMoments(Moments):
     ) -> None:
         """One AdamW update in fp32."""
         betas = tuple(options["betas"])
-        # The last of the state is the ages, of weights or of cohorts.
-        getattr(self, self.names[-1]).add_(1).clamp_(max=age_limit(betas))
+        self._counted().add_(1).clamp_(max=age_limit(betas))
         exp_avg, exp_avg_sq = self.exp_avg.float(), self.exp_avg_sq.float()
         adamw_(
             delta,
@@ -150,7 +153,8 @@ class AdamMoments(Moments):
         self.exp_avg = regrown(self.exp_avg, stay, mean.to(self.dtype), order)
         self.exp_avg_sq = regrown(self.exp_avg_sq, stay, square.to(self.dtype), order)
         ages = self._ages()
-        self._set_ages(regrown(ages, stay, ages.new_full(mean.shape, seeds.num_steps), order))
+        grown = ages.new_full(mean.shape, min(seeds.num_steps, age_limit(tuple(options["betas"]))))
+        self._set_ages(regrown(ages, stay, grown, order))
 
 
 class PackedAdamMoments(AdamMoments):
@@ -166,6 +170,9 @@ class PackedAdamMoments(AdamMoments):
     def _begin_ages(self, num_active: int, betas: tuple[float, float], device: torch.device) -> None:
         self.cohort = torch.zeros(num_active, dtype=torch.uint8, device=device)
         self.cohort_ages = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def _counted(self) -> torch.Tensor:
+        return self.cohort_ages
 
     def _ages(self) -> torch.Tensor:
         return self.cohort_ages.index_select(0, self.cohort.int())

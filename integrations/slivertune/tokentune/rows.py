@@ -260,6 +260,7 @@ def in_backward() -> bool:
     return running_backward() != NO_BACKWARD
 
 
+@uncompiled
 def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -> torch.Tensor:
     """The layers' output. When the backward passes it, layers that it computes again are this forward's.
 

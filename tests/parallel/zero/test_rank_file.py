@@ -156,7 +156,8 @@ def test_the_part_that_is_another_is_named(path: list[Any], value: Any, message:
 
 def test_ranks_of_different_models_are_refused(saved: Saved) -> None:
     other = saved.honest[0]["shapes"]
-    taller = {group: {name: [*shape, 1] for name, shape in sizes.items()} for group, sizes in other.items()}
+    group, sizes = next(iter(other.items()))
+    taller = {**other, group: {name: [*shape, 1] for name, shape in sizes.items()}}
     saved.write({**saved.honest[0], "shapes": taller})
     with pytest.raises(ValueError, match="has files of different models"):
         fp32_weights(saved.folder)

@@ -147,7 +147,8 @@ def sentence_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
         if len(columns) != 1 or pairs:
             found = [(name,) for name in (*columns, *pairs)]
             raise ValueError(_ambiguous(there, found, "--text_column (and --text_pair_column for pairs)"))
-        logger.info("classifying the text column %r of %s", require_column(rows, columns[0], "--text_column"), there)
+        require_column(rows, columns[0], "--text_column")
+        logger.info("classifying the text column %r of %s", columns[0], there)
     if arguments.text_pair_column is not None:
         columns.append(require_column(rows, arguments.text_pair_column, "--text_pair_column"))
     return tuple(columns)

@@ -293,21 +293,26 @@ def _load_hub(dataset: str, config: str | None, splits: list[str], cache_dir: st
 def _check_reachable(dataset: str, cache_dir: str | None) -> None:
     try:
         huggingface_hub.HfApi().dataset_info(dataset, timeout=_PROBE_SECONDS)
-    except HfHubHTTPError as error:
-        # The hub is there; what it refuses, and how to ask for access, the datasets library will say.
-        if isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError):
-            raise ValueError(
-                f"dataset {dataset!r} is neither a local file or folder nor a dataset that the hub shows you; check "
-                "the spelling, or log in with `hf auth login` if it is private"
-            ) from error
+    except GatedRepoError:
+        # The datasets library says itself how to ask for access.
+        return
+    except RepositoryNotFoundError as error:
+        raise ValueError(
+            f"dataset {dataset!r} is neither a local file or folder nor a dataset that the hub shows you; check the "
+            "spelling, or log in with `hf auth login` if it is private"
+        ) from error
+    except HfHubHTTPError:
+        # The hub is there; what it refuses, the datasets library will say.
+        return
     # Every transport has its own errors, and all say the same.
     except Exception as error:
-        if not _is_cached(dataset, cache_dir):
-            raise ConnectionError(
-                f"dataset {dataset!r} is no local file or folder, and the hub can't be reached to look for it "
-                f"({type(error).__name__}: {error}); name a local file, or connect once so that it is cached"
-            ) from error
-        logger.warning("the hub can't be reached (%s); taking %s from the cache", error, dataset)
+        if _is_cached(dataset, cache_dir):
+            logger.warning("the hub can't be reached (%s); taking %s from the cache", error, dataset)
+            return
+        raise ConnectionError(
+            f"dataset {dataset!r} is no local file or folder, and the hub can't be reached to look for it "
+            f"({type(error).__name__}: {error}); name a local file, or connect once so that it is cached"
+        ) from error
 
 
 def _is_cached(dataset: str, cache_dir: str | None) -> bool:

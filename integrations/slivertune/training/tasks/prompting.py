@@ -7,7 +7,6 @@ label off the word that the language model finds likeliest there.
 from __future__ import annotations
 
 import string
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -192,11 +191,13 @@ def cut_to_fit(values: dict[str, str], fits: Callable[[dict[str, str]], bool]) -
     Raises:
         ValueError: If the row is too long even with empty values.
     """
-    longest = max(len(text) for text in values.values())
-
-    def cut(size: int) -> dict[str, str]:
-        return {name: text[:size] for name, text in values.items()}
-
-    if not fits(cut(0)):
+    low, high = 0, max(len(text) for text in values.values())
+    if not fits(dict.fromkeys(values, "")):
         raise ValueError("the template alone is longer than --max_length; raise it")
-    return cut(longest - bisect_left(range(longest, 0, -1), True, key=lambda size: fits(cut(size))))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits({name: text[:middle] for name, text in values.items()}):
+            low = middle
+        else:
+            high = middle - 1
+    return {name: text[:low] for name, text in values.items()}

@@ -49,7 +49,9 @@ class PaddingCollator:
         if isinstance(values[0], int):
             return torch.tensor(values)
         fill = {"input_ids": self.pad_token_id, "labels": IGNORED}.get(name, 0)
-        return pad_sequence([torch.tensor(value) for value in values], batch_first=True, padding_value=fill)
+        return pad_sequence(
+            [torch.tensor(value, dtype=torch.int64) for value in values], batch_first=True, padding_value=fill
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
