@@ -132,7 +132,13 @@ def test_its_plan_is_what_a_real_run_takes(layout: Layout, tmp_path: Path, capsy
                 str(tmp_path),
                 "--method",
                 "random_layers",
-                *["--batch_size", "2", "--seq_length", "64", "--json", "--layout", layout],
+                "--batch_size",
+                "2",
+                "--seq_length",
+                "64",
+                "--json",
+                "--layout",
+                layout,
                 *([] if layout == "single" else ["--num_gpus", "2"]),
             ]
         )
@@ -166,7 +172,8 @@ def test_the_command_line_trains_it_and_its_checkpoint_resumes_to_the_bit(
         data,
         tmp_path / "again",
         *words,
-        *(("--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-3"))),
+        "--resume_from_checkpoint",
+        str(tmp_path / "out" / "checkpoint-3"),
         method="random_layers",
     )
     before, once, again = (saved_weights(each) for each in (base, tmp_path / "out/model", tmp_path / "again/model"))

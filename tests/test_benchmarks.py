@@ -207,7 +207,8 @@ def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
 
 
 def test_gpu_refuses_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
-    said = run("gpu.py", tmp_path / "gpu.json", "--device=cpu", *((*TINY_GPU, "--vocabulary=1000000000000")), expect=1)
+    options = ("--device=cpu", *TINY_GPU, "--vocabulary=1000000000000")
+    said = run("gpu.py", tmp_path / "gpu.json", *options, expect=1)
     assert "GB of host memory" in said and "lower --blocks" in said
     assert list(tmp_path.iterdir()) == []
 

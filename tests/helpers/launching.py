@@ -116,7 +116,10 @@ def launch_preset(preset: Path, script: Sequence[str], folder: Path, *, options:
         "launch",
         "--config_file",
         str(preset),
-        *["--num_processes", str(num_processes), "--main_process_port", "0"],
+        "--num_processes",
+        str(num_processes),
+        "--main_process_port",
+        "0",
         *options,
         *script,
     ]

@@ -130,7 +130,8 @@ def run(
     arguments = {"max_steps": UPDATES, "adam_epsilon": 1e-4, **layout_arguments(layout), **options}
     trainer = make_trainer(
         output,
-        *(record, StopAfter(stop)),
+        record,
+        StopAfter(stop),
         data=data,
         per_device_train_batch_size=batch,
         train_sampling_strategy="sequential",

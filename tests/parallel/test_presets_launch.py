@@ -174,7 +174,11 @@ def launcher_of(name: str, twin: Path) -> list[str]:
     return [
         "accelerate",
         "launch",
-        *["--use_deepspeed", "--deepspeed_config_file", str(twin), "--mixed_precision", "bf16"],
+        "--use_deepspeed",
+        "--deepspeed_config_file",
+        str(twin),
+        "--mixed_precision",
+        "bf16",
         "--num_processes",
         "2",
         "--num_machines",

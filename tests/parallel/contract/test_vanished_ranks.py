@@ -62,7 +62,12 @@ def test_a_rank_that_vanishes_is_named_with_where_it_was(
     method: str, layout: Layout, moment: str, tmp_path: Path
 ) -> None:
     (message, seconds), _ = run_ranks(
-        *(vanish, 2, method, layout, moment, tmp_path / "saved"),
+        vanish,
+        2,
+        method,
+        layout,
+        moment,
+        tmp_path / "saved",
         env=CPU,
         may_die=(1,),
         timeout_s=90,

@@ -31,7 +31,9 @@ def test_positions_that_start_after_the_padding_id_are_not_counted() -> None:
         max_position_embeddings=10, pad_token_id=1,
     )  # fmt: skip
     model = RobertaForMaskedLM(config).eval()
-    (usable, _) = usable_positions(config) or (0, "")
+    found = usable_positions(config)
+    assert found is not None
+    usable, _ = found
     model(input_ids=torch.full((1, usable), 5))
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         model(input_ids=torch.full((1, usable + 1), 5))
