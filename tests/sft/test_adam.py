@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from slivertune.sft.adam import age_dtype, age_limit, seeded_moments
-from slivertune.sft.moments import AdamMoments
+from slivertune.sft.growth import Estimate
+from slivertune.sft.moments import AdamMoments, PackedAdamMoments
 from tests.helpers.tolerance import assert_sums_close, unit_roundoff
 
 
@@ -34,6 +35,16 @@ def test_a_weight_that_is_older_than_the_limit_goes_on_as_adamw() -> None:
     assert moments.age.tolist() == [age_limit(betas)] * 5
     # Each update of some 1e-3 in fp32 is rounded ten times, against fp64.
     assert_sums_close(delta, weight.detach(), 10 * count, size=count * 1e-3)
+
+
+@pytest.mark.parametrize("kind", [AdamMoments, PackedAdamMoments])
+def test_an_age_is_at_most_the_limit_after_a_long_phase(kind: type[AdamMoments]) -> None:
+    """An age in 16 bits would be negative else."""
+    betas = (0.9, 0.999)
+    moments = kind(2, betas, torch.device("cpu"))
+    grown = Estimate(indices=torch.tensor([1]), mean=torch.ones(1), mean_square=torch.ones(1), num_steps=70_000)
+    moments.replace(torch.tensor([0]), grown, torch.tensor([0, 1]), {"betas": betas})
+    assert moments._ages().tolist() == [0, age_limit(betas)]
 
 
 def test_seeded_moments_are_the_phases_means_after_bias_correction() -> None:
