@@ -284,8 +284,7 @@ def _lock(file: IO[bytes]) -> None:
     except BlockingIOError:
         raise
     except OSError:
-        # A file system without locks: no other process can take this one either, so none removes the folder.
-        pass
+        pass  # a file system without locks: no other process can take this one either, so none removes the folder
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
