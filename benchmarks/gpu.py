@@ -40,8 +40,8 @@ from llama import LlamaSizes, build_llama, num_parameters, random_batch
 from result_files import RESULTS, write_json
 
 import slivertune as st
+from slivertune.core.copy_streams import CopyStreams, streams_made_by
 from slivertune.hift.offload_buffer import host_buffer
-from slivertune.hift.streamed import StreamedGroup
 
 HOST_BYTES_PER_PARAMETER = 12
 """An fp32 master and AdamW's two moments."""
@@ -79,21 +79,17 @@ class Timeline:
         return event
 
 
-@contextmanager
-def timed_waits(timeline: Timeline) -> Iterator[None]:
-    """Record how long the computing stream waits for the copying ones, as `waits`."""
-    wait = StreamedGroup._compute_after
+class TimedStreams(CopyStreams):
+    """Copy streams that record how long the computing stream waits for them, as `waits` of the current timeline."""
 
-    def compute_after(group: StreamedGroup, mark: Any) -> None:
-        if mark is not None:
-            with timeline.span("waits"):
-                wait(group, mark)
+    timeline: Timeline | None = None
 
-    StreamedGroup._compute_after = compute_after  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        StreamedGroup._compute_after = wait  # type: ignore[method-assign]
+    def compute_after(self, event: Any) -> None:
+        if event is None or self.timeline is None:
+            super().compute_after(event)
+            return
+        with self.timeline.span("waits"):
+            super().compute_after(event)
 
 
 def synchronize(device: torch.device) -> None:
@@ -126,15 +122,16 @@ def run_cycle(model: Any, optimizer: st.HiFT, batch: dict[str, torch.Tensor]) ->
     losses = torch.zeros(optimizer.num_groups, device=device)  # one tensor, so that steps leave nothing behind
     for index in range(optimizer.num_groups):
         layer = optimizer.groups[optimizer.active_group].layers[0]
-        timeline = Timeline(device)
+        timeline = TimedStreams.timeline = Timeline(device)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        with timeline.span("forward_backward"):
-            loss = model(**batch).loss
-            loss.backward()
-        start = time.perf_counter()
-        with timeline.span("step"), timed_waits(timeline):
-            optimizer.step()
+        with streams_made_by(TimedStreams):  # they are made when the first group's state is
+            with timeline.span("forward_backward"):
+                loss = model(**batch).loss
+                loss.backward()
+            start = time.perf_counter()
+            with timeline.span("step"):
+                optimizer.step()
         host_seconds = time.perf_counter() - start
         losses[index] = loss.detach()
         del loss
@@ -196,7 +193,7 @@ def measure_dense(model: Any, sizes: LlamaSizes, num_steps: int) -> dict[str, An
 def measure_host_memory(device: torch.device, num_bytes: int) -> dict[str, float]:
     """How fast host memory is pinned, and copied to the device and back, over one buffer of so many bytes."""
     start = time.perf_counter()
-    buffer = host_buffer(device)
+    buffer = host_buffer(CopyStreams(device))
     buffer.reserve({torch.uint8: num_bytes})
     pinning = time.perf_counter() - start
     on_host = buffer.empty_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))

@@ -24,8 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slivertune.hift.offload_buffer import OffloadBuffer
-from slivertune.hift.streamed import Direction, StreamedGroup
+from slivertune.core.copy_streams import CopyStreams, Direction
 
 Clock = Counter[str]
 """How far a stream has seen each stream: number of its operators by stream."""
@@ -167,13 +166,17 @@ def _span(tensor: torch.Tensor) -> Span:
     return (start, start + (last + 1) * tensor.itemsize)
 
 
-class PretendedStreams(StreamedGroup):
-    """A streamed group whose copy streams are pretended ones of `streams`, which a subclass sets."""
+class PretendedStreams(CopyStreams):
+    """Copy streams of a device that are pretended ones of `streams`, which a subclass sets."""
 
     streams: Streams
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._names: dict[Direction, str] = {}
+
     @contextmanager
-    def _on(self, direction: Direction, *after: Any) -> Iterator[None]:
+    def on(self, direction: Direction, *after: Any) -> Iterator[None]:
         for record in after:
             if record is not None:
                 self.streams.wait(self._name(direction), record)
@@ -183,22 +186,21 @@ class PretendedStreams(StreamedGroup):
         finally:
             self.streams.current = before
 
-    def _record(self, direction: Direction | None = None) -> Any:
+    def record(self, direction: Direction | None = None) -> Any:
         return self.streams.record(COMPUTING if direction is None else self._name(direction))
 
-    def _compute_after(self, event: Any) -> None:
+    def compute_after(self, event: Any) -> None:
         if event is not None:
             self.streams.wait(COMPUTING, event)
 
-    def _synchronize(self) -> None:
-        for name in self.__dict__.get("_names", {}).values():
+    def synchronize(self) -> None:
+        for name in self._names.values():
             self.streams.wait(HOST, self.streams.record(name))
 
-    def _name(self, direction: Direction) -> str:
-        names: dict[str, str] = self.__dict__.setdefault("_names", {})
-        if direction not in names:
-            names[direction] = self.streams.add(direction)
-        return names[direction]
+    def host_memory(self, num_bytes: int) -> torch.Tensor:
+        return self.streams.call_host(torch.empty(num_bytes, dtype=torch.uint8))
 
-    def _make_buffer(self) -> OffloadBuffer:
-        return OffloadBuffer("host", lambda size: self.streams.call_host(torch.empty(size, dtype=torch.uint8)))
+    def _name(self, direction: Direction) -> str:
+        if direction not in self._names:
+            self._names[direction] = self.streams.add(direction)
+        return self._names[direction]

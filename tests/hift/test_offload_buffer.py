@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from slivertune.core.copy_streams import CopyStreams
 from slivertune.hift.offload_buffer import host_buffer
 
 CUDA = torch.device("cuda", 1)
@@ -43,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_registrations_are_whole_pages_of_their_own(calls: list[tuple[Any, ...]]) -> None:
-    buffer = host_buffer(CUDA)
+    buffer = host_buffer(CopyStreams(CUDA))
     tensors = [
         buffer.empty_like(torch.empty(shape, dtype=dtype))
         for shape, dtype in ((100, torch.int8), (3000, torch.float32))
@@ -58,7 +59,7 @@ def test_registrations_are_whole_pages_of_their_own(calls: list[tuple[Any, ...]]
 
 
 def test_memory_is_unpinned_before_it_is_freed_and_after_all_copies(calls: list[tuple[Any, ...]]) -> None:
-    buffer = host_buffer(CUDA)
+    buffer = host_buffer(CopyStreams(CUDA))
     buffer.reserve({torch.float32: 1000})
     part = buffer.empty_like(torch.empty(10))
     (address,) = [call[1] for call in calls if call[0] == "register"]
@@ -71,6 +72,6 @@ def test_memory_is_unpinned_before_it_is_freed_and_after_all_copies(calls: list[
 
 
 def test_memory_that_cannot_be_pinned_names_the_way_out(calls: list[tuple[Any, ...]]) -> None:
-    buffer = host_buffer(CUDA)
+    buffer = host_buffer(CopyStreams(CUDA))
     with pytest.raises(RuntimeError, match=r"4,096 bytes of host memory .* can't be pinned .* state=\"disk\""):
         buffer.reserve({torch.float32: 64, torch.int16: 64, torch.uint8: 4096})

@@ -1,7 +1,7 @@
 """The copies of streamed state, checked on pretended streams: everything comes after what it depends on.
 
-What is checked is the real code of `streamed.py` and `offload_buffer.py`; only its copy streams are pretended
-(`helpers/streams.py`).
+What is checked is the real code of `streamed.py`, `device_slots.py` and `offload_buffer.py`; only its copy streams are
+pretended (`helpers/streams.py`).
 """
 
 import copy
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from slivertune import HiFT
-from slivertune.hift import optimizer, streamed
+from slivertune.core.copy_streams import streams_made_by
+from slivertune.hift import streamed
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
 from tests.helpers.streams import PretendedStreams, Streams
@@ -21,13 +22,10 @@ from tests.hift.cases import BIG_VOCAB, DTYPES, hift_over
 
 
 @contextmanager
-def pretended(
-    monkeypatch: pytest.MonkeyPatch, group_class: type[PretendedStreams] = PretendedStreams
-) -> Iterator[Streams]:
-    """Streams in force; every HiFT that is built meanwhile has groups of this class over them."""
+def pretended(streams_class: type[PretendedStreams] = PretendedStreams) -> Iterator[Streams]:
+    """Streams in force; every HiFT that is trained meanwhile copies on them."""
     streams = Streams()
-    monkeypatch.setattr(optimizer, "StreamedGroup", type("OnStreams", (group_class,), {"streams": streams}))
-    with streams:
+    with streams_made_by(type("OnStreams", (streams_class,), {"streams": streams})), streams:
         yield streams
 
 
@@ -43,8 +41,8 @@ def run(name: str, dtype: torch.dtype, **config: Any) -> HiFT:
     return hift
 
 
-def assert_in_order(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, **config: Any) -> None:
-    with pretended(monkeypatch) as streams:
+def assert_in_order(name: str, dtype: torch.dtype, **config: Any) -> None:
+    with pretended() as streams:
         hift = run(name, dtype, **config)
     assert hift.updates == 15
     assert streams.violations == []
@@ -69,13 +67,13 @@ def assert_in_order(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dty
 def test_every_copy_comes_after_what_it_depends_on(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, master: str, stream_bytes: int
 ) -> None:
-    assert_in_order(monkeypatch, name, dtype, master=master, stream_bytes=stream_bytes)
+    assert_in_order(name, dtype, master=master, stream_bytes=stream_bytes)
 
 
 @pytest.mark.parametrize("state", ["host", "discard"])
 def test_turns_of_several_steps_and_several_layers_are_in_order(monkeypatch: pytest.MonkeyPatch, state: str) -> None:
     config = {"state": state, "stream_bytes": 20_000, "steps_per_group": 2, "layers_per_group": 2}
-    assert_in_order(monkeypatch, "AdamW", torch.bfloat16, **config)
+    assert_in_order("AdamW", torch.bfloat16, **config)
 
 
 @pytest.mark.slow
@@ -86,7 +84,7 @@ def test_steps_in_the_backward_are_in_order(
     monkeypatch: pytest.MonkeyPatch, name: str, master: str, stream_bytes: int, layers_per_group: int
 ) -> None:
     config = {"master": master, "stream_bytes": stream_bytes, "layers_per_group": layers_per_group}
-    assert_in_order(monkeypatch, name, torch.bfloat16, step_in_backward=True, **config)
+    assert_in_order(name, torch.bfloat16, step_in_backward=True, **config)
 
 
 def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +96,9 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
     loads: list[int] = []
     original = streamed.StreamedGroup._load
     monkeypatch.setattr(
-        streamed.StreamedGroup, "_load", lambda self, index: (loads.append(index), original(self, index))
+        streamed.StreamedGroup,
+        "_load",
+        lambda self, index, at_least: original(self, index, at_least) and not loads.append(index),
     )
     for group in hift._residencies:
         loads.clear()
@@ -109,7 +109,7 @@ def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch
 
 def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = token_batches(5)
-    with pretended(monkeypatch) as streams:
+    with pretended() as streams:
         model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, stream_bytes=8192, lr=1e-2)
         for _ in range(3):
             train(model, hift, batches, 5)
@@ -138,7 +138,7 @@ class _Stumbling(torch.optim.AdamW):
 
 def test_an_error_in_the_middle_of_a_step_leaves_no_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = token_batches(5)
-    with pretended(monkeypatch) as streams:
+    with pretended() as streams:
         model, hift = hift_over(tiny_llama(torch.bfloat16), _Stumbling, stream_bytes=8192, elementwise=True, lr=1e-2)
         train(model, hift, batches, 10)
         monkeypatch.setattr(_Stumbling, "countdown", 4)
@@ -152,15 +152,15 @@ class _Counting(PretendedStreams):
 
     num_waits = 0
 
-    def _compute_after(self, event: Any) -> None:
+    def compute_after(self, event: Any) -> None:
         _Counting.num_waits += event is not None
-        super()._compute_after(event)
+        super().compute_after(event)
 
 
 @DTYPES
 def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     batches = token_batches(5)
-    with pretended(monkeypatch, _Counting):
+    with pretended(_Counting):
         model, hift = hift_over(tiny_llama(dtype), torch.optim.AdamW, stream_bytes=20_000, lr=1e-2)
         train(model, hift, batches, 5)
         for group in hift._residencies:
@@ -168,12 +168,12 @@ def test_no_piece_waits_until_the_one_before_is_stored(monkeypatch: pytest.Monke
             train(model, hift, batches, 1)
             num_pieces = len(group._pieces)
             assert num_pieces > 2
-            # Each piece for its own arrival; and once for the store of each, when all are stepped.
-            assert _Counting.num_waits == 2 * num_pieces
+            # Each piece for its own arrival; and for the last store out of each slot, whose memory is given up.
+            assert _Counting.num_waits == num_pieces + 2
 
 
 def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
-    config, batches = {"stream_bytes": 8192, "master": "split"}, token_batches(5)
+    config, batches = {"stream_bytes": 8192, "master": "split", "prefetch_bytes": 0}, token_batches(5)
     model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2, **config)
     train(model, hift, batches, 7)
     other, moved = hift_over(twin(model), torch.optim.AdamW, lr=1e-2, **config)
@@ -187,35 +187,46 @@ def test_state_that_was_loaded_before_the_model_moved_goes_along() -> None:
 
 
 class _NoComputeAfter(PretendedStreams):
-    def _compute_after(self, event: Any) -> None:
+    def compute_after(self, event: Any) -> None:
         """The computing stream waits for no copy."""
 
 
 class _NoWaitOnCopyStreams(PretendedStreams):
     @contextmanager
-    def _on(self, direction: str, *after: Any) -> Iterator[None]:
+    def on(self, direction: str, *after: Any) -> Iterator[None]:
         """The copy streams wait for nothing."""
-        with super()._on(direction):
+        with super().on(direction):
             yield
 
 
-class _OnlyFirstWait(PretendedStreams):
+class _NoWaitForSlot(PretendedStreams):
     @contextmanager
-    def _on(self, direction: str, *after: Any) -> Iterator[None]:
-        """A load waits for the computing stream, not for the store that empties its slot."""
-        with super()._on(direction, *after[:1]):
+    def on(self, direction: str, *after: Any) -> Iterator[None]:
+        """A load does not wait for the store that empties its slot, nor for who had its memory before."""
+        with super().on(direction, *(after[1:] if direction == "inbound" else after)):
+            yield
+
+
+class _NoWaitForStore(PretendedStreams):
+    @contextmanager
+    def on(self, direction: str, *after: Any) -> Iterator[None]:
+        """A load does not wait for the store of what it loads."""
+        with super().on(direction, *(after[:1] if direction == "inbound" else after)):
             yield
 
 
 class _NoSynchronize(PretendedStreams):
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         """The host does not wait before it reads."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group_class", [_NoComputeAfter, _NoWaitOnCopyStreams, _OnlyFirstWait, _NoSynchronize])
-def test_the_check_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, group_class: type[PretendedStreams]) -> None:
-    with pretended(monkeypatch, group_class) as streams:
-        hift = run("AdamW", torch.float32, stream_bytes=4096)
+@pytest.mark.parametrize(
+    "streams_class", [_NoComputeAfter, _NoWaitOnCopyStreams, _NoWaitForSlot, _NoWaitForStore, _NoSynchronize]
+)
+def test_the_check_sees_a_missing_wait(monkeypatch: pytest.MonkeyPatch, streams_class: type[PretendedStreams]) -> None:
+    with pretended(streams_class) as streams:
+        # Two steps a turn, and room for all pieces: a piece is loaded again while its store may be on its way.
+        hift = run("AdamW", torch.float32, stream_bytes=4096, steps_per_group=2, prefetch_bytes=10**6)
     assert hift.updates == 15
     assert streams.violations

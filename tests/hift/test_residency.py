@@ -9,7 +9,7 @@ from torch import nn
 
 from slivertune import HiFT
 from slivertune.core.ledger import Census, Ledger
-from slivertune.hift.streamed import StreamedGroup
+from slivertune.hift.device_slots import DeviceSlots, Slot
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches
 from tests.hift.cases import hift_over
 
@@ -98,14 +98,14 @@ def test_between_steps_all_state_waits_on_the_host(dtype: torch.dtype) -> None:
 
 
 def test_keeping_a_groups_state_alive_after_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[torch.Tensor] = []
-    empty_slots = StreamedGroup._empty_slots
+    kept: list[Slot] = []
+    give_up = DeviceSlots._give_up
 
-    def forgetful(group: StreamedGroup) -> None:
-        kept.extend(group._slots)
-        empty_slots(group)
+    def forgetful(slots: DeviceSlots, slot: Slot) -> None:
+        kept.append(slot)
+        give_up(slots, slot)
 
-    monkeypatch.setattr(StreamedGroup, "_empty_slots", forgetful)
+    monkeypatch.setattr(DeviceSlots, "_give_up", forgetful)
     model, optimizer = build(BF16)
     *_, last = censuses(model, optimizer, NUM_GROUPS + 1)
     with pytest.raises(AssertionError, match="bytes of state stayed on the device"):

@@ -43,6 +43,11 @@ class HiFTConfig:
     pieces exist at a time. With `step_in_backward`, where activations live beside them, it is the bytes of both pieces
     together. 0 takes the whole group at once (with `step_in_backward` a whole tensor). `state="device"` does not
     stream."""
+    prefetch_bytes: int | Literal["auto"] = "auto"
+    """Bytes of the device that pieces may hold ahead of their step, so that they are copied beside the forward and the
+    backward. 0 loads two pieces when the first gradient arrives. `auto` takes on a CUDA device what was free at the
+    highest moment of the cycles so far, less a sixteenth of the device; elsewhere it is 0. Batches that are larger than
+    a group has seen before, and forwards without gradients, find nothing held."""
     elementwise: bool | None = None
     """Whether the base optimizer treats every element alone, so that tensors may be cut into pieces. None decides by
     the class; unknown classes get whole groups of whole tensors."""
@@ -61,6 +66,15 @@ class HiFTConfig:
     def __post_init__(self) -> None:
         for name, least in (("layers_per_group", 1), ("steps_per_group", 1), ("stream_bytes", 0), ("seed", None)):
             check_integer(name, getattr(self, name), least)
+        if self.prefetch_bytes != "auto":
+            if isinstance(self.prefetch_bytes, str):
+                raise ValueError(f'prefetch_bytes={self.prefetch_bytes!r} must be a number of bytes, or "auto"')
+            check_integer("prefetch_bytes", self.prefetch_bytes, 0)
+            if self.state == "device" and self.prefetch_bytes:
+                raise ValueError(
+                    f'prefetch_bytes={self.prefetch_bytes} is for state that waits off the device; with state="device" '
+                    "leave it out"
+                )
         for name, choices in (("order", Order), ("state", StatePlace), ("master", MasterKind)):
             check_choice(name, getattr(self, name), get_args(choices))
         if not isinstance(self.step_in_backward, bool):

@@ -6,6 +6,7 @@ would raise. So tensors that the outermost call of the model returns without a g
 identity whose backward only tells that it ran. Tensors that require a gradient stay as they are, and get a hook.
 """
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ from slivertune.core.layers import Layer
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of, with_tensors_replaced
 from slivertune.core.parameters import check_form, held_parameters, settle_requires_grad, whole_shape
-from slivertune.core.torch_internals import at_end_of_backward, running_backward
+from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
 from slivertune.hift.piece import Weight
 
 
@@ -33,6 +34,9 @@ class ModelHooks:
         weights: What is trained; the model holds the parameters that they call `trained`.
         listeners: Called when the backward of an outermost forward begins, before anything is recomputed. What they do
             at the end of the backward comes before this looks for gradients.
+        on_forward: Called when an outermost forward begins, with its arguments if it records a graph, else with None.
+        on_lack_of_memory: Called when the device's memory did not suffice for a forward, and where the last backward
+            did not end.
         checks_model: Whether each outermost forward that records a graph begins with `check`.
     """
 
@@ -43,6 +47,8 @@ class ModelHooks:
         weights: Iterable[Weight],
         listeners: Sequence[Callable[[], None]] = (),
         *,
+        on_forward: Callable[[Any], None] = lambda inputs: None,
+        on_lack_of_memory: Callable[[], None] = lambda: None,
         checks_model: bool = True,
     ) -> None:
         self.model = model
@@ -59,7 +65,9 @@ class ModelHooks:
         self._handles: list[RemovableHandle] = []
         self._gradient_hooks: list[RemovableHandle] = []
         self._active: dict[int, nn.Parameter] = {}
-        self._ran = self._reached = self._is_scaled = False
+        self._on_forward = on_forward
+        self._on_lack_of_memory = on_lack_of_memory
+        self._ran = self._reached = self._is_scaled = self._runs_backward = False
         self._arrived: weakref.ref[torch.Tensor] | None = None
         """The gradient that a backward brought last."""
         self._task = -1
@@ -74,7 +82,7 @@ class ModelHooks:
         self._handles = [self.model.register_forward_pre_hook(_truncate_backward)]
         for module in _entry_modules(self.model, self._layers):
             self._handles += [
-                module.register_forward_pre_hook(ModuleHook(self._before_forward)),
+                module.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True),
                 module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
             ]
         for module in self.model.modules():
@@ -203,12 +211,17 @@ class ModelHooks:
         names = [name for name, parameter in self.model.named_parameters() if parameter in wanted]
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+    def _before_forward(self, module: nn.Module, inputs: Any, named_inputs: Any) -> None:
         if self._outermost is not None:
             return
         self._outermost = module
         if not torch.is_grad_enabled():
+            self._on_forward(None)
             return
+        if self._runs_backward and running_backward() == NO_BACKWARD:
+            self._runs_backward = False
+            self._on_lack_of_memory()
+        self._on_forward((inputs, named_inputs))
         self._note_autocast(module, inputs)
         self._drop_witness()
         if self._reached and self._has_no_gradient():
@@ -221,6 +234,8 @@ class ModelHooks:
         if self._outermost is not module:
             return None
         self._outermost = None
+        if isinstance(sys.exception(), torch.OutOfMemoryError):
+            self._on_lack_of_memory()
         if output is None or not torch.is_grad_enabled():
             return None
         for tensor in tensors_of(output):
@@ -238,7 +253,7 @@ class ModelHooks:
     def _begin_backward(self, gradient: torch.Tensor | None = None) -> None:
         task = running_backward()
         if task != self._task:
-            self._task = task
+            self._task, self._runs_backward = task, True
             self.settle()
             for listener in self._listeners:
                 listener()
@@ -247,7 +262,7 @@ class ModelHooks:
 
     def _end_backward(self) -> None:
         """Note that it ran; give a GradScaler, which fails where no gradient is, zeros of the smallest parameter."""
-        self._ran = True
+        self._ran, self._runs_backward = True, False
         if self._is_scaled and not self._reached and self._witness is None and self._has_no_gradient():
             self._witness = min(self._active.values(), key=lambda parameter: parameter.numel())
             self._witness.grad = torch.zeros_like(self._witness)

@@ -5,18 +5,16 @@ What waits is flat: a value with tensors inside is a `Structure` under its key, 
 
 import errno
 import math
-import mmap
 import os
 import tempfile
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.masters import join_master, refresh_master, split_master
@@ -42,6 +40,10 @@ _WHOLE = -1
 # bitsandbytes' 8-bit state: one scale a block of CUT_MULTIPLE elements, and the code book.
 _OF_BLOCKS = ("absmax1", "absmax2")
 _TABLES = ("qmap1", "qmap2")
+
+
+Copy = tuple[str, torch.Tensor, torch.Tensor]
+"""A key of a slice's state, its tensor on the device, and where that is to wait."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -106,9 +108,9 @@ class OffloadBuffer:
         return tensor_at(self._buffers[dtype], start, model)
 
 
-def host_buffer(device: torch.device) -> OffloadBuffer:
-    """A buffer in host memory, pinned when `device` is a CUDA device so that copies run beside the computation."""
-    return OffloadBuffer("host", partial(_pinned, device) if device.type == "cuda" else _pageable)
+def host_buffer(streams: CopyStreams) -> OffloadBuffer:
+    """A buffer in host memory that these streams copy to and from."""
+    return OffloadBuffer("host", streams.host_memory)
 
 
 def disk_buffer(directory: Path) -> OffloadBuffer:
@@ -118,38 +120,6 @@ def disk_buffer(directory: Path) -> OffloadBuffer:
     that nothing stays behind, however the process ends.
     """
     return OffloadBuffer("disk", lambda num_bytes: _mapped(directory, num_bytes))
-
-
-def _pageable(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _pinned(device: torch.device, num_bytes: int) -> torch.Tensor:
-    if num_bytes == 0:
-        return _pageable(0)
-    # torch's own pinned allocator rounds up to a power of two, which can nearly double 80 GB of state. Whole pages, so
-    # that no two registrations share one.
-    room = _pageable(num_bytes + 2 * mmap.PAGESIZE)
-    start = -room.data_ptr() % mmap.PAGESIZE
-    buffer = room[start : start + num_bytes]
-    with torch.cuda.device(device):
-        runtime = torch.cuda.cudart()
-        pages_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), pages_bytes, 0))
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{num_bytes:,} bytes of host memory for a group's state can't be pinned ({error}); free host memory, "
-                'or use state="disk", which pins nothing'
-            ) from error
-    weakref.finalize(room.untyped_storage(), _unpin, device, buffer.data_ptr()).atexit = False
-    return buffer
-
-
-def _unpin(device: torch.device, address: int) -> None:
-    # The optimizer may be dropped right after a step, with copies on their way into this memory.
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _mapped(directory: Path, num_bytes: int) -> torch.Tensor:
@@ -231,7 +201,7 @@ class OffloadedState:
             for key, value in scalars.items()
         }
 
-    def receive(self, one: Slice, state: WeightState) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def receive(self, one: Slice, state: WeightState) -> list[Copy]:
         """Take a slice's state after its step; tensors are to be copied by the caller.
 
         Args:
@@ -239,7 +209,7 @@ class OffloadedState:
             state: By key; its master under `MASTER`.
 
         Returns:
-            The copies to make: tensors on the device, and where each is to wait.
+            The copies to make.
         """
         state = flatten_state(state)
         if self._split and MASTER in state:
@@ -250,7 +220,7 @@ class OffloadedState:
         for key, value in tensors.items():
             if not (key in _TABLES and key in known):  # it never changes, and the next piece may be loading it
                 whole = self._whole(one.weight, key, _like_whole(value, one, key))
-                copies.append((value, _part(whole, one, key)))
+                copies.append((key, value, _part(whole, one, key)))
         empty_objects(state)
         return copies
 

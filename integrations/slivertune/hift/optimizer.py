@@ -25,9 +25,11 @@ from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
+from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.in_backward import BackwardSteps
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import Weight
+from slivertune.hift.prefetch import PrefetchBudget
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residency import ResidentGroup, export_state, restore_state
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
@@ -151,15 +153,22 @@ class HiFT(CheckpointedSliver):
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
-        made = ResidentGroup if self.config.state == "device" else StreamedGroup
+        self._slots: dict[torch.device, DeviceSlots] = {}
+        self._budget: PrefetchBudget | None = None
+        slots_of = partial(HiFT._slots_of, weakref.proxy(self))
         self._residencies = [
-            made([weights[name] for name in group.parameter_names], self._meter) for group in self.groups
+            ResidentGroup(own, self._meter)
+            if self.config.state == "device"
+            else StreamedGroup(own, self._meter, slots_of)
+            for own in ([weights[name] for name in group.parameter_names] for group in self.groups)
         ]
         self._hooks = ModelHooks(
             model,
             [layer for group in self.groups for layer in group.layers],
             self.trained_weights,
             self._backward_listeners,
+            on_forward=partial(HiFT._begin_forward, weakref.proxy(self)),
+            on_lack_of_memory=partial(HiFT._note_lack_of_memory, weakref.proxy(self)),
             checks_model=checks_model,
         )
         self._attach()
@@ -181,8 +190,48 @@ class HiFT(CheckpointedSliver):
     def _activate(self) -> None:
         """Let the active group have gradients, and no other."""
         residency = self._residencies[self.active_group]
-        on_gradient = self._in_backward.on_gradient if self._in_backward is not None else lambda _: residency.prefetch()
-        self._hooks.activate(residency.weights, on_gradient)
+        if self._in_backward is not None:
+            self._hooks.activate(residency.weights, self._in_backward.on_gradient)
+        else:
+            self._hooks.activate(residency.weights, lambda _: residency.prefetch(in_backward=True))
+
+    def _slots_of(self, device: torch.device) -> DeviceSlots:
+        """The slots of a device, which all groups on it share."""
+        if device not in self._slots:
+            self._slots[device] = DeviceSlots(device)
+            setting = self.config.prefetch_bytes
+            if self._budget is None and (self._has_own_memory(device) if setting == "auto" else setting > 0):
+                self._budget = PrefetchBudget(setting)
+        return self._slots[device]
+
+    @staticmethod
+    def _has_own_memory(device: torch.device) -> bool:
+        return device.type == "cuda"
+
+    def _begin_forward(self, inputs: Any) -> None:
+        """Load as much of the active group's state ahead as a forward leaves room for.
+
+        Args:
+            inputs: Of the forward; None of one that does not train, to which all room is left.
+        """
+        if self._budget is not None and not self.is_detached:
+            group = self.active_group
+            self._load_ahead(0 if inputs is None else self._budget.begin_forward(group, inputs))
+
+    def _load_ahead(self, num_bytes: int) -> None:
+        """Let pieces of the active group hold so many bytes of the device, and begin to load them."""
+        residency = self._residencies[self.active_group]
+        for slots in self._slots.values():
+            if num_bytes < slots.prefetch_bytes:
+                residency.release(num_bytes)
+            slots.prefetch_bytes = num_bytes
+        if num_bytes:
+            residency.prefetch()
+
+    def _note_lack_of_memory(self) -> None:
+        if self._budget is not None:
+            self._budget.fail()
+            self._load_ahead(0)
 
     @property
     def config(self) -> HiFTConfig:
@@ -291,7 +340,13 @@ class HiFT(CheckpointedSliver):
         else:
             rotation.skip(scheduled_lr(self.param_groups))
         if self._residencies[self.active_group] is not residency:
+            residency.release()  # of a turn that was skipped
             self._activate()
+        if self._budget is not None:
+            if rotation.starts_cycle:
+                for device, slots in self._slots.items():
+                    self._budget.end_cycle(device, slots.held_bytes)
+            self._load_ahead(self._budget.num_bytes)
         rotation.warn_of_unreached(self.groups)
 
     def _step_from_gradients(self) -> bool:
@@ -355,6 +410,7 @@ class HiFT(CheckpointedSliver):
         if self._engine is not None or self.is_detached:
             return
         self._take_off()
+        self._load_ahead(0)
         release(self._parameters_of_state(), self)
         if self._hooks.checks_model:
             self._hooks.free_successors()

@@ -37,8 +37,19 @@ class ResidentGroup:
         self._restored: dict[str, WeightState] = {}
         self._restored_own: OwnHyperparameters = {}
 
-    def prefetch(self) -> None:
-        """Start to bring the first pieces to the device; called during backward, as often as one likes."""
+    def prefetch(self, *, in_backward: bool = False) -> None:
+        """Start to bring the first pieces to the device; called from the beginning of the turn, as often as one likes.
+
+        Args:
+            in_backward: Whether a gradient of the group has arrived: then the working pieces come, whatever the room.
+        """
+
+    def release(self, to_bytes: int | None = None) -> None:
+        """Drop what was brought to the device, so that at most so many bytes stay allocated there for pieces to come.
+
+        Args:
+            to_bytes: How many; None for what the setting allows.
+        """
 
     def begin(self) -> None:
         """Make ready for `step`, whose first call in an update this precedes.

@@ -1,30 +1,34 @@
 """State that waits off the device and passes through it in pieces.
 
-Between its turns a group's state waits in an `OffloadBuffer`. In a step its pieces pass through two slots of the
-device:
+Between its turns a group's state waits in an `OffloadBuffer`. Its pieces pass through the device's slots:
 
-    inbound:    load 0, load 1 |          load 2 ...
-    computing:                 | step 0   step 1    step 2 ...
-    outbound:                  |          store 0   store 1 ...
+    inbound:    load 0, load 1, ... load n |        load n + 1 ...
+    computing:     forward, backward       | step 0   step 1     step 2 ...  | next forward ...
+    outbound:                              |         store 0    store 1 ...      store n
 
-The first two loads start when the group's first gradient arrives, so they run beside the backward pass.
+As many pieces as `DeviceSlots.prefetch_bytes` has room for are loaded as soon as the group's turn begins, beside the
+forward and the backward; two are, where there is no such room, when the group's first gradient arrives. Stores run
+beside whatever is computed next: only the next use of a slot waits for them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from typing_extensions import override
 
+from slivertune.core.copy_streams import Event
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.cutting import cut_group
+from slivertune.hift.device_slots import DeviceSlots, Slot
 from slivertune.hift.masters import join_master, refresh_master
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.offload_buffer import (
     LOW,
     TIES,
+    Copy,
     OffloadBuffer,
     OffloadedState,
     aligned,
@@ -34,45 +38,60 @@ from slivertune.hift.offload_buffer import (
     waiting_bytes,
 )
 from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight
+from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, ResidentGroup, WeightState
 from slivertune.hift.rotation import LearningRate
 
-Direction = Literal["inbound", "outbound"]
-Event = torch.cuda.Event | None
-"""A moment on a stream; None where there are no streams."""
-Loaded = list[dict[str, torch.Tensor]]
-"""For each slice of a piece, its tensors on the device by key."""
+_WORKING_PIECES = 2
+"""Pieces on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
+
+
+@dataclass(slots=True)
+class _Loaded:
+    """A piece in its slot."""
+
+    slot: Slot
+    tensors: list[dict[str, torch.Tensor]]
+    """For each slice, its tensors on the device by key."""
+    ready: Event
+    """When the last of them has arrived."""
 
 
 class StreamedGroup(ResidentGroup):
     """A group whose masters and state wait in an offload buffer; called as `ResidentGroup` is.
 
-    On the device there are at most two pieces at a time, each of at most `stream_bytes` with its temporaries.
-
-    Copies run on two side streams on CUDA, one into the device and one out of it; in plain order elsewhere.
+    Args:
+        weights: What the group trains.
+        meter: Measures the base optimizer's steps, and knows HiFT's settings.
+        slots_of: Gives the slots of a device, which all groups on it share.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, weights: Sequence[Weight], meter: StepMeter, slots_of: Callable[[torch.device], DeviceSlots]
+    ) -> None:
+        super().__init__(weights, meter)
+        self._slots_of = slots_of
         self._turn: list[str] = []
         """Weights stepped since `end`, in the order in which their gradients came."""
         self._is_first_turn = False
         self._offloaded: OffloadedState | None = None
         self._offloaded_from = torch.device("cpu")
-        self._streams: dict[Direction, torch.cuda.Stream] = {}
-        self._slots: list[torch.Tensor] = []
-        self._loaded: dict[int, Loaded] = {}
-        self._ready: dict[int, Event] = {}
+        self._to_load: list[int] | None = None
+        """Pieces of this update that are neither loaded nor stepped, in the order of their steps; None before any."""
+        self._slot_bytes = 0
+        """Of the group's largest piece."""
+        self._loaded: dict[int, _Loaded] = {}
         self._stored: dict[int, Event] = {}
-        self._left: dict[int, Event] = {}
-        """By slot: when what was in it last has left."""
+        """By piece: when it has been written back."""
 
     @override
-    def prefetch(self) -> None:
+    def prefetch(self, *, in_backward: bool = False) -> None:
         self._follow_the_model()
-        if self._offloaded is not None and not self._loaded:
-            self._pieces = self._pieces or cut_group(self.weights, self._meter)
-            self._load_two(0)
+        if self._offloaded is None or self._is_first_turn:
+            return
+        self._pieces = self._pieces or cut_group(self.weights, self._meter)
+        self._begin_loading()
+        self._load_ahead(_WORKING_PIECES if in_backward else 0)
 
     @override
     def begin(self) -> None:
@@ -88,68 +107,75 @@ class StreamedGroup(ResidentGroup):
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         names = {weight.name: None for weight in weights}
         own = [index for index, piece in enumerate(self._pieces) if piece.slices[0].weight.name in names]
-        if own and own[0] not in self._loaded and not self._is_first_turn:
-            # Not the weight that was expected: what was loaded for that one gives way.
-            self._loaded.clear()
-            self._load_two(own[0])
         self._turn += names
         try:
+            self._expect(own)
             for index in own:
                 self._step_piece(index, param_groups, held_lr)
                 self._store(index)
-                if self._loaded and index + 2 < len(self._pieces):
-                    self._load(index + 2)
+                self._load_ahead(_WORKING_PIECES)
         except BaseException:
-            self._empty_slots_after_copies()
+            self._is_first_turn = False
+            self.release()
             raise
         for weight in weights:
             weight.parameter.grad = None
 
     @override
     def end(self) -> None:
-        self._empty_slots_after_copies()
+        self._is_first_turn = False
+        self.release()
         # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
         expected = {name: place for place, name in enumerate(self._turn)}
-        self._pieces.sort(key=lambda piece: expected.get(piece.slices[0].weight.name, len(expected)))
+        order = sorted(
+            range(len(self._pieces)),
+            key=lambda index: expected.get(self._pieces[index].slices[0].weight.name, len(expected)),
+        )
+        self._pieces = [self._pieces[index] for index in order]
+        self._stored = {place: self._stored[index] for place, index in enumerate(order) if index in self._stored}
         self._turn = []
 
-    def _empty_slots_after_copies(self) -> None:
-        # Before the slots' memory is used again, also where an error leaves loads that no one waited for.
-        for record in (*self._ready.values(), *self._stored.values()):
-            self._compute_after(record)
-        self._empty_slots()
-        self._is_first_turn = False
+    @override
+    def release(self, to_bytes: int | None = None) -> None:
+        self._drop_loaded()
+        self._to_load = None
+        self._slots.shrink(to_bytes)
 
     @override
     def export(self) -> dict[str, WeightState]:
         if self._offloaded is None:
             return {}
-        self._synchronize()
+        self._slots.streams.synchronize()
         return self._offloaded.export(self.weights)
 
     @override
     def restore(self, state: Mapping[str, WeightState], own: OwnHyperparameters) -> None:
         self.discard()
         if state:
+            self._offloaded_from = self._device()
             offloaded = self._new_state()
             offloaded.restore(self.weights, state)
-            self._offloaded, self._offloaded_from = offloaded, self._device()
+            self._offloaded = offloaded
         self._restored_own = own
 
     @override
     def discard(self) -> None:
-        self._synchronize()
-        self._empty_slots()
+        self._slots.streams.synchronize()
+        self.release()
         super().discard()
-        self._turn = []
+        self._turn, self._stored = [], {}
+        self._is_first_turn = False
         self._offloaded = None
+
+    @property
+    def _slots(self) -> DeviceSlots:
+        return self._slots_of(self._offloaded_from)
 
     def _follow_the_model(self) -> None:
         """Take the state along if the model has moved to another device since: only for that is its memory right."""
         if self._offloaded is not None and self._offloaded_from != self._device():
             state, own = self.export(), self.own_hyperparameters()
             self.discard()
-            self._streams = {}
             self.restore(state, own)
 
     def _device(self) -> torch.device:
@@ -161,90 +187,82 @@ class StreamedGroup(ResidentGroup):
             )
         return devices.pop()
 
-    def _make_buffer(self) -> OffloadBuffer:
-        config = self._meter.config
-        return disk_buffer(Path(config.state_dir or ".")) if config.state == "disk" else host_buffer(self._device())
-
     def _new_state(self) -> OffloadedState:
-        return OffloadedState(self._make_buffer(), split=self._meter.config.master == "split")
-
-    @contextmanager
-    def _on(self, direction: Direction, *after: Event) -> Iterator[None]:
-        """Queue what is done inside on a side stream, to start after these moments."""
-        if self._offloaded_from.type != "cuda":
-            yield
-            return
-        if direction not in self._streams:
-            self._streams[direction] = torch.cuda.Stream(self._offloaded_from)
-        stream = self._streams[direction]
-        for event in after:
-            if event is not None:
-                stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            yield
-
-    def _record(self, direction: Direction | None = None) -> Event:
-        """The moment at which what is queued now on a side stream (None: the computing stream) is done."""
-        device = self._offloaded_from
-        if device.type != "cuda":
-            return None
-        stream = torch.cuda.current_stream(device) if direction is None else self._streams[direction]
-        event: torch.cuda.Event = stream.record_event()
-        return event
-
-    def _compute_after(self, event: Event) -> None:
-        """Let later work of the computing stream start after a moment."""
-        if event is not None:
-            torch.cuda.current_stream(self._offloaded_from).wait_event(event)
-
-    def _synchronize(self) -> None:
-        """Wait on the host until both side streams are empty."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        config = self._meter.config
+        on_disk = config.state == "disk"
+        streams = self._slots_of(self._device()).streams
+        buffer: OffloadBuffer = disk_buffer(Path(config.state_dir or ".")) if on_disk else host_buffer(streams)
+        return OffloadedState(buffer, split=config.master == "split")
 
     # One piece through the device.
 
-    def _load(self, index: int) -> None:
-        """Queue the copies of a piece's waiting tensors into its slot."""
+    def _begin_loading(self) -> None:
+        if self._to_load is None:
+            self._to_load = list(range(len(self._pieces)))
+            # One size for all, so that a slot serves whichever piece is next.
+            self._slot_bytes = max((self._bytes_on_device(index) for index in self._to_load), default=0)
+
+    def _bytes_on_device(self, index: int) -> int:
+        return sum(aligned(each.nbytes) for of_slice in self._waiting(index) for each in of_slice.values())
+
+    def _waiting(self, index: int) -> list[dict[str, torch.Tensor]]:
+        """For each slice of a piece, its waiting tensors by key."""
         assert self._offloaded is not None
-        offloaded = [self._offloaded.tensors_of(one) for one in self._pieces[index].slices]
-        if not self._slots:
-            self._slots = [self._new_slot() for _ in range(min(2, len(self._pieces)))]
-        slot, start = self._slots[index % 2], 0
-        loaded: Loaded = []
-        with self._on("inbound", self._record(), self._left.get(index % 2)):
-            for tensors in offloaded:
+        return [self._offloaded.tensors_of(one) for one in self._pieces[index].slices]
+
+    def _expect(self, own: Sequence[int]) -> None:
+        """See that pieces that are to be stepped now are loaded, or next to be."""
+        if self._is_first_turn:
+            return
+        self._begin_loading()
+        if own and own[0] not in self._loaded:
+            # Not the weight that was expected: what was loaded for that one gives way.
+            assert self._to_load is not None
+            waiting = {*self._to_load, *self._loaded}
+            self._drop_loaded()
+            self._to_load = [*own, *sorted(waiting.difference(own))]
+        self._load_ahead(_WORKING_PIECES)
+
+    def _load_ahead(self, at_least: int) -> None:
+        """Load the next pieces, as many as there are slots for."""
+        while self._to_load and self._load(self._to_load[0], at_least):
+            self._to_load.pop(0)
+
+    def _load(self, index: int, at_least: int) -> bool:
+        """Queue the copies of a piece's waiting tensors into a slot; whether there was one."""
+        slots, start = self._slots, 0
+        slot = slots.take(max(self._slot_bytes, self._bytes_on_device(index)), at_least)
+        if slot is None:
+            return False
+        tensors = []
+        with slots.streams.on("inbound", slot.free_after, self._stored.get(index)):
+            for of_slice in self._waiting(index):
                 on_device = {}
-                for key, source in tensors.items():
-                    on_device[key] = tensor_at(slot, start, source).copy_(source, non_blocking=True)
+                for key, source in of_slice.items():
+                    on_device[key] = tensor_at(slot.memory, start, source).copy_(source, non_blocking=True)
                     start += aligned(source.nbytes)
-                loaded.append(on_device)
-            self._ready[index] = self._record("inbound")
-        self._loaded[index] = loaded
+                tensors.append(on_device)
+            ready = slots.streams.record("inbound")
+        self._loaded[index] = _Loaded(slot, tensors, ready)
+        return True
 
-    def _load_two(self, first: int) -> None:
-        for index in range(first, min(first + 2, len(self._pieces))):
-            self._load(index)
-
-    def _new_slot(self) -> torch.Tensor:
-        assert self._offloaded is not None
-        num_bytes = max(
-            sum(aligned(tensor.nbytes) for one in piece.slices for tensor in self._offloaded.tensors_of(one).values())
-            for piece in self._pieces
-        )
-        with claimed_at_birth("state"):
-            slot = torch.empty(num_bytes, dtype=torch.uint8, device=self._device())
-        claim(slot, "state")
-        return slot
+    def _drop_loaded(self) -> None:
+        """Give up what was loaded, also where an error has left a piece half stepped."""
+        streams = self._slots.streams
+        for loaded in self._loaded.values():
+            streams.compute_after(loaded.ready)
+            self._slots.give_back(loaded.slot, streams.record())
+        self._loaded = {}
 
     def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
         assert self._offloaded is not None
-        piece = self._pieces[index]
-        self._compute_after(self._ready.pop(index, None))
+        piece, loaded = self._pieces[index], self._loaded.get(index)
+        if loaded is not None:
+            self._slots.streams.compute_after(loaded.ready)
         states = []
         for position, one in enumerate(piece.slices):
-            tensors = dict(self._loaded[index][position]) if index in self._loaded else {}
+            tensors = dict(loaded.tensors[position]) if loaded is not None else {}
             scalars = self._offloaded.scalars_of(one)
             data = _leaf_data(one, tensors, scalars)
             if one.on_master and not self._is_first_turn:
@@ -261,31 +279,52 @@ class StreamedGroup(ResidentGroup):
         instance.optimizer.step()
 
     def _store(self, index: int) -> None:
-        """Write a piece's weights back, queue the copies of its tensors to where they wait, and release it."""
-        piece = self._pieces[index]
+        """Write a piece's weights back, queue the copies of its tensors to where they wait, and give its slot back."""
+        piece, loaded, streams = self._pieces[index], self._loaded.get(index), self._slots.streams
         assert self._offloaded is not None
         assert piece.instance is not None
-        self._loaded.pop(index, None)
-        slots = {slot.untyped_storage().data_ptr() for slot in self._slots}
         leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for one in piece.slices:
+        is_from_slot = loaded is not None
+        for position, one in enumerate(piece.slices):
             state = piece.instance.optimizer.state.pop(one.leaf, {})
             if one.on_master:
                 one.part_of_weight().copy_(one.leaf.data)
                 state[MASTER] = one.leaf.data
-            leaving += self._offloaded.receive(one, state)
+            copies: Sequence[Copy] = self._offloaded.receive(one, state)
+            if loaded is not None:
+                copies, moved = _moved_to_slot(copies, loaded.tensors[position])
+                is_from_slot = is_from_slot and moved
+            leaving += [(source, target) for _, source, target in copies]
             one.drop_gradient()
             one.place_leaf(torch.empty(0, dtype=one.leaf.dtype))
-        with self._on("outbound", self._record()):
+        with streams.on("outbound", streams.record()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
-            self._stored[index] = self._left[index % 2] = self._record("outbound")
-        if any(source.untyped_storage().data_ptr() not in slots for source, _ in leaving):
-            self._compute_after(self._stored[index])  # before the memory of new tensors is used again
+            stored = self._stored[index] = streams.record("outbound")
+        if not is_from_slot:
+            streams.compute_after(stored)  # before the memory of new tensors is used again
+        if loaded is not None:
+            del self._loaded[index]
+            self._slots.give_back(loaded.slot, stored)
 
-    def _empty_slots(self) -> None:
-        for held in (self._slots, self._loaded, self._ready, self._stored, self._left):
-            held.clear()
+
+def _moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) -> tuple[Sequence[Copy], bool]:
+    """Put what a step has made anew where the old tensors lie in the slot, so that it leaves from there.
+
+    Returns:
+        The copies out of the slot, and True; or the given ones and False, where a tensor has no place there.
+    """
+    places = {key: tensor.data_ptr() for key, tensor in loaded.items()}
+    for key, value, _ in copies:
+        place = loaded.get(key)
+        if place is None or (place.shape, place.dtype) != (value.shape, value.dtype):
+            return copies, False
+        if value.data_ptr() != places[key] and value.data_ptr() in places.values():
+            return copies, False  # the optimizer has changed two tensors' places
+    made = [(key, value) for key, value, _ in copies if value.data_ptr() != places[key]]
+    for key, value in made:
+        loaded[key].copy_(value)
+    return [(key, loaded[key], target) for key, _, target in copies], True
 
 
 def _leaf_data(one: Slice, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> torch.Tensor:

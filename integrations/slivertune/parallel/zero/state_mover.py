@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slivertune.core.copy_streams import copy_streams
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.offload_buffer import OffloadBuffer, aligned, host_buffer
@@ -38,7 +39,7 @@ class StateMover:
         self._optimizer = optimizer
         self._stage = stage
         self._device = device
-        self._buffer: OffloadBuffer = host_buffer(device)
+        self._buffer: OffloadBuffer = host_buffer(copy_streams(device))
         self._on_host: dict[_Key, torch.Tensor] = {}
         self.copy_seconds = 0.0
         """Time spent copying, or on CUDA queueing copies, since the mover was made."""

@@ -1,0 +1,77 @@
+"""How many bytes of the device may hold pieces of a group's state ahead of their step."""
+
+from typing import Any, Literal
+
+import torch
+
+from slivertune.core.outputs import tensors_of
+
+PrefetchBytes = int | Literal["auto"]
+
+_MARGIN_SHARE = 16
+"""The sixteenth part of the device stays free: batches of one size do not take the same bytes every time."""
+
+
+def unused_bytes(device: torch.device) -> int:
+    """Bytes of a CUDA device that nobody has used so far, at the highest moment; 0 of another device."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    # What the allocator has given back since belongs to the next highest moment.
+    returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    return max(0, free - returned - total // _MARGIN_SHARE)
+
+
+class PrefetchBudget:
+    """Decides it before each forward.
+
+    A number holds for every forward that is no larger than its group has seen before; a larger one, whose activations
+    may need the memory, gets nothing ahead of its first gradient. `auto` does the same with what nobody has used in
+    the cycles so far, so nothing in the first.
+
+    Args:
+        setting: As in `HiFTConfig`.
+    """
+
+    def __init__(self, setting: PrefetchBytes) -> None:
+        self._setting = setting
+        self._seen: dict[int, tuple[int, int]] = {}
+        self._num_bytes = 0 if setting == "auto" else setting
+
+    @property
+    def num_bytes(self) -> int:
+        """What a forward of a known size may find held."""
+        return self._num_bytes
+
+    def begin_forward(self, group: int, inputs: Any) -> int:
+        """Note a forward that trains.
+
+        Args:
+            group: The group whose turn it is.
+            inputs: Of the forward, in any nest.
+
+        Returns:
+            Bytes that may be held ahead of the group's first gradient.
+        """
+        shapes = [tensor.shape for tensor in tensors_of(inputs)]
+        # Attention grows with the longest dimension, all else with the number of elements.
+        size = (sum(shape.numel() for shape in shapes), max((max(shape, default=1) for shape in shapes), default=0))
+        seen = self._seen.get(group, (0, 0))
+        self._seen[group] = (max(seen[0], size[0]), max(seen[1], size[1]))
+        return self._num_bytes if self._seen[group] == seen else 0
+
+    def fail(self) -> None:
+        """A forward or backward has failed for lack of memory: `auto` holds nothing until the end of the next cycle."""
+        self._seen.clear()
+        self._num_bytes = 0 if self._setting == "auto" else self._setting
+
+    def end_cycle(self, device: torch.device, held_bytes: int) -> None:
+        """Measure what was left, if it is to be measured.
+
+        Args:
+            device: The device.
+            held_bytes: What is allocated there for pieces.
+        """
+        if self._setting == "auto":
+            unused = unused_bytes(device)
+            self._num_bytes = unused + held_bytes if unused else 0

@@ -1,0 +1,275 @@
+"""Pieces loaded ahead of their step: no bit changes, no more bytes are held than allowed, and they give way."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import HiFT, HiFTConfig, Ledger
+from slivertune.core.copy_streams import streams_made_by
+from slivertune.hift import prefetch
+from tests.helpers.delayed_streams import DelayedStreams
+from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.reference import train
+from tests.hift.cases import BIG_VOCAB, hift_over
+from tests.hift.test_ordering import assert_in_order
+
+STREAM_BYTES = 20_000
+ROOMS = [0, 1, 20_000, 60_000, 10**9]
+"""Nothing, less than a piece, about one, some, and all."""
+STEPS = 17
+
+
+def trained(model: nn.Module, name: str, steps: int = STEPS, **config: Any) -> nn.Module:
+    other, hift = hift_over(twin(model), name, **{"stream_bytes": STREAM_BYTES, **config})
+    train(other, hift, token_batches(steps, vocab=BIG_VOCAB), steps)
+    return other
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"master": "split", "layers_per_group": 2},
+        {"steps_per_group": 3},
+        {"state": "discard", "steps_per_group": 2},
+        {"step_in_backward": True},
+        {"stream_bytes": 0, "layers_per_group": 5},
+    ],
+    ids=lambda config: " ".join(f"{key}={value}" for key, value in config.items()),
+)
+@pytest.mark.parametrize("name", ["AdamW", "SGD momentum", "AdamW8bit"])
+def test_no_room_changes_a_bit(name: str, config: dict[str, Any]) -> None:
+    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    expected = trained(model, name, prefetch_bytes=0, **config)
+    assert_all_moved(expected, weights(model))
+    for room in ROOMS[1:]:
+        assert_same_bits(trained(model, name, prefetch_bytes=room, **config), expected)
+
+
+@pytest.mark.parametrize("prefetch_bytes", [20_000, 60_000, 10**9])
+@pytest.mark.parametrize("config", [{}, {"master": "split", "steps_per_group": 2}, {"step_in_backward": True}])
+def test_all_copies_are_in_order_with_room(config: dict[str, Any], prefetch_bytes: int) -> None:
+    assert_in_order("AdamW", torch.bfloat16, stream_bytes=STREAM_BYTES, prefetch_bytes=prefetch_bytes, **config)
+
+
+@contextmanager
+def delayed(seed: int | None) -> Iterator[list[DelayedStreams]]:
+    """Streams whose copies are late; those that were made."""
+    made: list[DelayedStreams] = []
+
+    def make(device: torch.device) -> DelayedStreams:
+        made.append(DelayedStreams(device, seed))
+        return made[-1]
+
+    with streams_made_by(make):
+        yield made
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("prefetch_bytes", [0, 60_000, 10**9])
+@pytest.mark.parametrize(
+    "config", [{}, {"master": "split", "steps_per_group": 2}, {"step_in_backward": True, "layers_per_group": 2}]
+)
+def test_every_legal_order_gives_the_same_bits(config: dict[str, Any], prefetch_bytes: int, seed: int | None) -> None:
+    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    expected = trained(model, "AdamW", prefetch_bytes=0, **config)
+    with delayed(seed) as made:
+        late = trained(model, "AdamW", prefetch_bytes=prefetch_bytes, **config)
+        assert_same_bits(late, expected)
+    assert sum(streams.num_late for streams in made) > 100
+
+
+@pytest.mark.parametrize("missing", ["compute_after", "slot", "compute"])
+def test_a_missing_wait_changes_bits(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    expected = trained(model, "AdamW", prefetch_bytes=60_000)
+    on = DelayedStreams.on
+
+    def without_slot(self: DelayedStreams, direction: Any, *after: Any) -> Any:
+        return on(self, direction, *(after[1:] if direction == "inbound" else after))
+
+    if missing == "compute_after":
+        monkeypatch.setattr(DelayedStreams, "compute_after", lambda self, event: None)
+    elif missing == "slot":
+        monkeypatch.setattr(DelayedStreams, "on", without_slot)
+    else:
+        monkeypatch.setattr(DelayedStreams, "synchronize", lambda self: None)
+    with delayed(None):
+        other, hift = hift_over(twin(model), "AdamW", stream_bytes=STREAM_BYTES, prefetch_bytes=60_000)
+        batches = token_batches(STEPS, vocab=BIG_VOCAB)
+        train(other, hift, batches, 11)
+        if missing == "compute":  # what the host reads too early
+            hift.load_state_dict(copy.deepcopy(hift.state_dict()))
+        train(other, hift, batches, STEPS - 11, start=11)
+    with pytest.raises(AssertionError):
+        assert_same_bits(other, expected)
+
+
+@pytest.fixture
+def ledger() -> Iterator[Ledger]:
+    """A count of all that is allocated in the test."""
+    with Ledger() as entered:
+        yield entered
+
+
+def build(num_updates: int = 10, **config: Any) -> tuple[Any, HiFT, list[dict[str, torch.Tensor]]]:
+    """A model after two cycles, whose embedding and head are many pieces."""
+    model, hift = hift_over(
+        tiny_llama(torch.bfloat16, vocab=4001), torch.optim.AdamW, lr=1e-3, **{"stream_bytes": 2**18, **config}
+    )
+    batches = token_batches(40, vocab=4001)
+    train(model, hift, batches, num_updates)
+    return model, hift, batches
+
+
+def state_in_forward(
+    ledger: Ledger, model: Any, hift: HiFT, batch: dict[str, torch.Tensor], *, backward: bool = True
+) -> int:
+    """Bytes of state on the device at the end of a forward; the step is made."""
+    loss = model(**batch).loss
+    held = ledger.current().state
+    if backward:
+        loss.backward()
+        hift.step()
+    return held
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 2**18, 2**20, 2**30])
+def test_a_forward_finds_no_more_than_the_budget_and_what_it_can_use(prefetch_bytes: int) -> None:
+    with Ledger() as ledger:
+        model, hift, batches = build(prefetch_bytes=prefetch_bytes)
+        held = []
+        for index in range(10, 20):
+            ledger.reset_peak()
+            loss = model(**batches[index]).loss
+            held.append(ledger.peak.state)
+            loss.backward()
+            hift.step()
+    largest = max(12 * sum(p.numel() for p in layer) for layer in _parameters_by_group(model, hift))
+    assert max(held) <= min(prefetch_bytes, 1.1 * largest)  # slots are of one size
+    assert prefetch_bytes < 2**18 or max(held) > 0.7 * min(prefetch_bytes, largest)
+
+
+def _parameters_by_group(model: nn.Module, hift: HiFT) -> list[list[nn.Parameter]]:
+    return [[model.get_parameter(name) for name in group.parameter_names] for group in hift.groups]
+
+
+def larger(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: torch.cat([value, value]) for key, value in batch.items()}
+
+
+def longer(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.flatten()[None, : 2 * value.shape[1]].contiguous() for key, value in batch.items()}
+
+
+@pytest.mark.parametrize("change", [larger, longer])
+def test_a_batch_that_is_larger_than_all_before_finds_nothing_held_and_the_same_again_does(
+    ledger: Ledger, change: Any
+) -> None:
+    model, hift, batches = build(prefetch_bytes=2**30)
+    assert state_in_forward(ledger, model, hift, batches[10]) > 0
+    big = change(batches[11])
+    for _ in range(hift.num_groups):  # each group sees it for the first time
+        assert state_in_forward(ledger, model, hift, big) == 0
+    for _ in range(hift.num_groups):
+        assert state_in_forward(ledger, model, hift, big) > 0
+
+
+def test_a_forward_without_gradients_finds_nothing_held_and_the_next_that_trains_does(ledger: Ledger) -> None:
+    model, hift, batches = build(prefetch_bytes=2**30)
+    with torch.no_grad():
+        assert state_in_forward(ledger, model, hift, batches[10], backward=False) == 0
+    assert state_in_forward(ledger, model, hift, batches[10]) > 0
+
+
+def test_a_forward_that_lacks_memory_leaves_nothing_held(ledger: Ledger) -> None:
+    model, hift, batches = build(prefetch_bytes=2**30)
+    expected, usual, _ = build(prefetch_bytes=0)
+
+    def fail(*ignored: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    hook = model.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        model(**batches[10])
+    hook.remove()
+    assert ledger.current().state == 0
+    # And a backward that does.
+    handle = model.model.norm.register_full_backward_hook(fail)
+    loss = model(**batches[10]).loss
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        loss.backward()
+    handle.remove()
+    del loss
+    hift.zero_grad()
+    loss = model(**batches[10]).loss
+    assert ledger.current().state == 0
+    loss.backward()
+    hift.step()
+    train(model, hift, batches, 8, start=11)
+    train(expected, usual, batches, 9, start=10)
+    assert_same_bits(model, expected)
+
+
+def test_a_slot_that_finds_no_memory_lets_what_is_held_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, hift, batches = build(prefetch_bytes=2**30)
+    expected, usual, _ = build(prefetch_bytes=0)
+    slots = next(iter(hift._slots.values()))
+    new_memory, limit = type(slots)._new_memory, 2**20
+
+    def allocate(self: Any, num_bytes: int) -> torch.Tensor:
+        if self.held_bytes + num_bytes > limit:
+            raise torch.OutOfMemoryError("no room")
+        return new_memory(self, num_bytes)
+
+    monkeypatch.setattr(type(slots), "_new_memory", allocate)
+    hift._load_ahead(0)
+    train(model, hift, batches, 10, start=10)
+    train(expected, usual, batches, 10, start=10)
+    assert_same_bits(model, expected)
+    assert slots.held_bytes <= limit
+
+
+def test_auto_takes_what_the_first_cycle_has_left_and_nothing_elsewhere(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, hift, batches = build()
+    assert state_in_forward(ledger, model, hift, batches[10]) == 0, "a CPU has no memory of its own"
+    del model, hift
+    monkeypatch.setattr(prefetch, "unused_bytes", lambda device: 2**20 - ledger.current().state)
+    monkeypatch.setattr(HiFT, "_has_own_memory", staticmethod(lambda device: True))
+    model, hift = hift_over(tiny_llama(torch.bfloat16, vocab=4001), torch.optim.AdamW, lr=1e-3, stream_bytes=2**18)
+    held = [state_in_forward(ledger, model, hift, batches[index]) for index in range(15)]
+    assert held[:5] == [0] * 5 and 2**19 < max(held[5:]) <= 2**20
+    monkeypatch.setattr(prefetch, "unused_bytes", lambda device: 0)
+    assert [state_in_forward(ledger, model, hift, batches[index]) for index in range(15, 25)][5:] == [0] * 5
+
+
+def test_dropping_the_optimizer_detaching_and_loading_leave_nothing_held(ledger: Ledger) -> None:
+    model, hift, batches = build(prefetch_bytes=2**30)
+    train(model, hift, batches, 1, start=10)
+    assert ledger.current().state > 0
+    saved = copy.deepcopy(hift.state_dict())
+    hift.load_state_dict(saved)
+    hift.detach()
+    assert ledger.current().state == 0
+    hift.reattach()
+    train(model, hift, batches, 1, start=11)
+    assert ledger.current().state > 0
+    del hift
+    assert ledger.current().state == 0
+
+
+@pytest.mark.parametrize("value", ["all", -1, 1.5, True])
+def test_a_wrong_budget_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="prefetch_bytes="):
+        HiFTConfig(prefetch_bytes=value)
+    with pytest.raises(
+        ValueError, match=r'prefetch_bytes=5 is for state that waits off the device; with state="device"'
+    ):
+        HiFTConfig(prefetch_bytes=5, state="device")
