@@ -145,7 +145,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             state=request.state,
             master=request.master_kind,
             stream_bytes=request.stream_bytes,
-            step_in_backward=request.step_in_backward,
+            gradients=request.gradients,
         ),
         **arguments,
     )

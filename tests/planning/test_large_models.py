@@ -50,7 +50,7 @@ def most_memory() -> int:
     ("config", "settings", "limit"),
     [
         (LLAMA_7B, {"seq_length": 512}, 14.3 * GB),
-        (LLAMA_7B, {"seq_length": 512, "step_in_backward": True}, 13.9 * GB),
+        (LLAMA_7B, {"seq_length": 512, "gradients": "stepped"}, 13.9 * GB),
         (LLAMA_3_8B, {"batch_size": 2, "seq_length": 2048}, 17.3 * GIB),
         (LLAMA_7B, {"seq_length": 16384}, 24 * GIB),
     ],

@@ -90,7 +90,7 @@ def test_hift_with_its_state_anywhere_is_as_planned(layers_per_group: int, state
 
 
 def test_hift_that_steps_in_the_backward_is_as_planned() -> None:
-    check(PlanRequest(precision="mixed_hi", step_in_backward=True, gradient_checkpointing=True, **SIZES), LLAMA)
+    check(PlanRequest(precision="mixed_hi", gradients="stepped", gradient_checkpointing=True, **SIZES), LLAMA)
 
 
 def test_what_waits_on_the_host_is_as_planned() -> None:

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
     "DataDependentOutputException",
@@ -29,6 +29,7 @@ __all__ = [
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
     "tree_leaves",
+    "tree_map",
 ]
 
 RELIED_ON: Mapping[str, str] = {
@@ -43,6 +44,8 @@ RELIED_ON: Mapping[str, str] = {
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "takes tensor subclasses apart",
     "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
+    "torch.utils._pytree.tree_map": "replaces the tensors among an operator's arguments",
+    "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
     "torch.ops.aten._unique2.default": "the operator whose result's size depends on values",
     "torch.ops.aten._scaled_dot_product_attention_math.default": "attention as plain products",

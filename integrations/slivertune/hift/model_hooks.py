@@ -116,8 +116,11 @@ class ModelHooks:
 
         def note_gradient(parameter: torch.Tensor) -> None:
             self._reached = True
-            self._arrived = weakref.ref(parameter.grad) if parameter.grad is not None else None
+            arrived = parameter.grad
             on_gradient(parameter)
+            # In its place may stand what lies on the host.
+            arrived = arrived if parameter.grad is None else parameter.grad
+            self._arrived = weakref.ref(arrived) if arrived is not None else None
 
         for hook in self._gradient_hooks:
             hook.remove()

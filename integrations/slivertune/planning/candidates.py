@@ -100,9 +100,16 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cannot_help=_no_state_that_is_too_large,
         ),
         Candidate(
+            title="gradients on the host",
+            cost="the same update; each gradient leaves for host memory and comes back in the step",
+            fields=("gradients",),
+            options=_gradients_on_host,
+            cannot_help=_no_gradients_at_peak,
+        ),
+        Candidate(
             title="stepping in backward",
-            cost="the same update, but gradients can't be clipped or accumulated: --max_grad_norm 0",
-            fields=("step_in_backward", "gradient_accumulation_steps"),
+            cost="the same update, but gradients can't be clipped: --max_grad_norm 0",
+            fields=("gradients",),
             options=_step_in_backward,
             cannot_help=_no_gradients_at_peak,
         ),
@@ -167,10 +174,14 @@ def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
     return _changed(request, optimizer="adamw8bit") if is_adam else []
 
 
+def _gradients_on_host(request: PlanRequest) -> list[PlanRequest]:
+    may = request.layout in ("single", "ddp") and request.state != "device" and _reads(request, "gradients")
+    return [replace(request, gradients="host")] if may and request.gradients == "device" else []
+
+
 def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
-    alone = request.layout == "single" and request.gradient_accumulation_steps == 1
-    may = alone and _reads(request, "step_in_backward") and not request.step_in_backward
-    return [replace(request, step_in_backward=True)] if may else []
+    may = request.layout == "single" and _reads(request, "gradients") and request.gradients != "stepped"
+    return [replace(request, gradients="stepped")] if may else []
 
 
 def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
@@ -191,7 +202,7 @@ def _four_bits(request: PlanRequest) -> list[PlanRequest]:
 def _offload(request: PlanRequest) -> list[PlanRequest]:
     if request.offload_parameters or request.load_in_4bit or request.layout != "single":
         return []
-    return _changed(request, layout="fsdp2", offload_parameters=True, step_in_backward=False)
+    return _changed(request, layout="fsdp2", offload_parameters=True, gradients="device")
 
 
 def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanRequest]:
@@ -199,7 +210,7 @@ def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanReq
     num_sequences = request.gradient_accumulation_steps * request.batch_size
     return [
         replace(request, batch_size=size, gradient_accumulation_steps=num_sequences // size)
-        for size in (() if request.step_in_backward else sizes)
+        for size in sizes
         if request.batch_size % size == 0 and size * request.seq_length >= fewest_tokens
     ]
 

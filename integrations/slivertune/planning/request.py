@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from slivertune.core.layout import Layout
 from slivertune.core.setting_checks import check_choice, check_integer
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import MasterKind, StatePlace
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.byte_text import parse_bytes
 from slivertune.planning.methods import clash_with_method, clash_with_zero3, planned, planned_methods
@@ -131,9 +131,23 @@ class PlanRequest:
             "mixed_hi, none with all else",
         ),
     )
-    step_in_backward: bool = field(
-        default=False,
-        metadata=option(_METHODS, "hift: step a tensor as soon as its gradient is there; no accumulation, no clipping"),
+    gradients: GradientPlace = field(
+        default="device",
+        metadata=option(
+            _METHODS,
+            "hift: where gradients wait for their step; host: in host memory; stepped: nowhere, each tensor is stepped "
+            "inside the backward, without clipping",
+        ),
+    )
+    prefetch_bytes: int = field(
+        default=0,
+        metadata=option(
+            _METHODS,
+            "hift: bytes that pieces hold ahead of their step; training takes by itself what is left",
+            read=parse_bytes,
+            metavar="SIZE",
+            least=0,
+        ),
     )
     density: float | None = field(
         default=None,
@@ -283,15 +297,12 @@ class PlanRequest:
                 "master='split' halves what waits on the host; with state='device' take master='fp32'",
             ),
             (
-                self.step_in_backward and "step_in_backward" not in method.settings,
-                f"step_in_backward is HiFT's; method={self.method!r} has none",
+                self.gradients != "device" and "gradients" not in method.settings,
+                f"gradients={self.gradients!r} is HiFT's; method={self.method!r} keeps them on the device",
             ),
             (
-                self.step_in_backward and self.gradient_accumulation_steps > 1,
-                (
-                    f"step_in_backward steps a tensor at its first gradient, and gradient_accumulation_steps="
-                    f"{self.gradient_accumulation_steps} adds several up; leave out one of the two"
-                ),
+                self.gradients == "host" and self.state == "device",
+                "gradients='host' come back with the state, which state='device' does not move; take state='host'",
             ),
         )
 
@@ -331,7 +342,7 @@ class PlanRequest:
             BaseOptimizer.of_class(optimizer_class, arguments, None),
             state=self.state,
             master="fp32" if self.precision in ("fp32", "mixed") else self.master_kind,
-            step_in_backward=self.step_in_backward,
+            gradients=self.gradients,
         )
         return f"{clash} (precision='mixed_hi')" if clash is not None and "master=" in clash else clash
 

@@ -203,15 +203,13 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--token_ratio", "0.3", "--token_pattern", "every_other"], "invalid choice: 'every_other'"),
         (["--token_pattern", "block"], "--token_pattern block is read with --token_ratio alone; give a ratio, or"),
         (
-            ["--step_in_backward"],
-            "--step_in_backward does not go with --max_grad_norm 1: the norm of all gradients is known only when",
+            ["--gradients", "stepped"],
+            "--gradients stepped does not go with --max_grad_norm 1: the norm of all gradients is known only when",
         ),
-        (
-            ["--step_in_backward", "--max_grad_norm", "0", "--gradient_accumulation_steps", "2"],
-            "--step_in_backward does not go with --gradient_accumulation_steps 2",
-        ),
-        (["--step_in_backward", "--max_grad_norm", "0", "--fp16"], "--step_in_backward does not go with --fp16"),
-        (["--method", "dense", "--step_in_backward"], "--step_in_backward: only --method hift reads this"),
+        (["--gradients", "stepped", "--max_grad_norm", "0", "--fp16"], "--gradients stepped does not go with --fp16"),
+        (["--gradients", "host", "--fp16"], "--gradients host does not go with --fp16"),
+        (["--prefetch_bytes", "much"], "prefetch_bytes='much' must be a number of bytes, or \"auto\""),
+        (["--method", "dense", "--gradients", "host"], "--gradients: only --method hift reads this"),
         (
             ["--token_ratio", "0.3", "--label_smoothing_factor", "0.1"],
             "--label_smoothing_factor 0.1 does not go with --token_ratio: the smoothed loss would score positions that",

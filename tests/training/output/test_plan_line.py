@@ -138,7 +138,7 @@ def assembled(base: Path, data: Path, output: Path, *more: str, method: str = "h
             {"precision": "mixed_hi", "layers_per_group": 2, "master": "split", "stream_bytes": 9, "state": "discard"},
         ),
         ("hift", ("--bf16", "--master", "none"), {"precision": "bf16"}),
-        ("hift", ("--step_in_backward", "true", "--max_grad_norm", "0"), {"step_in_backward": True}),
+        ("hift", ("--gradients", "stepped", "--max_grad_norm", "0"), {"gradients": "stepped"}),
         (
             "dense",
             ("--gradient_accumulation_steps", "3", "--gradient_checkpointing", "true", "--token_ratio", "0.5"),
