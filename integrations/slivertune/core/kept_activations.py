@@ -187,6 +187,19 @@ def check_num_kept(num_blocks: Any, num_present: int | None = None, model_name: 
         )
 
 
+def without_checkpointing(num_blocks: object) -> str:
+    """Why activations can't be kept without checkpointing, in the words that planning and training share.
+
+    Args:
+        num_blocks: What it was asked for.
+    """
+    return (
+        f"--keep_activations {num_blocks} spares blocks that --gradient_checkpointing would compute again; add "
+        "--gradient_checkpointing true, or leave --keep_activations out: without checkpointing every block keeps its "
+        "activations"
+    )
+
+
 _keeping: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
