@@ -22,12 +22,14 @@ class Device:
         self.limit = 0
         self.ledger = Ledger()
         self.num_peaks_begun = 0
+        self.last_allocated = 0
 
     def read(self, device: torch.device, *, begin_peak: bool = False) -> DeviceMemory:
         if begin_peak:
             self.num_peaks_begun += 1
             self.ledger.reset_peak()
-        return DeviceMemory(allocated=self.ledger.current().device, highest=self.ledger.peak.device, limit=self.limit)
+        self.last_allocated = self.ledger.current().device
+        return DeviceMemory(allocated=self.last_allocated, highest=self.ledger.peak.device, limit=self.limit)
 
 
 @pytest.fixture
@@ -106,6 +108,20 @@ def test_no_limit_is_passed_and_room_that_is_there_is_used(method: str, device: 
         assert fits - 1 <= settled <= fits, (share, training.kept)
         found.append(settled)
     assert found == sorted(found) and found[0] < found[-1] == BLOCKS, found
+
+
+def test_a_share_of_the_device_stays_free_to_the_byte(device: Device) -> None:
+    training = Training(device, "dense", "auto").steps(3)
+    room: Any = training.handle._room
+    (kind,) = room._kinds.values()
+    for num_blocks in (1, 2, 3):
+        kept = sum(kind.bytes_of_block[place] for place in range(BLOCKS - num_blocks, BLOCKS))
+        needed = device.last_allocated + kind.need_bytes + kept
+        device.limit = next(limit for limit in range(needed, 2 * needed) if limit - round(0.05 * limit) >= needed)
+        training.step()
+        device.limit -= 1
+        training.step()
+        assert training.kept[-2:] == [num_blocks, num_blocks - 1]
 
 
 def test_larger_and_longer_batches_than_were_measured_keep_none_and_are_measured(device: Device) -> None:

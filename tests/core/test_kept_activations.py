@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import slivertune as st
 from slivertune.core.kept_activations import KeptActivationsHandle, find_checkpointed_blocks
@@ -409,6 +411,52 @@ def test_what_is_checkpointed_are_the_blocks_that_find_layers_finds(name: str) -
         return
     expected = [model.get_submodule(each.name) for each in st.find_layers(model) if each.kind == "block"]
     assert list(find_checkpointed_blocks(model)) == expected
+
+
+class Inner(GradientCheckpointingLayer):
+    """Counts its runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 4), 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.linear(hidden).tanh()
+
+
+class Outer(GradientCheckpointingLayer):
+    """A block with a layer that is checkpointed by itself as well, as those of Swin are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden).tanh()
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1, 2])
+def test_layers_inside_of_a_block_keep_with_it_and_are_no_blocks(num_blocks: int) -> None:
+    model = nn.Sequential(Outer(), Outer())
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    assert find_checkpointed_blocks(model) == tuple(model)
+    with st.keep_activations(model, num_blocks):
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    # Once in the forward, and where nothing is kept at least once more: each of the two levels computes it again.
+    assert [block.inner.count > 1 for block in model] == [True] * (2 - num_blocks) + [False] * num_blocks
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_it_can_still_be_told_whether_a_block_is_checkpointed_by_the_reentrant_kind(reentrant: bool) -> None:
+    model: Any = llama()
+    checkpoint(model, reentrant=reentrant)
+    with st.keep_activations(model, 2):
+        for block in blocks_of(model):
+            assert block._gradient_checkpointing_func.keywords == {"use_reentrant": reentrant}
 
 
 @pytest.mark.slow
