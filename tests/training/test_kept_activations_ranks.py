@@ -1,9 +1,15 @@
 """`slivertune train --keep_activations` on two ranks: the bits of plain checkpointing under each layout."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import slivertune as st
+from tests.core.test_kept_activations import CountForwards, batch, blocks_of, checkpoint, llama
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.training.tiny_runs import assert_same_bits, results_of
@@ -45,3 +51,32 @@ def test_ranks_that_keep_activations_end_with_the_bits_of_plain_checkpointing(
     assert results_of(folder / one)["layout"] == layout
     assert results_of(folder / one)["settings"]["keep_activations"] == 1
     assert "activations of the uppermost of 2 checkpointed blocks: 1" in ranks[0][one].printed
+
+
+def train_sharded(rank: int, world: int) -> dict[int, tuple[list[int], dict[str, torch.Tensor]]]:
+    """Two updates under FSDP2, by how many blocks keep: recomputations, and this rank's shares of the weights."""
+    found = {}
+    for number in (0, 3):
+        model: Any = llama()
+        checkpoint(model)
+        mesh = init_device_mesh("cpu", (world,))
+        for module in (*blocks_of(model), model):
+            fully_shard(module, mesh=mesh)
+        optimizer, counter = torch.optim.AdamW(model.parameters(), lr=1e-2), CountForwards(model)
+        torch.manual_seed(rank)
+        with st.keep_activations(model, number):
+            for step in range(2):
+                model(**batch(model, world * step + rank)).loss.backward()
+                recomputed = counter.recomputed()
+                optimizer.step()
+                optimizer.zero_grad()
+        shares = {name: each.to_local().detach().clone() for name, each in model.named_parameters()}
+        found[number] = recomputed, shares
+    return found
+
+
+def test_blocks_that_fsdp2_shards_keep_activations_with_the_same_bits() -> None:
+    for found in run_ranks(train_sharded, 2, timeout_s=120):
+        (all_again, plain), (few_again, kept) = found[0], found[3]
+        assert (all_again, few_again) == ([1, 1, 1, 1], [1, 0, 0, 0])
+        assert differing(plain, kept) == []

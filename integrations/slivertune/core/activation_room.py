@@ -143,7 +143,7 @@ class ActivationRoom:
         self._is_expected = False
         given = (*args, *getattr(forward, "keywords", {}).values())
         hidden = next(each for each in given if isinstance(each, torch.Tensor))
-        num_tokens, length = hidden.shape[:-1].numel(), hidden.shape[1]
+        num_tokens, length = hidden.shape[:-1].numel(), hidden.shape[1:2].numel()
         kind = self._kinds.setdefault(self._kind_of_forward(), _Kind())
         if not kind.knows(num_tokens, length):
             at_begin = read_memory(self._device, begin_peak=True).allocated
