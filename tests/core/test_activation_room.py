@@ -130,6 +130,8 @@ def test_larger_and_longer_batches_than_were_measured_keep_none_and_are_measured
         ({"size": 5}, [0, BLOCKS]),
         ({"size": 4}, [BLOCKS]),
         ({"size": 1, "length": LENGTH + 8}, [0, BLOCKS]),
+        # No more tokens than the first, and no longer than the second; yet attention may take more than in either.
+        ({"size": 4, "length": LENGTH + 8}, [0, BLOCKS]),
         ({"size": 5, "length": LENGTH + 8}, [0, BLOCKS]),
         ({"size": 1, "length": 8}, [BLOCKS]),
     ):

@@ -82,19 +82,23 @@ class _Kind:
     """What forwards of one kind took."""
 
     num_measured: int = 0
-    num_tokens: int = 0
-    """The largest batch that was measured."""
-    length: int = 0
-    """The longest sequence that was measured."""
+    batches: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens and lengths that were measured, none of them less than another in both."""
     need_bytes: int = 0
     """The most above what is allocated at the first block."""
     bytes_of_block: dict[int, int] = field(default_factory=dict)
     """By place, what a block keeps beyond its input; one that was not computed again records nothing."""
 
     def knows(self, num_tokens: int, length: int) -> bool:
-        """Whether such a batch takes no more than what was measured."""
+        """Whether such a batch takes no more than one that was measured, also in attention."""
         is_measured = self.num_measured >= _FORWARDS_TO_MEASURE
-        return is_measured and num_tokens <= self.num_tokens and length <= self.length
+        return is_measured and any(num_tokens <= most and length <= longest for most, longest in self.batches)
+
+    def add(self, num_tokens: int, length: int) -> None:
+        """Such a batch was measured."""
+        self.num_measured += 1
+        larger = [each for each in self.batches if each[0] > num_tokens or each[1] > length]
+        self.batches = [*larger, (num_tokens, length)]
 
 
 class ActivationRoom:
@@ -197,8 +201,7 @@ class _MeasuredForward:
 
     def _end(self) -> None:
         kind, self._is_over = self._kind, True
-        kind.num_measured += 1
+        kind.add(self._num_tokens, self._length)
         for place, num_bytes in self._bytes_of_block.items():
             kind.bytes_of_block[place] = max(kind.bytes_of_block.get(place, 0), num_bytes)
-        kind.num_tokens, kind.length = max(kind.num_tokens, self._num_tokens), max(kind.length, self._length)
         kind.need_bytes = max(kind.need_bytes, read_memory(self._device).highest - self._at_begin)
