@@ -94,7 +94,7 @@ def test_no_limit_is_passed_and_room_that_is_there_is_used(method: str, device: 
     num_steps = 3 * CYCLE if method == "hift" else 8
     fixed = [Training(device, method, num_blocks).steps(num_steps) for num_blocks in range(BLOCKS + 1)]
     worst = [max(each.peaks) for each in fixed]
-    # The uppermost block is computed again while nothing else of the kind lives, so that to keep it takes no more.
+    # Here the peak is where the uppermost block is computed again, so that to keep it takes no more.
     assert worst[1] <= worst[0] and worst[1:] == sorted(set(worst[1:]))
     found = []
     for share in (0.0, 0.3, 0.6, 0.9, 1.6):
