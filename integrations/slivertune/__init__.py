@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         chunked_cross_entropy,
         why_not_chunked,
     )
+    from slivertune.core.kept_activations import keep_activations
     from slivertune.core.layers import Layer, find_layers
     from slivertune.core.ledger import Census, Ledger
     from slivertune.deltas import SparseDelta
@@ -47,6 +48,7 @@ __all__ = [
     "chunked_cross_entropy",
     "find_layers",
     "initialize",
+    "keep_activations",
     "prepare",
     "why_not_chunked",
 ]
@@ -68,6 +70,7 @@ _MODULE_OF_NAME = {
     "chunked_cross_entropy": "slivertune.chunked_loss",
     "find_layers": "slivertune.core.layers",
     "initialize": "slivertune.parallel",
+    "keep_activations": "slivertune.core.kept_activations",
     "prepare": "slivertune.parallel",
     "why_not_chunked": "slivertune.chunked_loss",
 }

@@ -31,6 +31,7 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
     [
         {},
         {"batch_size": 3, "gradient_accumulation_steps": 4, "seq_length": 77, "gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "keep_activations": 3},
         {"chunked_cross_entropy": False},
         {"task": "classification"},
         {"token_ratio": 0.3},
@@ -58,6 +59,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
         "batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "gradient_checkpointing": training.activation_checkpointing,
+        "keep_activations": arguments.run.num_kept or 0,
     }
     if request.method == "hift":
         config = arguments.method.options.config(seed=0)

@@ -21,6 +21,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "gradient_accumulation_steps": 2,
         "seq_length": 64,
         "gradient_checkpointing": True,
+        "keep_activations": 2,
         "chunked_cross_entropy": False,
         "token_ratio": 0.25,
         "layers_per_group": 4,

@@ -69,6 +69,8 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
             {"layout": "zero3", "num_gpus": 2, "precision": "mixed_hi", "master": "split"},
             r"""use master="fp32", .* \(precision='mixed_hi'\)""",
         ),
+        ({"keep_activations": -1, "gradient_checkpointing": True}, "keep_activations=-1 must be at least 0"),
+        ({"keep_activations": 2}, "--keep_activations 2 spares blocks .* add --gradient_checkpointing true, or leave"),
         (
             {"layout": "fsdp2", "num_gpus": 2, "method": "sft", "load_in_4bit": True},
             "train 4-bit models under DDP, ZeRO-1 or ZeRO-2",

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import Group
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.kept_groups import measure_alike
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
 from slivertune.planning.optimizers import optimizer_of
@@ -117,7 +119,7 @@ class PlannedHiFT(PlannedMethod):
         groups, waiting = [], 0
         with attached(request, model) as notes:
             for members in alike(run.optimizer.groups, model):
-                peak = run.measure(members[0], forward)
+                peak = measure_alike(partial(run.measure, forward=forward), members, request)
                 if layout == "fsdp2" and len(members) > 1:
                     # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on
                     # its way.

@@ -40,6 +40,8 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--method", "hift"),
         ("--method", "dense"),
         ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--stream_bytes", "262144"),
+        ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--keep_activations", "4"),
+        ("--method", "dense", "--gradient_checkpointing", "true", "--keep_activations", "3"),
         ("--method", "dense", "--gradient_accumulation_steps", "2"),
         ("--method", "sft", "--density", "0.05"),
         ("--method", "sft", "--density", "0.05", "--reselection_interval", "7"),

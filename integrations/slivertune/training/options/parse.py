@@ -10,6 +10,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
+from slivertune.core.activation_room import check_can_measure
+from slivertune.core.kept_activations import without_checkpointing
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
@@ -117,6 +119,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     training.mixed_precision = precision.autocast
     method.check(given, training)
     _check_task(data, tokens, training)
+    _check_kept(run, training)
     return TrainArguments(
         method=method,
         run=run,
@@ -261,6 +264,14 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
             "--token_ratio does not go with --task prompt_classification: its loss reads the label word's place alone, "
             "outside the model, and that place may not be selected; leave it out, or take --task classification"
         )
+
+
+def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
+    """Refuse activations that are kept where none are given up, or where nothing tells how many there is room for."""
+    if run.num_kept is not None and not training.activation_checkpointing:
+        raise ValueError(without_checkpointing(run.num_kept))
+    if run.num_kept == "auto":
+        check_can_measure(training.device.type, training.world_size)
 
 
 def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:
