@@ -149,6 +149,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             master=request.master_kind,
             stream_bytes=request.stream_bytes,
             gradients=request.gradients,
+            prefetch_bytes=request.prefetch_bytes,
         ),
         **arguments,
     )

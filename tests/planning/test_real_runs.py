@@ -119,8 +119,19 @@ def test_more_blocks_than_there_are_can_not_be_planned() -> None:
         make_plan(PlanRequest(keep_activations=5, **LONG), LLAMA)
 
 
-def test_hift_that_steps_in_the_backward_is_as_planned() -> None:
-    check(PlanRequest(precision="mixed_hi", gradients="stepped", gradient_checkpointing=True, **SIZES), LLAMA)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradients": "stepped"},
+        {"gradients": "host"},
+        {"gradients": "host", "layers_per_group": 5},
+        {"gradients": "host", "layers_per_group": 2, "gradient_accumulation_steps": 2},
+        {"prefetch_bytes": 2**20},
+    ],
+    ids=str,
+)
+def test_hift_with_gradients_that_do_not_stay_and_with_prefetch_is_as_planned(settings: dict[str, Any]) -> None:
+    check(PlanRequest(precision="mixed_hi", gradient_checkpointing=True, **settings, **SIZES), LLAMA)
 
 
 def test_what_waits_on_the_host_is_as_planned() -> None:

@@ -162,7 +162,7 @@ def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
 
 def _split_masters(request: PlanRequest) -> list[PlanRequest]:
     whole = request.master_kind == "fp32" and request.state != "device"
-    return _changed(request, master="split") if whole else []
+    return changed(request, master="split") if whole else []
 
 
 def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
@@ -171,7 +171,7 @@ def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
 
 def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
     is_adam = request.optimizer == "adamw" and not planned(request.method).is_optimizer
-    return _changed(request, optimizer="adamw8bit") if is_adam else []
+    return changed(request, optimizer="adamw8bit") if is_adam else []
 
 
 def _gradients_on_host(request: PlanRequest) -> list[PlanRequest]:
@@ -185,11 +185,11 @@ def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
-    return _changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
+    return changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
 
 
 def _no_masters(request: PlanRequest) -> list[PlanRequest]:
-    return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
+    return [] if request.precision == "bf16" else changed(request, precision="bf16", master=None)
 
 
 def _four_bits(request: PlanRequest) -> list[PlanRequest]:
@@ -202,7 +202,7 @@ def _four_bits(request: PlanRequest) -> list[PlanRequest]:
 def _offload(request: PlanRequest) -> list[PlanRequest]:
     if request.offload_parameters or request.load_in_4bit or request.layout != "single":
         return []
-    return _changed(request, layout="fsdp2", offload_parameters=True, gradients="device")
+    return changed(request, layout="fsdp2", offload_parameters=True, gradients="device")
 
 
 def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanRequest]:
@@ -226,7 +226,7 @@ def _reads(request: PlanRequest, setting: str) -> bool:
     return setting in planned(request.method).settings
 
 
-def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
+def changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
     """The request with other settings; none where these do not go together with the rest, or need what is not there."""
     try:
         return [replace(request, **changes)]
