@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger
+from slivertune.hift.in_backward import SteppedGradient
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
     LAYERS,
@@ -204,7 +205,7 @@ def test_about_one_gradient_is_alive_and_two_pieces_of_state(place: dict[str, An
         train(model, hift, batches, 2)
         with Ledger(model) as ledger:
             model(**batches[2]).loss.backward()
-            assert all(parameter.grad is None for parameter in model.parameters()) is in_backward
+            assert (ledger.current().gradients == 0) is in_backward
             hift.step()
         found[in_backward] = ledger.highest
     sizes = [parameter.nbytes for parameter in model.parameters()]
@@ -235,7 +236,7 @@ def test_a_second_backward_before_step_is_an_error_that_comes_back_until_a_state
     with pytest.raises(RuntimeError, match="got a second gradient before step"):
         model(**batches[2]).loss.backward()
     assert differing(weights(model), after_one) == [], "the second backward must not change a weight"
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(p.grad is None or isinstance(p.grad, SteppedGradient) for p in model.parameters())
     for _ in range(2):
         with pytest.raises(RuntimeError, match="second gradient"):
             hift.step()
@@ -370,6 +371,31 @@ def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
     hift_over(model, _SecondMoment, gradients="stepped", elementwise=True, lr=0.1)
     with pytest.raises(ValueError, match="gradients='yes' must be one of 'device', 'host', 'stepped'"):
         HiFTConfig(gradients="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, hift: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model, hift: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda model, hift: torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
+        lambda model, hift: hift.clip_(1.0),
+        lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.norm(),
+        lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.mul_(2),
+        lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.clone(),
+    ],
+    ids=["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_", "norm", "mul_", "clone"],
+)
+def test_whoever_clips_or_reads_a_gradient_that_was_stepped_is_told(use: Any) -> None:
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
+    model(**token_batches(1)[0]).loss.backward()
+    with pytest.raises(RuntimeError, match=r"has stepped on this gradient in the backward .* set gradients='host'"):
+        use(model, hift)
+    hift.step()
+    assert hift.updates == 1 and all(parameter.grad is None for parameter in model.parameters())
+    model(**token_batches(1)[0]).loss.backward()
+    hift.detach()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:

@@ -5,6 +5,7 @@ With accumulation only an update's last backward steps; what the earlier ones br
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,50 @@ from slivertune.hift.host_gradients import HostGradients, OffloadedGradient
 from slivertune.hift.piece import Weight
 
 _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"
+
+
+class SteppedGradient(torch.Tensor):
+    """Stands in `.grad` of a weight that was stepped in the backward, until `step`: whoever reads it is told.
+
+    Args:
+        gradient: What it stands for.
+        refuse: Called when a backward adds to it; raises.
+    """
+
+    @staticmethod
+    def __new__(cls, gradient: torch.Tensor, refuse: Callable[[], None]) -> "SteppedGradient":
+        """Make it without memory."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls, gradient.shape, strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
+        )
+
+    def __init__(self, gradient: torch.Tensor, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Shape and dtype."""
+        return f"SteppedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Nothing of it lies anywhere."""
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(*ignored: Any) -> torch.Tensor:
+        """It can't be made of anything else."""
+        raise NotImplementedError("a gradient that was stepped can't be traced")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse it: the gradient is gone."""
+        if func is torch.ops.aten.add_.Tensor and running_backward() != NO_BACKWARD:
+            args[0]._refuse()
+        raise RuntimeError(
+            "gradients='stepped' has stepped on this gradient in the backward and dropped it, so that it can't be "
+            "clipped, read or changed; leave that out, or set gradients='host', which takes about as little memory"
+        )
 
 
 class BackwardSteps:
@@ -83,15 +128,7 @@ class BackwardSteps:
         if parameter.grad is None:
             return
         if self._broken is not None or weight.name in self._stepped:
-            # What follows in this backward must not be stepped either.
-            parameter.grad = None
-            self._broken = self._broken or (
-                f"{weight.name} got a second gradient before step(). gradients='stepped' steps on the first: call "
-                "step() after every backward; to accumulate over several, run all but the last in `with "
-                "optimizer.accumulating():` (the Trainer and accelerate's accumulate() say so themselves); and where "
-                "a layer is used twice under reentrant checkpointing, set gradients='host'"
-            )
-            raise RuntimeError(self._broken)
+            self._refuse_second(weight)
         self.watch_backward()
         if self._is_accumulating():
             assert isinstance(parameter, nn.Parameter)
@@ -99,6 +136,18 @@ class BackwardSteps:
             return
         claim(parameter.grad, "gradients")
         self._step_now(weight)
+
+    def _refuse_second(self, weight: Weight) -> None:
+        # What follows in this backward must not be stepped either.
+        weight.parameter.grad = None
+        if self._broken is None:
+            self._broken = (
+                f"{weight.name} got a second gradient before step(). gradients='stepped' steps on the first: call "
+                "step() after every backward; to accumulate over several, run all but the last in `with "
+                "optimizer.accumulating():` (the Trainer and accelerate's accumulate() say so themselves); and where "
+                "a layer is used twice under reentrant checkpointing, set gradients='host'"
+            )
+        raise RuntimeError(self._broken)
 
     def _step_now(self, weight: Weight) -> None:
         parameter = weight.parameter
@@ -109,8 +158,11 @@ class BackwardSteps:
                 parameter.grad = None
                 raise
         self._stepped.add(weight.name)
+        gradient = parameter.grad
+        assert gradient is not None
         try:
             self._step_weight(weight)
+            parameter.grad = SteppedGradient(gradient, partial(self._refuse_second, weight))
         except BaseException as error:
             self._broken = (
                 f"the update failed at {weight.name} ({type(error).__name__}), after {len(self._stepped) - 1} other "
@@ -138,6 +190,7 @@ class BackwardSteps:
         # What earlier backward passes have brought, and the last has not reached.
         for weight in [w for w in self._weight_of.values() if isinstance(w.parameter.grad, OffloadedGradient)]:
             self._step_now(weight)
+        self._drop_stepped()
         given = [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
         if given:
             raise RuntimeError(
@@ -150,6 +203,7 @@ class BackwardSteps:
 
     def forget(self) -> None:
         """Forget an open update, since all weights and state are replaced."""
+        self._drop_stepped()
         self._stepped.clear()
         self._running.clear()
         self._broken = None
@@ -159,6 +213,12 @@ class BackwardSteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._drop_stepped()
+
+    def _drop_stepped(self) -> None:
+        for weight in self._weight_of.values():
+            if isinstance(weight.parameter.grad, SteppedGradient):
+                weight.parameter.grad = None
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         if not self._stepped and torch.is_grad_enabled() and running_backward() == NO_BACKWARD:
