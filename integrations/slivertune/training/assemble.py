@@ -9,6 +9,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.core.transformers_internals import use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
+from slivertune.interop.compilation import BlockCompilation
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.data.splits import load_splits
@@ -51,6 +52,8 @@ class Run:
     """Those of them that the method trains."""
     display: Display
     guard: NonFiniteGuard
+    compilation: BlockCompilation
+    """Compiles nothing unless `--torch_compile` asks for it."""
     ledger: LedgerLines | None
     probe: Probe | None
     """Asked before and after."""
@@ -81,6 +84,7 @@ class Run:
             self.loss.remove()
         if self.tokens is not None:
             self.tokens.remove()
+        self.compilation.end()
         self.method.close()
 
 
@@ -152,6 +156,9 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
     method.attach(trainer)
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
+    # With fewer graphs, and the loss still in chunks; and nothing else survives a rotation or a selection.
+    compilation = BlockCompilation(trainer, fullgraph=method.name == "hift" or tokens is not None)
+    compilation.begin()
     loss = attach_loss(trainer, task, display.say, wanted=arguments.run.chunked_cross_entropy)
     # Last of all that write into checkpoints.
     keep_manifest_last(trainer, marker)
@@ -169,6 +176,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         num_trained=method.num_trained(sum(count for count, is_trained in counts if is_trained)),
         display=display,
         guard=guard,
+        compilation=compilation,
         ledger=_add_ledger(trainer, arguments, display, coordinator),
         probe=make_probe(
             trainer,
