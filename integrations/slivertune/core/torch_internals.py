@@ -54,6 +54,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.UntypedStorage._cdata": "names a storage",
     "torch.nn.Module()._modules": "the children of a module, None and repetitions included",
     "torch.nn.Module()._buffers": "replaces a buffer",
+    "torch.nn.Module()._compiled_call_impl": "tells a module that was compiled in place",
     "torch.nn.modules.conv._ConvNd": "all convolutions",
     "torch.distributed.distributed_c10d._get_default_group": "the process group of a run",
     "torch.distributed.distributed_c10d._get_default_store": "the store that the ranks share",
@@ -127,6 +128,16 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """A module's children by name, None and repetitions included; the living dictionary."""
     return module._modules
+
+
+def compiled_call_of(module: nn.Module) -> Any:
+    """What `module.compile()` lets a module's calls run through; None if it was not compiled in place."""
+    return module._compiled_call_impl
+
+
+def uncompiled_module(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` has put another around; itself where it is none of these."""
+    return children_of(module).get("_orig_mod") or module
 
 
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:

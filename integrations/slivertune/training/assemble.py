@@ -10,6 +10,7 @@ from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.core.kept_activations import KeptActivationsHandle
 from slivertune.core.transformers_internals import use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
+from slivertune.interop.compilation import BlockCompilation
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.data.splits import load_splits
@@ -54,6 +55,8 @@ class Run:
     """Those of them that the method trains."""
     display: Display
     guard: NonFiniteGuard
+    compilation: BlockCompilation
+    """Compiles nothing unless `--torch_compile` asks for it."""
     ledger: LedgerLines | None
     probe: Probe | None
     """Asked before and after."""
@@ -86,6 +89,7 @@ class Run:
             self.tokens.remove()
         if self.kept is not None:
             self.kept.remove()
+        self.compilation.end()
         self.method.close()
 
 
@@ -157,6 +161,9 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
     method.attach(trainer)
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
+    # With fewer graphs, and the loss still in chunks; and nothing else survives a rotation or a selection.
+    compilation = BlockCompilation(trainer, fullgraph=method.name == "hift" or tokens is not None)
+    compilation.begin()
     loss = attach_loss(trainer, task, display.say, wanted=arguments.run.chunked_cross_entropy)
     num_kept, trained_model = arguments.run.num_kept, trainer.model
     # The Trainer switches checkpointing on when it begins to train.
@@ -178,6 +185,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         num_trained=method.num_trained(sum(count for count, is_trained in counts if is_trained)),
         display=display,
         guard=guard,
+        compilation=compilation,
         ledger=_add_ledger(trainer, arguments, display, coordinator),
         probe=make_probe(
             trainer,
