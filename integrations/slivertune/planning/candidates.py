@@ -93,18 +93,18 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cannot_help=_no_activations_at_peak,
         ),
         Candidate(
-            title="8-bit optimizer state",
-            cost="moments of 8 bits in place of 32 (bitsandbytes): the update changes a little, quality hardly",
-            fields=("optimizer",),
-            options=_eight_bit_state,
-            cannot_help=_no_state_that_is_too_large,
-        ),
-        Candidate(
             title="gradients on the host",
             cost="the same update; each gradient leaves for host memory and comes back in the step",
             fields=("gradients",),
             options=_gradients_on_host,
             cannot_help=_no_gradients_at_peak,
+        ),
+        Candidate(
+            title="8-bit optimizer state",
+            cost="moments of 8 bits in place of 32 (bitsandbytes): the update changes a little, quality hardly",
+            fields=("optimizer",),
+            options=_eight_bit_state,
+            cannot_help=_no_state_that_is_too_large,
         ),
         Candidate(
             title="stepping in backward",
