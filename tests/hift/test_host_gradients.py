@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -264,6 +265,10 @@ def test_what_a_script_reads_of_a_gradient_is_true() -> None:
             lambda g: g.float().square().sum(),
             lambda g: g.isfinite().all(),
             lambda g: torch.histc(g.float(), 10),
+            lambda g: g.data.norm(),
+            lambda g: g.detach().cpu().float().sum(),
+            copy.deepcopy,
+            lambda g: pickle.loads(pickle.dumps(g)),
         ):
             assert torch.equal(read(gradient), read(expected))
 
@@ -276,6 +281,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "noise": lambda g: g.add_(torch.ones_like(g), alpha=0.01),
     "scaled, then added to": lambda g: g.mul_(0.5).add_(torch.ones_like(g)),
     "clamped": lambda g: g.clamp_(-1e-3, 1e-3),
+    "scaled by its data": lambda g: g.data.mul_(0.5),
     "zeroed": lambda g: g.zero_(),
     "replaced": lambda g: g.copy_(torch.ones_like(g)),
 }

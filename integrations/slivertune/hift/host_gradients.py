@@ -54,6 +54,14 @@ class OffloadedGradient(torch.Tensor):
         """Shape and dtype; the values would have to be copied."""
         return f"OffloadedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, in host memory)"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An ordinary tensor on the device."""
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as an ordinary tensor."""
+        return self.clone().__reduce_ex__(protocol)
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         """Nothing of it lies on the device."""
         return [], None
