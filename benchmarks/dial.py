@@ -6,6 +6,9 @@ settings in turn in one process, and every setting gets as many updates as fit t
 m = 1. All else is equal: AdamW, fp32, HiFT's default settings, the norm of a step's gradients clipped at 1.0, cosine
 with 5 % warm-up, one thread, the data's order by the seed. m = n is dense fine-tuning.
 
+Every rate is tried at the first seed and, unless it diverged there, at the other seeds too (of each setting the
+`--finalists` best alone, if that is given); the best rate has the best mean over all seeds.
+
 Every run that ends is added to the result file at once, and one that stands there is not repeated, so that a search can
 be stopped, continued and widened, on the same machine:
 
@@ -13,7 +16,7 @@ be stopped, continued and widened, on the same machine:
     python benchmarks/dial.py sst2 --data PATH
     python benchmarks/dial.py language --layers_per_group 4 --rates 2.5e-4    # a wider search
 
-`dial_table.py` chooses each setting's best rate and prints the tables.
+`dial_table.py` prints the tables.
 """
 
 import argparse
@@ -36,9 +39,9 @@ SETTINGS = (1, 2, 4, 8)
 """m; both models have eight layers: the embedding, six blocks, the head."""
 RATES = {
     "language": {1: (1e-3, 2e-3, 4e-3), 2: (1e-3, 2e-3, 4e-3), 4: (5e-4, 1e-3, 2e-3), 8: (1e-3, 2e-3, 4e-3)},
-    "sst2": {1: (1e-4, 2e-4, 4e-4), 2: (1e-4, 2e-4, 4e-4), 4: (5e-5, 1e-4, 2e-4), 8: (5e-5, 1e-4, 2e-4)},
+    "sst2": {1: (2e-4, 4e-4, 8e-4), 2: (2e-4, 4e-4, 8e-4), 4: (1e-4, 2e-4, 4e-4), 8: (1e-4, 2e-4, 4e-4)},
 }
-UPDATES = {"language": 480, "sst2": 180}
+UPDATES = {"language": 480, "sst2": 150}
 """At m = 1; those of `language` were the embedded default of `slivertune train`."""
 WARMUP_RATIO = 0.05
 CLIP_NORM = 1.0
@@ -146,6 +149,14 @@ def train(task: DialTask, run: dict[str, Any], num_updates: int, loss_before: fl
     }
 
 
+def finalists(part: dict[str, Any], m: int, first_seed: int, num_finalists: int | None) -> list[float]:
+    """The best rates of a setting at the first seed, which are worth further seeds, in ascending order."""
+    of_setting = [run for run in part["runs"] if (run["layers_per_group"], run["seed"]) == (m, first_seed)]
+    figure, sign = part["fixed"]["figure"], 1 if part["fixed"]["figure"] == "loss" else -1
+    stable = sorted((run for run in of_setting if not run["diverged"]), key=lambda run: sign * run[figure])
+    return sorted(run["learning_rate"] for run in stable[:num_finalists])
+
+
 def prepare(arguments: argparse.Namespace, task: DialTask, part: dict[str, Any]) -> None:
     """Calibrate and count once; refuse to continue a file that was made otherwise.
 
@@ -186,10 +197,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("task", choices=UPDATES, help="what to train")
     parser.add_argument("--data", type=Path, help="sst2: folder with train.tsv and dev.tsv")
-    parser.add_argument("--updates", type=int, help="at m = 1: the budget; 480 (language), 180 (sst2)")
+    parser.add_argument("--updates", type=int, help="at m = 1: the budget; 480 (language), 150 (sst2)")
     parser.add_argument("--layers_per_group", type=int, nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--rates", type=float, nargs="+", help="in place of each setting's own three")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--finalists", type=int, help="rates that go on to further seeds; all by default")
     parser.add_argument("--rounds", type=int, default=5, help="of the calibration")
     parser.add_argument("--results", type=Path, default=RESULTS / "dial.json", help="result file to continue")
     parser.add_argument("--quick", action="store_true", help="32 sentences; a trial, which needs --results")
@@ -215,16 +227,15 @@ def main() -> None:
     write_json(arguments.results, content)
     for seed in arguments.seeds:
         for m in arguments.layers_per_group:
-            for rate in arguments.rates or RATES[name][m]:
-                setting = {"layers_per_group": m, "learning_rate": rate}
-                done = [run for run in part["runs"] if setting.items() <= run.items()]
-                # A rate that diverged at another seed can't be chosen any more.
-                if any(run["diverged"] or run["seed"] == seed for run in done):
-                    continue
-                num_updates = part["calibration"]["num_updates"][str(m)]
-                part["runs"].append(train(task, {**setting, "seed": seed}, num_updates, part["loss_before"]))
-                write_json(arguments.results, content)
-                print(part["runs"][-1], flush=True)
+            is_first = seed == arguments.seeds[0]
+            rates = arguments.rates or RATES[name][m]
+            for rate in rates if is_first else finalists(part, m, arguments.seeds[0], arguments.finalists):
+                run = {"layers_per_group": m, "learning_rate": rate, "seed": seed}
+                if not any(run.items() <= done.items() for done in part["runs"]):
+                    num_updates = part["calibration"]["num_updates"][str(m)]
+                    part["runs"].append(train(task, run, num_updates, part["loss_before"]))
+                    write_json(arguments.results, content)
+                    print(part["runs"][-1], flush=True)
     print(tables(content))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/dial_table.py              # of results/dial.json
     python benchmarks/dial_table.py trial.json
 
-The best rate of a setting has the best mean over all seeds; rates at which a seed diverged or is missing are left out.
+The best rate of a setting has the best mean over all seeds, of those that all seeds ran and none diverged at.
 """
 
 import statistics
@@ -78,15 +78,20 @@ def summary(content: dict[str, Part]) -> str:
 
 def details(name: str, part: Part) -> str:
     """A task's table: CPU seconds really spent, the parts of the bytes, and every rate that was tried."""
-    figure = part["fixed"]["figure"]
+    figure, num_seeds = part["fixed"]["figure"], len({run["seed"] for run in part["runs"]})
     heads = (f"m, {TITLES[name]}", "CPU s", "MB: weights + gradients + state", "MB on the host", "mean at each rate")
     lines = [_row(heads), _row(["---"] * len(heads))]
     for m, counted in part["bytes"].items():
         best, rates = best_runs(part, m), []
         for rate, runs in _by_rate(part, m).items():
             num_diverged = sum(run["diverged"] for run in runs)
-            mean = "" if num_diverged else _show(figure, [statistics.fmean(run[figure] for run in runs)])
-            rates.append(f"{rate:g}: {f'{num_diverged} of {len(runs)} diverged' if num_diverged else mean}")
+            if num_diverged:
+                rates.append(f"{rate:g}: {num_diverged} of {len(runs)} diverged")
+            else:
+                mean = _show(figure, [statistics.fmean(run[figure] for run in runs)])
+                rates.append(
+                    f"{rate:g}: {mean}" + (f" ({len(runs)} of {num_seeds} seeds)" if len(runs) < num_seeds else "")
+                )
         cells = [
             f"{m}: {_show(figure, [run[figure] for run in best])}" if best else f"{m}: none yet",
             f"{statistics.fmean(run['cpu_seconds'] for run in best):.0f}" if best else "",

@@ -268,10 +268,23 @@ def test_dial_shares_out_the_time_and_takes_the_best_rate_of_every_setting(tmp_p
     assert f" {means[best]:.3f} (" in row and f" | {best:g} | {calibration['num_updates']['4']} | " in row
     assert again.count("10000: 1 of 1 diverged") == 4
 
-    # Nothing is run twice, and a search goes on; where CPU time would mean something else, it does not.
-    part = dial("--rates", "1e-3", "1e-2", "5e-3", "--layers_per_group", "4")["language"]
-    assert part["runs"][:-2] == runs and [one["learning_rate"] for one in part["runs"][-2:]] == [5e-3, 5e-3]
+    # Nothing is run twice, and a search goes on, with the best alone if so asked.
+    part = dial("--rates", "5e-3", "2e-2", "--layers_per_group", "4", "--finalists=1")["language"]
+    assert part["runs"][: len(runs)] == runs
+    at_first = [one for one in part["runs"] if (one["layers_per_group"], one["seed"], one["diverged"]) == (4, 0, False)]
+    winner = min(at_first, key=lambda one: one["loss"])["learning_rate"]
+    more = [(one["seed"], one["learning_rate"]) for one in part["runs"][len(runs) :]]
+    assert more == [(0, 5e-3), (0, 2e-2), *([] if winner in (1e-3, 1e-2) else [(1, winner)])]
+    # With another budget the seconds would not be equal.
     assert "'updates_at_m_1': 21" in dial("--updates=21", expect=1)
+
+
+def test_the_dials_tables_in_the_documents_are_those_of_the_committed_result() -> None:
+    summary, *details = run_python(BENCHMARKS / "dial_table.py", cwd=CHECKOUT).stdout.strip().split("\n\n")
+    for document in ("README.md", "docs/hift.md"):
+        assert summary in (CHECKOUT / document).read_text(encoding="utf-8"), f"{document} has another table"
+    described = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert len(details) == 2 and all(table in described for table in details)
 
 
 def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -> None:
