@@ -61,9 +61,10 @@ def test_no_two_arguments_share_a_name() -> None:
                 "model.model_name_or_path": None,
                 "data.dataset": None,
                 "data.packing": True,
-                "training.learning_rate": 2e-3,
-                "training.warmup_steps": 0,
-                "training.max_steps": 480,
+                "method.options.layers_per_group": 4,
+                "training.learning_rate": 1e-3,
+                "training.warmup_steps": 0.05,
+                "training.max_steps": 352,
                 "training.report_to": [],
                 "training.output_dir": "runs/hift",
                 "training.dataloader_pin_memory": torch.cuda.is_available(),
@@ -90,7 +91,17 @@ def test_no_two_arguments_share_a_name() -> None:
             },
             id="the library's own defaults hold for other models and data",
         ),
-        pytest.param("--method dense", {"training.warmup_steps": 0.05}, id="dense warms up, which hift does by itself"),
+        pytest.param("--method dense", {"training.max_steps": 480}, id="other methods have a length of their own"),
+        pytest.param(
+            "--dataset rows.csv",
+            {"method.options.layers_per_group": 4, "training.learning_rate": 1e-3, "training.max_steps": -1},
+            id="the embedded model learns other data as long as the library says",
+        ),
+        pytest.param(
+            "--model_name_or_path gpt2",
+            {"method.options.layers_per_group": 1, "training.max_steps": 480},
+            id="another model on the language reference has the paper's groups",
+        ),
         pytest.param("--layers-per-group 3", {"method.options.layers_per_group": 3}, id="both spellings are taken"),
         pytest.param(
             "--method dense --optim galore_adamw",
@@ -160,10 +171,14 @@ def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None
 
 def test_hifts_settings_reach_its_config() -> None:
     arguments = parse_train_arguments(
-        ["--order", "random", "--state", "disk", "--state_dir", "d", "--stream_bytes", "0", "--seed", "7"]
+        [
+            *("--layers_per_group", "3", "--order", "random", "--state", "disk", "--state_dir", "d"),
+            *("--stream_bytes", "0", "--seed", "7"),
+        ]
     )
     config = arguments.method.options.config(arguments.training.seed)
-    assert config == HiFTConfig(order="random", state="disk", state_dir="d", stream_bytes=0, seed=7)
+    expected = HiFTConfig(layers_per_group=3, order="random", state="disk", state_dir="d", stream_bytes=0, seed=7)
+    assert config == expected
 
 
 @pytest.mark.parametrize("old", ["gradient_checkpointing", "activation_checkpointing"])

@@ -37,6 +37,7 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
+        ("--method", "hift", "--layers_per_group", "4"),
         ("--method", "hift"),
         ("--method", "dense"),
         ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--stream_bytes", "262144"),
@@ -52,8 +53,8 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_planned_peak_of_the_embedded_default_is_the_measured_one(
     words: tuple[str, ...], embedded_base: Path, tmp_path: Path
 ) -> None:
-    # The sizes of the run without arguments (256 tokens, 4 rows), two cycles of its 8 groups: in the first, masters and
-    # state are made, in the second they are met.
+    # The sizes of the run without arguments (256 tokens, 4 rows, 4 layers a group), and two cycles of as many as 8
+    # groups: in the first, masters and state are made, in the second they are met.
     more = ("--max_steps", "16", "--max_length", "256", "--packing", "--per_device_train_batch_size", "4")
     data = write_texts(tmp_path, count=400)
     results = train(embedded_base, data, tmp_path / "out", *more, "--sample_tokens", "0", *words)

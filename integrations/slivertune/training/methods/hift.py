@@ -13,11 +13,17 @@ from slivertune.interop.methods import check_base_optimizer
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
 
 RATE_HINT = (
-    "HiFT updates a parameter once in {cycle} updates here, and usually wants 2 to 4 times the learning rate of dense "
-    "fine-tuning; --learning_rate was not given, so {rate:g} is used"
+    "HiFT updates a parameter once in {cycle} updates here; --learning_rate was not given, so {rate:g} is used. Start "
+    "the search at the rate of dense fine-tuning, and try half and twice of it"
 )
+EMBEDDED_LAYERS_PER_GROUP = 4
+"""On the embedded model, which has eight layers."""
 
 _DEFAULTS = HiFTConfig()
+# By layers_per_group, from benchmarks/dial.py on the language reference: the best rate, and the updates, whole lines of
+# eight, that take the CPU time of 480 updates of one layer each.
+_EMBEDDED_RATES = {1: 2e-3, 2: 1e-3, 4: 1e-3, 8: 2e-3}
+_EMBEDDED_STEPS = {1: 480, 2: 432, 4: 352, 8: 264}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +101,11 @@ class HiFTMethod(SliverMethod):
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The best rate of 1e-3, 2e-3 and 3e-3, without a warm-up, whose first rate a whole cycle would hold."""
-        return {"learning_rate": 2e-3, "warmup_steps": 0.0}
+        """Layers a group; the best rate for as many, and on the embedded data a length that takes the same time."""
+        layers_per_group = given.get("layers_per_group", EMBEDDED_LAYERS_PER_GROUP)
+        measured = max((each for each in _EMBEDDED_RATES if each <= layers_per_group), default=1)
+        defaults = {"layers_per_group": layers_per_group, "learning_rate": _EMBEDDED_RATES[measured]}
+        return defaults if "dataset" in given else {**defaults, "max_steps": _EMBEDDED_STEPS[measured]}
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and what comes between the gradients and a step in the backward."""
