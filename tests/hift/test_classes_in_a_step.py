@@ -12,8 +12,8 @@ import slivertune as st
 from tests.helpers.models import tiny_llama, token_batches
 
 PACKAGE = str(Path(st.__file__).parent)
-MOST_CLASSES = 10
-"""Two of them move state between host and device: `CopyStreams` and `DeviceSlots`."""
+MOST_CLASSES = 11
+"""Three of them move state between host and device: `CopyStreams`, `DeviceSlots` and `Prefetcher`."""
 
 
 class ClassesThatRan:

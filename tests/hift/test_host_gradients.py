@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger, TokenTune
-from slivertune.hift import optimizer
+from slivertune.hift import host_room
 from slivertune.hift.host_gradients import OffloadedGradient
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
@@ -457,7 +457,7 @@ def test_too_little_host_memory_is_said_before_anything_is_allocated(
     model, hift = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=gradients, layers_per_group=LAYERS)
     num_parameters, before = sum(p.numel() for p in model.parameters()), weights(model)
     needed = num_parameters * (12 if gradients == "device" else 14)
-    monkeypatch.setattr(optimizer, "available_host_bytes", lambda: needed - 1)
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: needed - 1)
 
     def update() -> None:
         model(**token_batches(1)[0]).loss.backward()
@@ -468,7 +468,7 @@ def test_too_little_host_memory_is_said_before_anything_is_allocated(
             with pytest.raises(MemoryError, match=r"GB for masters and state .* are free .*state=\"disk\""):
                 update()
         assert ledger.highest.host == 0 and differing(weights(model), before) == []
-        monkeypatch.setattr(optimizer, "available_host_bytes", lambda: 2 * needed)
+        monkeypatch.setattr(host_room, "available_host_bytes", lambda: 2 * needed)
         hift.zero_grad()
         run(model, hift, 1)
     assert hift.updates == 1

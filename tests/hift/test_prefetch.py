@@ -219,7 +219,7 @@ def test_a_forward_that_lacks_memory_leaves_nothing_held(ledger: Ledger) -> None
 def test_a_slot_that_finds_no_memory_lets_what_is_held_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model, hift, batches = build(prefetch_bytes=2**30)
     expected, usual, _ = build(prefetch_bytes=0)
-    slots = next(iter(hift._slots.values()))
+    slots = next(iter(hift._prefetcher.slots.values()))
     new_memory, limit = type(slots)._new_memory, 2**20
 
     def allocate(self: Any, num_bytes: int) -> torch.Tensor:
@@ -228,7 +228,7 @@ def test_a_slot_that_finds_no_memory_lets_what_is_held_give_way(monkeypatch: pyt
         return new_memory(self, num_bytes)
 
     monkeypatch.setattr(type(slots), "_new_memory", allocate)
-    hift._load_ahead(0)
+    hift._prefetcher.load_ahead(hift._residencies[hift.active_group], 0)
     train(model, hift, batches, 10, start=10)
     train(expected, usual, batches, 10, start=10)
     assert_same_bits(model, expected)
@@ -242,7 +242,7 @@ def test_auto_takes_what_the_first_cycle_has_left_and_nothing_elsewhere(
     assert state_in_forward(ledger, model, hift, batches[10]) == 0, "a CPU has no memory of its own"
     del model, hift
     monkeypatch.setattr(prefetch, "unused_bytes", lambda device: 2**20 - ledger.current().state)
-    monkeypatch.setattr(HiFT, "_has_own_memory", staticmethod(lambda device: True))
+    monkeypatch.setattr(prefetch, "has_own_memory", lambda device: True)
     model, hift = hift_over(tiny_llama(torch.bfloat16, vocab=4001), torch.optim.AdamW, lr=1e-3, stream_bytes=2**18)
     held = [state_in_forward(ledger, model, hift, batches[index]) for index in range(15)]
     assert held[:5] == [0] * 5 and 2**19 < max(held[5:]) <= 2**20

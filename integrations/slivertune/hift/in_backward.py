@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from slivertune.core.ledger import claim
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
-from slivertune.hift.host_gradients import HostGradients, OffloadedGradient
+from slivertune.hift.host_gradients import HostGradients
+from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.hift.piece import Weight
 
 _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"

@@ -8,7 +8,6 @@ a `StreamedGroup` steps each group, `ModelHooks` sees to the model, `checkpoint`
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,23 +17,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layers import find_layers
 from slivertune.core.layout import Layout
 from slivertune.core.parameters import check_free, release, take
 from slivertune.core.sliver import CheckpointedSliver
-from slivertune.core.torch_internals import is_without_data
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
-from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.host_gradients import HostGradients, bytes_of
+from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
 from slivertune.hift.model_hooks import ModelHooks
-from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.piece import Weight
-from slivertune.hift.prefetch import PrefetchBudget
+from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residency import ResidentGroup, export_state, restore_state
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
@@ -168,10 +164,9 @@ class HiFT(CheckpointedSliver):
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
-        self._slots: dict[torch.device, DeviceSlots] = {}
         self._host_gradients = None
-        self._budget: PrefetchBudget | None = None
-        slots_of = partial(HiFT._slots_of, weakref.proxy(self))
+        self._prefetcher = Prefetcher(self.config.prefetch_bytes)
+        slots_of = self._prefetcher.slots_of
         self._residencies = [
             ResidentGroup(own, self._meter)
             if self.config.state == "device"
@@ -221,7 +216,7 @@ class HiFT(CheckpointedSliver):
     def _gradients_on_host(self) -> HostGradients:
         """What keeps the active group's gradients on the host."""
         weights = self._residencies[self.active_group].weights
-        streams = self._slots_of(weights[0].parameter.device).streams
+        streams = self._prefetcher.slots_of(weights[0].parameter.device).streams
         if self._host_gradients is None or self._host_gradients.streams is not streams:
             self._check_host_memory()
             self._host_gradients = HostGradients(
@@ -260,43 +255,12 @@ class HiFT(CheckpointedSliver):
     def _is_accumulating(self) -> bool:
         return self._num_accumulating > 0 or is_accumulating_by_accelerate()
 
-    def _slots_of(self, device: torch.device) -> DeviceSlots:
-        """The slots of a device, which all groups on it share."""
-        if device not in self._slots:
-            self._slots[device] = DeviceSlots(device)
-            setting = self.config.prefetch_bytes
-            if self._budget is None and (self._has_own_memory(device) if setting == "auto" else setting > 0):
-                self._budget = PrefetchBudget(setting)
-        return self._slots[device]
-
-    @staticmethod
-    def _has_own_memory(device: torch.device) -> bool:
-        return device.type == "cuda"
-
     def _begin_forward(self, inputs: Any) -> None:
-        """Load as much of the active group's state ahead as a forward leaves room for.
-
-        Args:
-            inputs: Of the forward; None of one that does not train, to which all room is left.
-        """
-        if self._budget is not None and not self.is_detached:
-            group = self.active_group
-            self._load_ahead(0 if inputs is None else self._budget.begin_forward(group, inputs))
-
-    def _load_ahead(self, num_bytes: int) -> None:
-        """Let pieces of the active group hold so many bytes of the device, and begin to load them."""
-        residency = self._residencies[self.active_group]
-        for slots in self._slots.values():
-            if num_bytes < slots.prefetch_bytes:
-                residency.release(num_bytes)
-            slots.prefetch_bytes = num_bytes
-        if num_bytes:
-            residency.prefetch()
+        if not self.is_detached:
+            self._prefetcher.begin_forward(self._residencies[self.active_group], self.active_group, inputs)
 
     def _note_lack_of_memory(self) -> None:
-        if self._budget is not None:
-            self._budget.fail()
-            self._load_ahead(0)
+        self._prefetcher.note_lack_of_memory(self._residencies[self.active_group])
 
     @property
     def config(self) -> HiFTConfig:
@@ -409,11 +373,7 @@ class HiFT(CheckpointedSliver):
         if self._residencies[self.active_group] is not residency:
             residency.release()  # of a turn that was skipped
             self._activate()
-        if self._budget is not None:
-            if rotation.starts_cycle:
-                for device, slots in self._slots.items():
-                    self._budget.end_cycle(device, slots.held_bytes)
-            self._load_ahead(self._budget.num_bytes)
+        self._prefetcher.end_update(self._residencies[self.active_group], ends_cycle=rotation.starts_cycle)
         rotation.warn_of_unreached(self.groups)
 
     def _step_from_gradients(self) -> bool:
@@ -457,24 +417,9 @@ class HiFT(CheckpointedSliver):
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
 
     def _check_host_memory(self) -> None:
-        """Refuse, once and before anything is allocated, a host on which what waits for all groups has no room."""
-        if self._has_host_memory or is_without_data():
-            return
-        self._has_host_memory = True
-        needed = Counter[str]()
-        for residency in self._residencies if self.config.state == "host" else ():
-            needed["masters and state"] += sum(waiting_bytes(residency.weights, self._meter).values())
-        if self.config.gradients == "host":
-            needed["gradients"] = max(bytes_of(residency.weights) for residency in self._residencies)
-        available = available_host_bytes()
-        if available is not None and needed.total() > available:
-            self._has_host_memory = False
-            parts = " and ".join(f"{num_bytes / 1e9:.1f} GB for {what}" for what, num_bytes in needed.items())
-            raise MemoryError(
-                f"HiFT needs {parts} in host memory, of which {available / 1e9:.1f} GB are free (or the container's "
-                'limit leaves no more); use state="disk" on a fast local disk, 8-bit state (adamw8bit), '
-                'master="split", or a machine with more memory'
-            )
+        if not self._has_host_memory:
+            check_host_room([residency.weights for residency in self._residencies], self._meter)
+            self._has_host_memory = True
 
     @torch.no_grad()
     def _step_weight(self, weight: Weight) -> None:
@@ -507,7 +452,7 @@ class HiFT(CheckpointedSliver):
         if self._engine is not None or self.is_detached:
             return
         self._take_off()
-        self._load_ahead(0)
+        self._prefetcher.load_ahead(self._residencies[self.active_group], 0)
         release(self._parameters_of_state(), self)
         if self._hooks.checks_model:
             self._hooks.free_successors()

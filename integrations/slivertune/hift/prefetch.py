@@ -1,15 +1,22 @@
-"""How many bytes of the device may hold pieces of a group's state ahead of their step."""
+"""How many bytes of the device may hold pieces of a group's state ahead of their step, and when they are loaded."""
 
 from typing import Any, Literal
 
 import torch
 
 from slivertune.core.outputs import tensors_of
+from slivertune.hift.device_slots import DeviceSlots
+from slivertune.hift.residency import ResidentGroup
 
 PrefetchBytes = int | Literal["auto"]
 
 _MARGIN_SHARE = 16
 """The sixteenth part of the device stays free: batches of one size do not take the same bytes every time."""
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether what is left on a device is worth a measurement."""
+    return device.type == "cuda"
 
 
 def unused_bytes(device: torch.device) -> int:
@@ -75,3 +82,66 @@ class PrefetchBudget:
         if self._setting == "auto":
             unused = unused_bytes(device)
             self._num_bytes = unused + held_bytes if unused else 0
+
+
+class Prefetcher:
+    """Loads the active group's pieces as early as there is room, and lets them give way.
+
+    Args:
+        setting: As in `HiFTConfig`.
+    """
+
+    def __init__(self, setting: PrefetchBytes) -> None:
+        self._setting = setting
+        self.slots: dict[torch.device, DeviceSlots] = {}
+        """By device; made when its first group's state is."""
+        self._budget: PrefetchBudget | None = None
+
+    def slots_of(self, device: torch.device) -> DeviceSlots:
+        """The slots of a device, which all groups on it share."""
+        if device not in self.slots:
+            self.slots[device] = DeviceSlots(device)
+            has_room = has_own_memory(device) if self._setting == "auto" else self._setting > 0
+            if self._budget is None and has_room:
+                self._budget = PrefetchBudget(self._setting)
+        return self.slots[device]
+
+    def begin_forward(self, residency: ResidentGroup, group: int, inputs: Any) -> None:
+        """Load as much ahead as a forward leaves room for.
+
+        Args:
+            residency: The active group's owner of state.
+            group: Its index.
+            inputs: Of the forward; None of one that does not train, to which all room is left.
+        """
+        if self._budget is not None:
+            self.load_ahead(residency, 0 if inputs is None else self._budget.begin_forward(group, inputs))
+
+    def load_ahead(self, residency: ResidentGroup, num_bytes: int) -> None:
+        """Let pieces of the active group hold so many bytes, and begin to load them."""
+        for slots in self.slots.values():
+            if num_bytes < slots.prefetch_bytes:
+                residency.release(num_bytes)
+            slots.prefetch_bytes = num_bytes
+        if num_bytes:
+            residency.prefetch()
+
+    def note_lack_of_memory(self, residency: ResidentGroup) -> None:
+        """Give up all that is held, and measure anew."""
+        if self._budget is not None:
+            self._budget.fail()
+            self.load_ahead(residency, 0)
+
+    def end_update(self, residency: ResidentGroup, *, ends_cycle: bool) -> None:
+        """Begin to load what the next update steps.
+
+        Args:
+            residency: The owner of state of the group whose turn it is now.
+            ends_cycle: Whether every group has had its turn: then what is left is measured.
+        """
+        if self._budget is None:
+            return
+        if ends_cycle:
+            for device, slots in self.slots.items():
+                self._budget.end_cycle(device, slots.held_bytes)
+        self.load_ahead(residency, self._budget.num_bytes)

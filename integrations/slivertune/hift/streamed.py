@@ -12,23 +12,18 @@ beside whatever is computed next: only the next use of a slot waits for them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from typing_extensions import override
 
 from slivertune.core.copy_streams import Event
-from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.cutting import cut_group
-from slivertune.hift.device_slots import DeviceSlots, Slot
-from slivertune.hift.host_gradients import OffloadedGradient
-from slivertune.hift.masters import join_master, refresh_master
+from slivertune.hift.device_slots import DeviceSlots
+from slivertune.hift.loaded_piece import LoadedPiece, leaf_data, moved_to_slot
+from slivertune.hift.masters import refresh_master
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.offload_buffer import (
-    LOW,
-    TIES,
     Copy,
     OffloadBuffer,
     OffloadedState,
@@ -38,6 +33,7 @@ from slivertune.hift.offload_buffer import (
     tensor_at,
     waiting_bytes,
 )
+from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, ResidentGroup, WeightState
@@ -45,21 +41,6 @@ from slivertune.hift.rotation import LearningRate
 
 _WORKING_PIECES = 2
 """Pieces on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """A piece in its slot."""
-
-    slot: Slot
-    tensors: list[dict[str, torch.Tensor]]
-    """For each slice, its tensors on the device by key."""
-    num_bytes: int
-    """How much of the slot they take; parts of gradients lie behind."""
-    ready: Event
-    """When the last of them has arrived."""
-    gradients: list[torch.Tensor | None] | None = None
-    """For each slice, its part of a gradient that waits on the host, once it is loaded."""
 
 
 class StreamedGroup(ResidentGroup):
@@ -87,7 +68,7 @@ class StreamedGroup(ResidentGroup):
         """Pieces of this update that are neither loaded nor stepped, in the order of their steps; None before any."""
         self._slot_bytes = 0
         """Of the group's largest piece."""
-        self._loaded: dict[int, _Loaded] = {}
+        self._loaded: dict[int, LoadedPiece] = {}
         self._stored: dict[int, Event] = {}
         """By piece: when it has been written back."""
 
@@ -264,7 +245,7 @@ class StreamedGroup(ResidentGroup):
                     start += aligned(source.nbytes)
                 tensors.append(on_device)
             ready = slots.streams.record("inbound")
-        self._loaded[index] = _Loaded(slot, tensors, start, ready)
+        self._loaded[index] = LoadedPiece(slot, tensors, start, ready)
         if self._loads_gradients:
             self._load_gradients(index)
         return True
@@ -286,7 +267,7 @@ class StreamedGroup(ResidentGroup):
                     loaded.ready = streams.record("inbound")
             loaded.gradients.append(part)
 
-    def _gradient_of(self, one: Slice, loaded: _Loaded | None, position: int) -> torch.Tensor | None:
+    def _gradient_of(self, one: Slice, loaded: LoadedPiece | None, position: int) -> torch.Tensor | None:
         """A slice's part of a gradient that waits on the host, on the device; None of one that is there whole."""
         gradient = one.weight.parameter.grad
         if not isinstance(gradient, OffloadedGradient):
@@ -314,7 +295,7 @@ class StreamedGroup(ResidentGroup):
         for position, one in enumerate(piece.slices):
             tensors = dict(loaded.tensors[position]) if loaded is not None else {}
             scalars = self._offloaded.scalars_of(one)
-            data = _leaf_data(one, tensors, scalars)
+            data = leaf_data(one, tensors, scalars)
             if one.on_master and not self._is_first_turn:
                 refresh_master(data, one.part_of_weight())
             one.place_leaf(data)
@@ -342,7 +323,7 @@ class StreamedGroup(ResidentGroup):
                 state[MASTER] = one.leaf.data
             copies: Sequence[Copy] = self._offloaded.receive(one, state)
             if loaded is not None:
-                copies, moved = _moved_to_slot(copies, loaded.tensors[position])
+                copies, moved = moved_to_slot(copies, loaded.tensors[position])
                 is_from_slot = is_from_slot and moved
             leaving += [(source, target) for _, source, target in copies]
             one.drop_gradient()
@@ -356,39 +337,3 @@ class StreamedGroup(ResidentGroup):
         if loaded is not None:
             del self._loaded[index]
             self._slots.give_back(loaded.slot, stored)
-
-
-def _moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) -> tuple[Sequence[Copy], bool]:
-    """Put what a step has made anew where the old tensors lie in the slot, so that it leaves from there.
-
-    Returns:
-        The copies out of the slot, and True; or the given ones and False, where a tensor has no place there.
-    """
-    places = {key: tensor.data_ptr() for key, tensor in loaded.items()}
-    for key, value, _ in copies:
-        place = loaded.get(key)
-        if place is None or (place.shape, place.dtype) != (value.shape, value.dtype):
-            return copies, False
-        if value.data_ptr() != places[key] and value.data_ptr() in places.values():
-            return copies, False  # the optimizer has changed two tensors' places
-    made = [(key, value) for key, value, _ in copies if value.data_ptr() != places[key]]
-    for key, value in made:
-        loaded[key].copy_(value)
-    return [(key, loaded[key], target) for key, _, target in copies], True
-
-
-def _leaf_data(one: Slice, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> torch.Tensor:
-    """What a leaf lies on; takes the master out of the state."""
-    part = one.part_of_weight()
-    if not one.on_master:
-        return part
-    low, ties = tensors.pop(LOW, None), scalars.pop(TIES, None)
-    if MASTER in tensors:
-        return tensors.pop(MASTER)
-    if low is not None and ties is not None:
-        master = join_master(part, low, ties.to(part.device))
-    else:
-        with claimed_at_birth("state"):
-            master = part.to(torch.float32)  # the group's first turn
-    claim(master, "state")
-    return master

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
-from slivertune.hift.host_gradients import OffloadedGradient
+from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
 
 BUCKET_BYTES = 25 * 2**20

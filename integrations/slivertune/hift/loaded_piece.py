@@ -1,0 +1,66 @@
+"""A piece in its slot of the device, and what a step finds and leaves there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slivertune.core.copy_streams import Event
+from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.hift.device_slots import Slot
+from slivertune.hift.masters import join_master
+from slivertune.hift.offload_buffer import LOW, TIES, Copy
+from slivertune.hift.piece import Slice
+from slivertune.hift.residency import MASTER
+
+
+@dataclass(slots=True)
+class LoadedPiece:
+    """A piece in its slot."""
+
+    slot: Slot
+    tensors: list[dict[str, torch.Tensor]]
+    """For each slice, its tensors on the device by key."""
+    num_bytes: int
+    """How much of the slot they take; parts of gradients lie behind."""
+    ready: Event
+    """When the last of them has arrived."""
+    gradients: list[torch.Tensor | None] | None = None
+    """For each slice, its part of a gradient that waits on the host, once it is loaded."""
+
+
+def moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) -> tuple[Sequence[Copy], bool]:
+    """Put what a step has made anew where the old tensors lie in the slot, so that it leaves from there.
+
+    Returns:
+        The copies out of the slot, and True; or the given ones and False, where a tensor has no place there.
+    """
+    places = {key: tensor.data_ptr() for key, tensor in loaded.items()}
+    for key, value, _ in copies:
+        place = loaded.get(key)
+        if place is None or (place.shape, place.dtype) != (value.shape, value.dtype):
+            return copies, False
+        if value.data_ptr() != places[key] and value.data_ptr() in places.values():
+            return copies, False  # the optimizer has changed two tensors' places
+    made = [(key, value) for key, value, _ in copies if value.data_ptr() != places[key]]
+    for key, value in made:
+        loaded[key].copy_(value)
+    return [(key, loaded[key], target) for key, _, target in copies], True
+
+
+def leaf_data(one: Slice, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> torch.Tensor:
+    """What a leaf lies on; takes the master out of the state."""
+    part = one.part_of_weight()
+    if not one.on_master:
+        return part
+    low, ties = tensors.pop(LOW, None), scalars.pop(TIES, None)
+    if MASTER in tensors:
+        return tensors.pop(MASTER)
+    if low is not None and ties is not None:
+        master = join_master(part, low, ties.to(part.device))
+    else:
+        with claimed_at_birth("state"):
+            master = part.to(torch.float32)  # the group's first turn
+    claim(master, "state")
+    return master
