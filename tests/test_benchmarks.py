@@ -86,7 +86,13 @@ def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "option"),
-    [("overhead.py", "--quick"), ("gpu.py", "--device=cpu"), ("tokentune.py", "--quick"), ("sft.py", "--quick")],
+    [
+        ("overhead.py", "--quick"),
+        ("gpu.py", "--device=cpu"),
+        ("tokentune.py", "--quick"),
+        ("sft.py", "--quick"),
+        ("schedule.py", "--quick"),
+    ],
 )
 def test_a_trial_is_never_written_among_the_results(script: str, option: str) -> None:
     assert "needs --output" in run(script, None, option, expect=2)
@@ -132,6 +138,24 @@ def test_sft_writes_times_and_bytes_beside_loras(tmp_path: Path) -> None:
         assert met["sft_ag_chunked_peak_while_estimating"] == (
             chunked["sft_ag"]["estimating"]["peak_bytes"] <= chunked["lora"]["plain"]["peak_bytes"]
         )
+
+
+def test_schedule_writes_what_is_exposed_with_room_and_without(tmp_path: Path) -> None:
+    name = "m = 1, 512 tokens"
+    result = run("schedule.py", tmp_path / "schedule.json", "--quick", "--rows", name)
+    assert_names_the_machine(result["environment"])
+    (row,) = result["rows"]
+    assert row["name"] == name and row["fits"]
+    assert row["budget_bytes"] == 24 * 2**30 - row["peak_bytes"] - row["allowance_bytes"]
+    for variant in ("prefetched", "before"):
+        for duplex in ("full", "half"):
+            one = row[variant][duplex]
+            assert [group["layers"] for group in one["groups"]][::3] == ["embedding", "head"]
+            exposed = sum(group["exposed_seconds"] for group in one["groups"])
+            assert one["exposed_share"] == pytest.approx(exposed / sum(group["seconds"] for group in one["groups"]))
+            assert sum(one["exposed_by"].values()) == pytest.approx(one["exposed_seconds"])
+    assert row["prefetched"]["full"]["exposed_share"] < row["before"]["full"]["exposed_share"]
+    assert row["is_met"] == (row["prefetched"]["full"]["exposed_share"] <= row["target"])
 
 
 def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path) -> None:

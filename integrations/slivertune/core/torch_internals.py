@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "DataDependentOutputException",
@@ -43,12 +44,14 @@ RELIED_ON: Mapping[str, str] = {
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "says that a step needs values",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "takes tensor subclasses apart",
+    "torch.utils.flop_counter.flop_registry": "counts an operator's floating-point operations",
     "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
     "torch.utils._pytree.tree_map": "replaces the tensors among an operator's arguments",
     "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
     "torch.ops.aten._unique2.default": "the operator whose result's size depends on values",
     "torch.ops.aten._scaled_dot_product_attention_math.default": "attention as plain products",
+    "torch.ops.aten.add_.Tensor._schema": "tells which arguments an operator writes",
     "torch.Tensor._version": "counts the writes into a tensor",
     "torch.Tensor._base": "finds the tensor of which another is a view",
     "torch.UntypedStorage._cdata": "names a storage",
@@ -72,6 +75,8 @@ READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 """The operator of `tensor.item()`."""
 FINDS_DISTINCT_VALUES = torch.ops.aten._unique2.default
 """The operator of `tensor.unique()`."""
+FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
+"""By operator (without overload): its floating-point operations, of its arguments and `out_val`, its result."""
 Convolution = nn.modules.conv._ConvNd
 """Base class of all convolutions."""
 
@@ -104,6 +109,18 @@ def apply_function(function: Any, *args: Any) -> torch.Tensor:
 def plain_attention(*tensors: Any, **options: Any) -> Any:
     """Attention as matrix products and a softmax; arguments and results are the operator's."""
     return torch.ops.aten._scaled_dot_product_attention_math(*tensors, **options)
+
+
+def arguments_of(operator: Any) -> list[tuple[str, bool]]:
+    """An operator's arguments in their order: the name of each, and whether the operator writes it.
+
+    Args:
+        operator: As a dispatch mode is given it.
+    """
+    return [
+        (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in operator._schema.arguments
+    ]
 
 
 def viewed_by(tensor: torch.Tensor) -> torch.Tensor:

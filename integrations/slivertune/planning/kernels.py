@@ -9,6 +9,8 @@ values, their output and the logarithms of the softmax's sums (and the mask, if 
 stored.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -80,8 +82,34 @@ def attend(
         )[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
-    result: torch.Tensor = _Fused.apply(query, key, value, attn_mask, kernel)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Fused.apply(query, key, value, attn_mask, kernel, is_causal)  # type: ignore[no-untyped-call]
     return result
+
+
+_listeners: list[Callable[[int, int], None]] = []
+
+
+@contextmanager
+def attention_seen_by(listener: Callable[[int, int], None]) -> Iterator[None]:
+    """Tell of each kernel that stands for attention, which no operator shows.
+
+    Args:
+        listener: Called with a kernel's floating-point operations, and the bytes of memory that it reads and writes.
+    """
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def _tell(flops_per_score: int, is_causal: bool, query: torch.Tensor, *others: torch.Tensor) -> None:
+    """Tell listeners of a kernel that reads or writes the queries and these others, the keys first."""
+    scores = query.shape[:3].numel() * others[0].shape[2]
+    if is_causal:
+        scores //= 2  # blocks above the diagonal are left out
+    for listener in _listeners:
+        listener(flops_per_score * scores, sum(each.nbytes for each in (query, *others)))
 
 
 class _Fused(torch.autograd.Function):
@@ -95,19 +123,22 @@ class _Fused(torch.autograd.Function):
         value: torch.Tensor,
         mask: torch.Tensor | None,
         kernel: KernelName,
+        is_causal: bool,
     ) -> torch.Tensor:
         batch, heads, length, _ = query.shape
         out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         rows = length if kernel == "flash" else -(-length // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
         logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
-        ctx.kernel = kernel
+        ctx.kernel, ctx.is_causal = kernel, is_causal
         ctx.save_for_backward(query, key, value, mask, out, logarithms)
+        # Two products, of queries and keys and of weights and values, and two operations a product and sum.
+        _tell(2 * (query.shape[-1] + value.shape[-1]), is_causal, query, key, value, out)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, _, _, logarithms = ctx.saved_tensors
+        query, key, value, _, out, logarithms = ctx.saved_tensors
         # Sums of gradient times output, one a row of the logarithms, live as long as the kernel runs.
         temporaries = [torch.empty_like(logarithms)]
         if ctx.kernel == "flash":
@@ -115,7 +146,11 @@ class _Fused(torch.autograd.Function):
             if query.shape[1] != key.shape[1]:
                 by_query_head = (query.shape[0], query.shape[1], key.shape[2], key.shape[3])
                 temporaries += [key.new_empty(by_query_head), value.new_empty(by_query_head)]
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        # Five products: the scores again, and the gradients of weights, values, queries and keys.
+        flops_per_score = 2 * (3 * query.shape[-1] + 2 * value.shape[-1])
+        _tell(flops_per_score, ctx.is_causal, query, key, value, out, gradient, *gradients)
+        return *gradients, None, None, None
 
 
 class GpuKernels(TorchFunctionMode):

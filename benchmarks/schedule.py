@@ -1,0 +1,194 @@
+"""How much of HiFT's traffic over the bus a step has to wait for, simulated: Llama-3-8B on a card of 24 GiB.
+
+The real training step runs on tensors without data, and every copy, event and operator of it is written down in its
+order (`slivertune.planning.hift_schedule`). That schedule is then played against a card's rates: exposed is the time
+in which the computing stream stands still. bf16 weights, fp32 masters, AdamW, activation checkpointing, the loss in
+chunks; means over a cycle in which every group has its turn, embedding and head included.
+
+- `budget` is what the card has beyond the planned peak and the allowance (`slivertune plan`); it is given to the run as
+  `prefetch_bytes`. `before` is the same run with `prefetch_bytes=0`, which loads nothing ahead of the first gradient.
+- With full duplex the bus has its rate each way at once; with half duplex both ways share it evenly.
+- Not simulated: the time that the host takes to queue operators, and that copies and computation slow each other in the
+  memory of the device. Operators reach a set share of the peak (`--efficiency`).
+
+    OMP_NUM_THREADS=1 python benchmarks/schedule.py                               # all rows, an hour on one core
+    OMP_NUM_THREADS=1 python benchmarks/schedule.py --rows "m = 1, 512 tokens"    # a part; the others stay in the file
+    OMP_NUM_THREADS=1 python benchmarks/schedule.py --quick --output trial.json   # a tiny model, to see whether it runs
+"""
+
+import argparse
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from environment import record_environment
+from result_files import RESULTS, read_json, write_json
+from transformers import LlamaConfig, PreTrainedConfig
+
+from slivertune.planning.cards import EFFICIENCY, Card, Duplex, card_named, known_cards
+from slivertune.planning.configs import find_model
+from slivertune.planning.hift_schedule import HiFTSchedule, record_hift
+from slivertune.planning.make import make_plan
+from slivertune.planning.plan import add_allowance
+from slivertune.planning.request import PlanRequest
+from slivertune.planning.schedule_player import StepTime, exposed_share
+
+MODEL = "llama-3-8b"
+TINY = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A run, and the share of its time that may be exposed with full duplex."""
+
+    name: str
+    target: float | None
+    """None where none was set."""
+    settings: dict[str, Any]
+    """Fields of `PlanRequest`."""
+
+
+ROWS = (
+    Row(name="m = 1, 512 tokens", target=0.05, settings={"seq_length": 512}),
+    Row(name="m = 1, 1,024 tokens", target=0.02, settings={"seq_length": 1024}),
+    Row(name="m = 1, 4,096 tokens", target=0.02, settings={"seq_length": 2048, "batch_size": 2}),
+    Row(
+        name="m = 8, 4,096 tokens, stepped in the backward",
+        target=0.05,
+        settings={"seq_length": 2048, "batch_size": 2, "layers_per_group": 8, "gradients": "stepped"},
+    ),
+    Row(
+        name="m = 8, 4,096 tokens, clipped",
+        target=None,
+        settings={"seq_length": 2048, "batch_size": 2, "layers_per_group": 8},
+    ),
+)
+
+
+def request_of(row: Row, *, is_quick: bool) -> PlanRequest:
+    """The run of a row."""
+    settings = {"method": "hift", "precision": "mixed_hi", "gradient_checkpointing": True, **row.settings}
+    if is_quick:
+        num_layers = min(2, row.settings.get("layers_per_group", 1))
+        settings |= {"seq_length": 32, "stream_bytes": 2**14, "layers_per_group": num_layers}
+    return PlanRequest(**settings)
+
+
+def simulate(
+    row: Row, config: PreTrainedConfig, card: Card, rates: dict[str, Any], *, is_quick: bool
+) -> dict[str, Any]:
+    """Plan a row, record it with what memory is left and with none, and play both with full and half duplex."""
+    request = request_of(row, is_quick=is_quick)
+    requirement = add_allowance(make_plan(request, config))
+    budget = card.memory_bytes - requirement.device_bytes
+    result: dict[str, Any] = {
+        "name": row.name,
+        "settings": row.settings,
+        "target": row.target,
+        "tokens": request.batch_size * request.seq_length * request.gradient_accumulation_steps,
+        "peak_bytes": requirement.plan.peak_bytes,
+        "allowance_bytes": requirement.allowance.total,
+        "budget_bytes": budget,
+    }
+    if budget < 0:
+        return {**result, "fits": False}
+    result["fits"] = True
+    for name, num_bytes in (("prefetched", budget), ("before", 0)):
+        schedule = record_hift(request, config, prefetch_bytes=num_bytes)
+        result[name] = {
+            duplex: figures(schedule, schedule.cycle(card.rates(duplex=duplex, **rates))) for duplex in get_args(Duplex)
+        }
+    result["is_met"] = None if row.target is None else result["prefetched"]["full"]["exposed_share"] <= row.target
+    return result
+
+
+def figures(schedule: HiFTSchedule, times: Sequence[StepTime]) -> dict[str, Any]:
+    """What a cycle came to: means over its steps, and each group's own."""
+    causes: Counter[str] = Counter()
+    for step in times:
+        causes.update({f"{phase}: {cause}": seconds for (phase, cause), seconds in step.exposed_by.items()})
+    return {
+        "exposed_share": exposed_share(times),
+        "step_seconds": math.fsum(step.total for step in times) / len(times),
+        "exposed_seconds": math.fsum(step.exposed for step in times) / len(times),
+        "exposed_by": {cause: seconds / len(times) for cause, seconds in causes.most_common()},
+        "groups": [
+            {
+                "layers": schedule.groups[step.group],
+                "seconds": step.total,
+                "exposed_seconds": step.exposed,
+                "exposed_by": {f"{phase}: {cause}": seconds for (phase, cause), seconds in step.exposed_by.items()},
+            }
+            for step in times
+        ],
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people, in Markdown."""
+    lines = [
+        "| Run | left for prefetch | s a step | exposed | half duplex | nothing ahead | half duplex | target |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        target = "" if row["target"] is None else f"<= {row['target']:.0%}"
+        if not row["fits"]:
+            lines.append(f"| {row['name']} | {-row['budget_bytes'] / 2**30:.2f} GiB too large | | | | | | {target} |")
+            continue
+        shares = [
+            row[name][duplex]["exposed_share"] for name in ("prefetched", "before") for duplex in get_args(Duplex)
+        ]
+        cells = [
+            row["name"],
+            f"{row['budget_bytes'] / 2**30:.2f} GiB",
+            f"{row['prefetched']['full']['step_seconds']:.3f}",
+            *(f"{share:.1%}" for share in shares),
+            target if row["is_met"] is not False else f"{target}, missed",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Simulate, write the result after every row, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], help="a part; all by default")
+    parser.add_argument("--card", choices=sorted(known_cards()), default="4090")
+    parser.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of the peak that is reached")
+    parser.add_argument("--bus_bandwidth", type=float, default=25e9, help="bytes a second each way")
+    parser.add_argument("--host_bandwidth", type=float, help="bytes a second of the host's memory; no bound by default")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, to see whether it runs; needs --output")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    if arguments.quick and arguments.output is None:
+        parser.error("--quick needs --output FILE: a trial is not written among the results")
+    output = arguments.output or RESULTS / "schedule.json"
+    rates = {name: getattr(arguments, name) for name in ("efficiency", "bus_bandwidth", "host_bandwidth")}
+    about = {"model": "tiny" if arguments.quick else MODEL, "card": arguments.card, "rates": rates}
+    kept = read_json(output)
+    if kept and {name: kept[name] for name in about} != about:
+        parser.error(f"{output} has rows of other rates, {[kept[name] for name in about]}; name another --output")
+    config = TINY if arguments.quick else find_model(MODEL).config
+    by_name = {row["name"]: row for row in kept.get("rows", [])}
+    rows = list(by_name.values())
+    for row in ROWS:
+        if arguments.rows is None or row.name in arguments.rows:
+            by_name[row.name] = simulate(row, config, card_named(arguments.card), rates, is_quick=arguments.quick)
+            rows = [by_name[each.name] for each in ROWS if each.name in by_name]
+            write_json(output, {"environment": record_environment(), **about, "rows": rows})
+            print(row.name, "done", flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The rates of graphics cards, as their vendors give them (`cards.toml`), and what of these a run is taken to reach."""
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal, get_args
+
+from slivertune.core.setting_checks import check_choice
+
+Duplex = Literal["full", "half"]
+"""Whether the bus has its rate each way, or once for both ways together."""
+
+EFFICIENCY = 0.6
+"""Share of the peak that the matrix products of training reach; an assumption, to be set."""
+BUS_EFFICIENCY = 0.8
+"""Share of the bus's rate that large copies from pinned memory reach; an assumption, to be set."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """What a schedule is played against.
+
+    Raises:
+        ValueError: If a value is outside what its field says.
+    """
+
+    flops: float
+    """Floating-point operations a second."""
+    memory_bandwidth: float
+    """Bytes a second that the device's memory gives or takes."""
+    bus_bandwidth: float
+    """Bytes a second each way, or with half duplex of both ways together."""
+    duplex: Duplex = "full"
+    """What the ways share."""
+    host_bandwidth: float | None = None
+    """Bytes a second that the host's memory gives and takes, of both ways together; None where it bounds nothing."""
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory_bandwidth", "bus_bandwidth", "host_bandwidth"):
+            value = getattr(self, name)
+            if not (value is None and name == "host_bandwidth") and not value > 0:
+                raise ValueError(f"{name}={value} must be greater than 0; give the card's rate a second")
+        check_choice("duplex", self.duplex, get_args(Duplex))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A graphics card by its vendor's figures."""
+
+    name: str
+    peak_flops: float
+    """Dense bf16 operations a second with sums in fp32."""
+    memory_bandwidth: float
+    """Bytes a second."""
+    memory_bytes: int
+    """Of the device."""
+    bus_bandwidth: float
+    """Bytes a second each way."""
+    source: str
+    """Where the figures are from."""
+
+    def rates(
+        self,
+        *,
+        efficiency: float = EFFICIENCY,
+        bus_bandwidth: float | None = None,
+        duplex: Duplex = "full",
+        host_bandwidth: float | None = None,
+    ) -> Rates:
+        """What a run is taken to reach on the card.
+
+        Args:
+            efficiency: Share of the peak.
+            bus_bandwidth: Bytes a second each way; None for `BUS_EFFICIENCY` of the bus's rate.
+            duplex: Whether the bus has its rate each way.
+            host_bandwidth: Bytes a second of the host's memory; None where it bounds nothing.
+        """
+        return Rates(
+            flops=efficiency * self.peak_flops,
+            memory_bandwidth=self.memory_bandwidth,
+            bus_bandwidth=BUS_EFFICIENCY * self.bus_bandwidth if bus_bandwidth is None else bus_bandwidth,
+            duplex=duplex,
+            host_bandwidth=host_bandwidth,
+        )
+
+
+@cache
+def known_cards() -> dict[str, Card]:
+    """The cards of `cards.toml` by short name."""
+    text = files("slivertune.planning").joinpath("cards.toml").read_text(encoding="utf-8")
+    return {key: Card(**figures) for key, figures in tomllib.loads(text).items()}
+
+
+def card_named(name: str) -> Card:
+    """A known card.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    check_choice("card", name, tuple(known_cards()))
+    return known_cards()[name]

@@ -1,0 +1,68 @@
+"""A schedule: what a run's host queues on the streams of a device, in its order. Recorded once, played on any card."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from slivertune.core.copy_streams import Direction
+
+Phase = Literal["forward", "backward", "step"]
+Stream = Literal["computing", "inbound", "outbound"]
+"""The device's own stream, and its two copy streams."""
+Cost = tuple[int, int]
+"""Of an operator: floating-point operations, and bytes of the device's memory that it reads and writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """From here on the host queues a phase of a step."""
+
+    step: int
+    """Number of the step, from 0."""
+    group: int
+    """Index of the group that trains."""
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operators on the device's memory, one after the other."""
+
+    stream: Stream
+    operators: Mapping[Cost, int]
+    """How many there are of each cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copies between host and device, one after the other."""
+
+    stream: Stream
+    direction: Direction
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """An event that happens when all that was queued on a stream before is done."""
+
+    stream: Stream
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What is queued on a stream from here on starts after an event; one that is recorded nowhere has happened."""
+
+    stream: Stream
+    event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synchronize:
+    """The host queues nothing more until all that was queued on a stream is done."""
+
+    stream: Stream
+
+
+Entry = Begin | Work | Transfer | Record | Wait | Synchronize
