@@ -56,7 +56,7 @@ def bytes_each_way(entries: list[Entry]) -> Counter[str]:
 @pytest.mark.parametrize("prefetch_bytes", [0, 2**18, 2**30])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"layers_per_group": 2, "gradient_checkpointing": True}, {"step_in_backward": True}],
+    [{}, {"layers_per_group": 2, "gradient_checkpointing": True}, {"gradients": "stepped"}],
     ids=["usual", "two layers", "in the backward"],
 )
 def test_a_cycle_brings_and_takes_twelve_bytes_a_parameter(settings: dict[str, Any], prefetch_bytes: int) -> None:
