@@ -6,6 +6,7 @@ Imports whatever slivertune the path has, and uses public names alone, so that i
 import argparse
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ import slivertune as st
 LAYOUTS = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3")
 UPDATES = 10
 """Two cycles of HiFT's four groups and more; reselections of SFT after 2 and 5 updates."""
+HIFT_SETTINGS = {field.name for field in fields(st.HiFTConfig)}
 HIFT: dict[str, dict[str, Any]] = {
     "hift": {},
     "hift_random": {"order": "random", "layers_per_group": 2, "steps_per_group": 2},
     "hift_split": {"master": "split", "stream_bytes": 4096},
-    "hift_backward": {"step_in_backward": True},
+    # The older of two commits may have the name that this setting had before.
+    "hift_backward": {"gradients": "stepped"} if "gradients" in HIFT_SETTINGS else {"step_in_backward": True},
     "hift_device": {"state": "device"},
 }
 SFT: dict[str, dict[str, Any]] = {

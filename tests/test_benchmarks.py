@@ -248,6 +248,69 @@ def test_sst2_writes_every_run_and_the_comparison(tmp_path: Path) -> None:
     assert 0 <= result["summary"]["hift"]["dev_accuracy"] <= 1
 
 
+def test_dial_shares_out_the_time_and_takes_the_best_rate_of_every_setting(tmp_path: Path) -> None:
+    folder = base_model_folder(BASE_RECIPE, tmp_path / "slivertune" / "base_models")
+    tiny = BaseRecipe(hidden_size=16, intermediate_size=16, num_layers=6, num_heads=2, num_steps=1, corpus_bytes=2_000)
+    model = train_base_model(tiny, ["def f(): pass\n" * 200], lambda step, loss: None)
+    save_base_model(model, tiny, folder)
+    output, words = tmp_path / "dial.json", ("language", "--updates=20", "--rounds=1", "--seeds", "0", "1")
+
+    def dial(*options: str, **settings: Any) -> Any:
+        return run("dial.py", output, *words, *options, name="--results", XDG_CACHE_HOME=str(tmp_path), **settings)
+
+    part = dial("--rates", "1e-3", "1e-2", "1e4")["language"]
+    assert_names_the_machine(part["environment"])
+    calibration, runs = part["calibration"], part["runs"]
+    assert calibration["num_groups"] == {"1": 8, "2": 4, "4": 2, "8": 1}
+    assert calibration["budget_cpu_seconds"] == 20 * calibration["seconds_per_update"]["1"][0]
+    for m, (seconds,) in calibration["seconds_per_update"].items():
+        assert calibration["num_updates"][m] == round(calibration["budget_cpu_seconds"] / seconds)
+
+    sizes = [sum(each.numel() for each in layer.parameters()) for layer in model.model.layers]
+    num_parameters = sum(each.numel() for each in model.parameters())
+    counted = part["bytes"]
+    assert counted["8"]["gradients"] == 4 * num_parameters and counted["1"]["gradients"] >= 4 * max(sizes)
+    assert counted["1"]["gradients"] < counted["2"]["gradients"] < counted["4"]["gradients"] < counted["8"]["gradients"]
+    for one in counted.values():
+        assert one["device"] == one["weights"] + one["gradients"] + one["state"]
+        assert one["weights"] >= 4 * num_parameters and one["host"] >= 8 * num_parameters
+
+    keys = [(one["seed"], one["layers_per_group"], one["learning_rate"]) for one in runs]
+    # A rate that no model stands is not tried at a second seed.
+    rates = {0: (1e-3, 1e-2, 1e4), 1: (1e-3, 1e-2)}
+    assert keys == [(seed, m, rate) for seed in (0, 1) for m in (1, 2, 4, 8) for rate in rates[seed]]
+    assert [one["learning_rate"] for one in runs if one["diverged"]] == [1e4] * 4
+    assert len({one["loss"] for one in runs if one["layers_per_group"] == 8 and not one["diverged"]}) == 4
+
+    again = run_python(BENCHMARKS / "dial_table.py", output, cwd=CHECKOUT).stdout
+    means = {
+        rate: sum(one["loss"] for one in runs if (one["layers_per_group"], one["learning_rate"]) == (4, rate)) / 2
+        for rate in (1e-3, 1e-2)
+    }
+    best = min(means, key=means.__getitem__)
+    (row,) = (line for line in again.splitlines() if line.startswith("| 4 (2 groups) |"))
+    assert f" {means[best]:.3f} (" in row and f" | {best:g} | {calibration['num_updates']['4']} | " in row
+    assert again.count("10000: 1 of 1 diverged") == 4
+
+    # Nothing is run twice, and a search goes on, with the best alone if so asked.
+    part = dial("--rates", "5e-3", "2e-2", "--layers_per_group", "4", "--finalists=1")["language"]
+    assert part["runs"][: len(runs)] == runs
+    at_first = [one for one in part["runs"] if (one["layers_per_group"], one["seed"], one["diverged"]) == (4, 0, False)]
+    winner = min(at_first, key=lambda one: one["loss"])["learning_rate"]
+    more = [(one["seed"], one["learning_rate"]) for one in part["runs"][len(runs) :]]
+    assert more == [(0, 5e-3), (0, 2e-2), *([] if winner in (1e-3, 1e-2) else [(1, winner)])]
+    # With another budget the seconds would not be equal.
+    assert "'updates_at_m_1': 21" in dial("--updates=21", expect=1)
+
+
+def test_the_dials_tables_in_the_documents_are_those_of_the_committed_result() -> None:
+    summary, *details = run_python(BENCHMARKS / "dial_table.py", cwd=CHECKOUT).stdout.strip().split("\n\n")
+    for document in ("README.md", "docs/hift.md"):
+        assert summary in (CHECKOUT / document).read_text(encoding="utf-8"), f"{document} has another table"
+    described = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert len(details) == 2 and all(table in described for table in details)
+
+
 def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -> None:
     clone, output = tmp_path / "clone", tmp_path / "same_bits.json"
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         chunked_cross_entropy,
         why_not_chunked,
     )
+    from slivertune.core.compiled_blocks import CompiledBlocks, compile_blocks
+    from slivertune.core.kept_activations import keep_activations
     from slivertune.core.layers import Layer, find_layers
     from slivertune.core.ledger import Census, Ledger
     from slivertune.deltas import SparseDelta
@@ -33,6 +35,7 @@ __all__ = [
     "SFT",
     "Census",
     "ChunkedCrossEntropyHandle",
+    "CompiledBlocks",
     "HiFT",
     "HiFTConfig",
     "Layer",
@@ -45,8 +48,10 @@ __all__ = [
     "attach",
     "attach_chunked_cross_entropy",
     "chunked_cross_entropy",
+    "compile_blocks",
     "find_layers",
     "initialize",
+    "keep_activations",
     "prepare",
     "why_not_chunked",
 ]
@@ -54,6 +59,7 @@ __all__ = [
 _MODULE_OF_NAME = {
     "Census": "slivertune.core.ledger",
     "ChunkedCrossEntropyHandle": "slivertune.chunked_loss",
+    "CompiledBlocks": "slivertune.core.compiled_blocks",
     "HiFT": "slivertune.hift",
     "HiFTConfig": "slivertune.hift",
     "Layer": "slivertune.core.layers",
@@ -66,8 +72,10 @@ _MODULE_OF_NAME = {
     "attach": "slivertune.interop",
     "attach_chunked_cross_entropy": "slivertune.chunked_loss",
     "chunked_cross_entropy": "slivertune.chunked_loss",
+    "compile_blocks": "slivertune.core.compiled_blocks",
     "find_layers": "slivertune.core.layers",
     "initialize": "slivertune.parallel",
+    "keep_activations": "slivertune.core.kept_activations",
     "prepare": "slivertune.parallel",
     "why_not_chunked": "slivertune.chunked_loss",
 }

@@ -59,7 +59,7 @@ CASES: dict[str, Build] = {
     "hift": hift(),
     "hift on the device": hift(state="device"),
     "hift, split masters": hift(master="split", steps_per_group=2),
-    "hift in the backward": hift(step_in_backward=True),
+    "hift in the backward": hift(gradients="stepped"),
     "hift with decay groups": hift_wrapped,
     "sft": sft(),
     "sft by momentum": sft(selection="momentum"),

@@ -162,6 +162,7 @@ def test_checkpointing_does_not_change_one_bit(dtype: torch.dtype, when: str) ->
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.* is compiled as a whole")
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
 def test_a_compiled_model_trains_the_same_bits(how: str) -> None:
     (model, hift), (plain, other) = (
@@ -183,6 +184,7 @@ def test_a_compiled_model_trains_the_same_bits(how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:.* is compiled as a whole")
 @pytest.mark.filterwarnings("ignore:no (gradient|batch)")
 def test_a_compiled_model_passes_the_turn_of_a_group_that_is_not_reached() -> None:
     model, hift = hift_over(plain_bert(), torch.optim.AdamW, lr=1e-2)

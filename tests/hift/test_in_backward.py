@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger
+from slivertune.hift.in_backward import SteppedGradient
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
     LAYERS,
@@ -59,7 +60,7 @@ def pair(
         other = twin(model)
         if checkpointing is not None:
             other.activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)  # type: ignore[operator]
-        settings = HiFTConfig(step_in_backward=in_backward, **config)
+        settings = HiFTConfig(gradients="stepped" if in_backward else "device", **config)
         if split:
             base = grouped_optimizer(other, optimizer_class, decay_split(other), lr=1e-2)
             hift = HiFT.wrap(base, other, config=settings)
@@ -128,7 +129,7 @@ def test_checkpointing_changes_no_bit(reentrant: bool, layers_per_group: int) ->
 def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> None:
     model = tiny_llama(torch.bfloat16)
     made = []
-    for place in ({"step_in_backward": True}, {}, {"state": "device"}):
+    for place in ({"gradients": "stepped"}, {}, {"state": "device"}):
         # Weights are cut, so that slices get their first state in a turn in which others are on their way already.
         other, hift = hift_over(twin(model), name, layers_per_group=LAYERS, stream_bytes=4096, **place)
         for index, batch in enumerate(token_batches(6)):
@@ -144,7 +145,7 @@ def test_weights_without_a_gradient_in_some_steps_are_left_alone(name: str) -> N
 
 
 def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.5)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.5)
     for update, batch in enumerate(token_batches(2 * LAYERS)):
         hift.param_groups[0]["lr"] = 0.5 - 0.01 * update
         before = weights(model)
@@ -162,16 +163,16 @@ def test_the_rate_of_a_cycle_is_read_at_its_first_gradient_and_held() -> None:
             assert_sums_close(model.get_parameter(name).data, weight - change, 2, weight.abs() + change.abs())
 
 
-@pytest.mark.parametrize("modes", [(False, True), (True, False), (True, True)])
-def test_a_run_resumes_in_mid_cycle_in_either_mode(modes: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize("modes", [("device", "stepped"), ("stepped", "host"), ("host", "stepped"), ("host", "host")])
+def test_a_run_resumes_in_mid_cycle_in_either_mode(modes: tuple[Any, Any]) -> None:
     made, batches = tiny_llama(torch.bfloat16), token_batches(STEPS)
     whole, usual = hift_over(twin(made), torch.optim.AdamW, lr=1e-2)
     train(whole, usual, batches, STEPS)
-    first, saving = hift_over(made, torch.optim.AdamW, step_in_backward=modes[0], stream_bytes=4096, lr=1e-2)
+    first, saving = hift_over(made, torch.optim.AdamW, gradients=modes[0], stream_bytes=4096, lr=1e-2)
     train(first, saving, batches, 7)
     saved, other = copy.deepcopy(saving.state_dict()), tiny_llama(torch.bfloat16, seed=5)
     other.load_state_dict(first.state_dict())
-    second, loading = hift_over(other, torch.optim.AdamW, step_in_backward=modes[1], lr=1e-2)
+    second, loading = hift_over(other, torch.optim.AdamW, gradients=modes[1], lr=1e-2)
     loading.load_state_dict(saved)
     assert_same_tree(loading.state_dict()["state"], saved["state"])
     train(second, loading, batches, STEPS - 7, start=7)
@@ -182,7 +183,7 @@ def test_own_hyperparameters_of_a_class_declared_elementwise_are_kept() -> None:
     model = tiny_llama()
     batches, made = token_batches(STEPS), []
     for in_backward in (False, True):
-        config = {"step_in_backward": in_backward, "elementwise": True, "stream_bytes": 4096}
+        config = {"gradients": "stepped" if in_backward else "device", "elementwise": True, "stream_bytes": 4096}
         first, saving = hift_over(twin(model), CountingSGD, lr=0.5, **config)
         train(first, saving, batches, 7)
         saved = copy.deepcopy(saving.state_dict())
@@ -199,12 +200,12 @@ def test_own_hyperparameters_of_a_class_declared_elementwise_are_kept() -> None:
 def test_about_one_gradient_is_alive_and_two_pieces_of_state(place: dict[str, Any]) -> None:
     found, batches = {}, token_batches(3, vocab=BIG_VOCAB)
     for in_backward in (False, True):
-        config = {"step_in_backward": in_backward, "layers_per_group": LAYERS, **place}
+        config = {"gradients": "stepped" if in_backward else "device", "layers_per_group": LAYERS, **place}
         model, hift = hift_over(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), torch.optim.AdamW, lr=1e-3, **config)
         train(model, hift, batches, 2)
         with Ledger(model) as ledger:
             model(**batches[2]).loss.backward()
-            assert all(parameter.grad is None for parameter in model.parameters()) is in_backward
+            assert (ledger.current().gradients == 0) is in_backward
             hift.step()
         found[in_backward] = ledger.highest
     sizes = [parameter.nbytes for parameter in model.parameters()]
@@ -219,7 +220,7 @@ def checkpointed(model: Any, reentrant: bool | None, **config: Any) -> tuple[Any
     """A model that steps in its backward, with that kind of checkpointing; None for none."""
     if reentrant is not None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
-    return hift_over(model, torch.optim.AdamW, step_in_backward=True, lr=1e-2, **config)
+    return hift_over(model, torch.optim.AdamW, gradients="stepped", lr=1e-2, **config)
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -235,7 +236,7 @@ def test_a_second_backward_before_step_is_an_error_that_comes_back_until_a_state
     with pytest.raises(RuntimeError, match="got a second gradient before step"):
         model(**batches[2]).loss.backward()
     assert differing(weights(model), after_one) == [], "the second backward must not change a weight"
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(p.grad is None or isinstance(p.grad, SteppedGradient) for p in model.parameters())
     for _ in range(2):
         with pytest.raises(RuntimeError, match="second gradient"):
             hift.step()
@@ -292,7 +293,7 @@ def test_a_backward_that_fails_in_its_middle_is_an_error_at_the_step(
 
 
 def test_a_backward_that_fails_before_the_active_group_may_be_run_again() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, step_in_backward=True, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, gradients="stepped", lr=1e-2)
     before, batch = weights(model), token_batches(1)[0]
     hook = model.model.norm.register_forward_hook(lambda module, inputs, output: _Fails.apply(output))
     with pytest.raises(RuntimeError, match="stopped here"):
@@ -307,7 +308,7 @@ def test_a_backward_that_fails_before_the_active_group_may_be_run_again() -> Non
 
 def test_a_step_that_fails_in_the_backward_is_an_error_at_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, hift = hift_over(
-        tiny_llama(), torch.optim.SGD, step_in_backward=True, layers_per_group=LAYERS, state="device", lr=0.1
+        tiny_llama(), torch.optim.SGD, gradients="stepped", layers_per_group=LAYERS, state="device", lr=0.1
     )
     calls = []
     original = torch.optim.SGD.step
@@ -326,7 +327,7 @@ def test_a_step_that_fails_in_the_backward_is_an_error_at_the_step(monkeypatch: 
 
 
 def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"state": "disk", "state_dir": str(tmp_path), "step_in_backward": True}
+    config = {"state": "disk", "state_dir": str(tmp_path), "gradients": "stepped"}
     model, hift = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2, **config)
     expected, usual = hift_over(tiny_llama(torch.bfloat16), torch.optim.AdamW, lr=1e-2)
     batches, before = token_batches(3), weights(model)
@@ -339,7 +340,7 @@ def test_a_full_disk_is_said_before_anything_is_stepped(tmp_path: Path, monkeypa
 
 
 def test_a_closure_is_refused_and_a_step_without_a_backward_is_none_and_a_gradient_by_hand_an_error() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
     with pytest.raises(RuntimeError, match=r"step\(closure\).*run the backward, then call step"):
         hift.step(lambda: 0.0)
     assert hift.step() is None and hift.updates == 0
@@ -350,7 +351,7 @@ def test_a_closure_is_refused_and_a_step_without_a_backward_is_none_and_a_gradie
 
 
 def test_a_state_is_not_saved_between_a_backward_and_its_step() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
     model(**token_batches(1)[0]).loss.backward()
     with pytest.raises(RuntimeError, match=r"call step\(\) before state_dict"):
         hift.state_dict()
@@ -365,15 +366,40 @@ class _SecondMoment(torch.optim.AdamW):
 def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
     model = tiny_llama()
     with pytest.raises(ValueError, match=r"_SecondMoment may look at the whole group; declare elementwise=True"):
-        hift_over(model, _SecondMoment, step_in_backward=True, lr=0.1)
+        hift_over(model, _SecondMoment, gradients="stepped", lr=0.1)
     assert all(parameter.requires_grad for parameter in model.parameters())
-    hift_over(model, _SecondMoment, step_in_backward=True, elementwise=True, lr=0.1)
-    with pytest.raises(ValueError, match="step_in_backward='yes' must be True or False"):
-        HiFTConfig(step_in_backward="yes")  # type: ignore[arg-type]
+    hift_over(model, _SecondMoment, gradients="stepped", elementwise=True, lr=0.1)
+    with pytest.raises(ValueError, match="gradients='yes' must be one of 'device', 'host', 'stepped'"):
+        HiFTConfig(gradients="yes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, hift: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model, hift: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda model, hift: torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
+        lambda model, hift: hift.clip_(1.0),
+        lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.norm(),
+        lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.mul_(2),
+        lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.clone(),
+    ],
+    ids=["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_", "norm", "mul_", "clone"],
+)
+def test_whoever_clips_or_reads_a_gradient_that_was_stepped_is_told(use: Any) -> None:
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
+    model(**token_batches(1)[0]).loss.backward()
+    with pytest.raises(RuntimeError, match=r"has stepped on this gradient in the backward .* set gradients='host'"):
+        use(model, hift)
+    hift.step()
+    assert hift.updates == 1 and all(parameter.grad is None for parameter in model.parameters())
+    model(**token_batches(1)[0]).loss.backward()
+    hift.detach()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
     before = weights(model)
     with torch.autocast("cpu", torch.float16), pytest.raises(RuntimeError, match="fp16 autocast needs a GradScaler"):
         model(**token_batches(1)[0])
@@ -389,7 +415,7 @@ def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:
 
 def test_fp16_autocast_by_accelerate_is_refused_too() -> None:
     with one_device() as accelerator:
-        model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
+        model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
         prepared, _ = accelerator.prepare(model, hift)
         # As accelerate wraps it for mixed_precision="fp16", which it does not take on a CPU.
         prepared.forward = torch.autocast("cpu", torch.float16)(prepared.forward)
@@ -398,7 +424,7 @@ def test_fp16_autocast_by_accelerate_is_refused_too() -> None:
 
 
 def test_a_grad_scaler_is_refused() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(model(**token_batches(1)[0]).loss).backward()
     with pytest.raises(RuntimeError, match="a GradScaler unscales gradients after the backward"):
@@ -410,7 +436,7 @@ def test_a_grad_scaler_is_refused() -> None:
 
 
 def test_detach_and_copies_step_nothing() -> None:
-    model, hift = hift_over(tiny_llama(), torch.optim.SGD, step_in_backward=True, layers_per_group=LAYERS, lr=0.1)
+    model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", layers_per_group=LAYERS, lr=0.1)
     before, batch = weights(model), token_batches(1)[0]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(**batch).loss.backward()
@@ -430,7 +456,7 @@ def test_accelerate_runs_it_as_any_optimizer() -> None:
     batches = token_batches(LAYERS + 1)
     train(expected, usual, batches, len(batches))
     with one_device() as accelerator:
-        model, hift = hift_over(tiny_llama(), torch.optim.AdamW, step_in_backward=True, lr=1e-2)
+        model, hift = hift_over(tiny_llama(), torch.optim.AdamW, gradients="stepped", lr=1e-2)
         prepared, optimizer = accelerator.prepare(model, hift)
         for batch in batches:
             accelerator.backward(prepared(**batch).loss)

@@ -32,7 +32,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "pieces": {"stream_bytes": 4096},
     "device": {"state": "device"},
     "disk": {"state": "disk"},
-    "in backward": {"step_in_backward": True},
+    "in backward": {"gradients": "stepped"},
     "split": {"master": "split", "stream_bytes": 4096},
 }
 

@@ -41,12 +41,12 @@ def hooks_of(model: nn.Module) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:1 of")
-@pytest.mark.parametrize("step_in_backward", [False, True])
-def test_detach_gives_back_what_was_free_and_takes_every_hook_away(step_in_backward: bool) -> None:
+@pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
+def test_detach_gives_back_what_was_free_and_takes_every_hook_away(gradients: Any) -> None:
     model = tiny_llama()
     model.get_parameter("model.layers.1.mlp.up_proj.weight").requires_grad_(False)
     free = trainable(model)
-    _, hift = hift_over(model, torch.optim.AdamW, step_in_backward=step_in_backward, lr=1e-2)
+    _, hift = hift_over(model, torch.optim.AdamW, gradients=gradients, lr=1e-2)
     assert hooks_of(model)
     train(model, hift, token_batches(2), 2)
     hift.detach()
@@ -86,11 +86,11 @@ def test_hift_and_sft_do_not_share_a_model() -> None:
 
 
 @pytest.mark.parametrize("with_schedule", [False, True])
-@pytest.mark.parametrize("step_in_backward", [False, True])
-def test_an_optimizer_that_was_dropped_holds_nothing(step_in_backward: bool, with_schedule: bool) -> None:
+@pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
+def test_an_optimizer_that_was_dropped_holds_nothing(gradients: Any, with_schedule: bool) -> None:
     model = tiny_llama()
     everything = trainable(model)
-    _, hift = hift_over(model, torch.optim.AdamW, step_in_backward=step_in_backward, lr=1e-2)
+    _, hift = hift_over(model, torch.optim.AdamW, gradients=gradients, lr=1e-2)
     schedule = LambdaLR(hift, lambda step: 1.0) if with_schedule else None
     train(model, hift, token_batches(2), 2)
     gone = weakref.ref(hift)
@@ -110,7 +110,7 @@ def test_a_refused_hift_holds_nothing() -> None:
     HiFT(model, torch.optim.AdamW, lr=1e-2).detach()
 
 
-@pytest.mark.parametrize("config", [{}, {"step_in_backward": True}, {"state": "device"}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"gradients": "stepped"}, {"state": "device"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reattach_goes_on_to_the_bit(dtype: torch.dtype, config: dict[str, Any]) -> None:
     (model, hift), (other, whole) = (
@@ -207,11 +207,11 @@ REPLACED: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("step_in_backward", [False, True])
+@pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
 @pytest.mark.parametrize("what", REPLACED)
-def test_a_parameter_that_was_replaced_or_resized_is_named(what: str, step_in_backward: bool) -> None:
+def test_a_parameter_that_was_replaced_or_resized_is_named(what: str, gradients: Any) -> None:
     change, message = REPLACED[what]
-    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, step_in_backward=step_in_backward, lr=1e-2)
+    model, hift = hift_over(tiny_llama(), torch.optim.AdamW, gradients=gradients, lr=1e-2)
     train(model, hift, token_batches(1), 1)
     change(model)
     with pytest.raises(RuntimeError, match=rf"^{message}.*detach\(\)"):

@@ -84,13 +84,13 @@ def test_steps_in_the_backward_are_in_order(
     monkeypatch: pytest.MonkeyPatch, name: str, master: str, stream_bytes: int, layers_per_group: int
 ) -> None:
     config = {"master": master, "stream_bytes": stream_bytes, "layers_per_group": layers_per_group}
-    assert_in_order(name, torch.bfloat16, step_in_backward=True, **config)
+    assert_in_order(name, torch.bfloat16, gradients="stepped", **config)
 
 
 def test_after_a_first_turn_the_next_weights_pieces_are_loaded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = token_batches(5)
     model, hift = hift_over(
-        tiny_llama(torch.bfloat16), torch.optim.AdamW, step_in_backward=True, stream_bytes=8192, lr=1e-2
+        tiny_llama(torch.bfloat16), torch.optim.AdamW, gradients="stepped", stream_bytes=8192, lr=1e-2
     )
     train(model, hift, batches, 5)
     loads: list[int] = []

@@ -102,7 +102,7 @@ def test_decay_reaches_the_end_of_the_schedule(order: str) -> None:
 
 @pytest.mark.parametrize("kind", ["step", "in backward"])
 def test_a_warm_up_from_0_loses_its_steps_of_rate_0_and_not_a_cycle(kind: str) -> None:
-    model, hift = sgd(step_in_backward=kind == "in backward")
+    model, hift = sgd(gradients="stepped" if kind == "in backward" else "device")
     before, length = weights(model), hift.cycle_length
     warm_up = 2 * length
     held = held_rates(model, hift, 2 * length, LambdaLR(hift, lambda step: max(0, step - 1) / warm_up))

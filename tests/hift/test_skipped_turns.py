@@ -251,7 +251,7 @@ def test_a_group_that_no_gradient_reaches_passes_its_turn(name: str, config: dic
 @pytest.mark.parametrize(
     ("name", "micro_batches", "config"),
     [
-        ("dropped layers, OPT", 1, {"step_in_backward": True}),
+        ("dropped layers, OPT", 1, {"gradients": "stepped"}),
         ("dropped layers, OPT", 1, {"steps_per_group": 3, "state": "discard"}),
         ("dropped layers, OPT", 1, {"state": "device"}),
         ("dropped layers, OPT", 1, {"layers_per_group": 2, "stream_bytes": 4096}),

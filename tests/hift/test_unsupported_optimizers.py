@@ -65,7 +65,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         name: (lambda name=name: schedule_free(name), f"{name} can't be HiFT's base optimizer: it swaps the weights")  # type: ignore[misc]
         for name in ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeReference")
     },
-    "Lomo": (lambda: Lomo, "Lomo can't be HiFT's base optimizer: it updates weights inside backward.*step_in_backward"),
+    "Lomo": (
+        lambda: Lomo,
+        "Lomo can't be HiFT's base optimizer: it updates weights inside backward.*gradients='stepped'",
+    ),
     "LBFGS": (lambda: torch.optim.LBFGS, "LBFGS can't .*evaluates the model again inside its step.*no closure"),
     "SharpnessAware": (lambda: SharpnessAware, "SharpnessAware can't .*evaluates the model again inside its step"),
     "SparseAdam": (lambda: torch.optim.SparseAdam, r"SparseAdam can't .*sparse gradients alone.*torch\.optim\.Adam"),

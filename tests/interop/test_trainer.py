@@ -171,7 +171,7 @@ def test_settings_that_do_not_go_together_or_fit_the_model_are_refused_and_leave
     trainer.train()
 
 
-IN_BACKWARD = "leaves no gradients to clip, accumulate or unscale; set max_grad_norm=0"
+IN_BACKWARD = "leaves no gradients to clip or unscale; set max_grad_norm=0"
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ IN_BACKWARD = "leaves no gradients to clip, accumulate or unscale; set max_grad_
             sft_config(),
             "load_best_model_at_end does not go with SFT",
         ),
-        ({}, HiFTConfig(step_in_backward=True), IN_BACKWARD),
-        ({"max_grad_norm": 0.0, "gradient_accumulation_steps": 2}, HiFTConfig(step_in_backward=True), IN_BACKWARD),
+        ({}, HiFTConfig(gradients="stepped"), IN_BACKWARD),
+        ({"max_grad_norm": 0.0, "fp16": True}, HiFTConfig(gradients="stepped"), IN_BACKWARD),
         ({"_n_gpu": 2}, HiFTConfig(), "2 GPUs are visible to one process"),
         (
             {"use_liger_kernel": True},
@@ -342,7 +342,7 @@ def test_a_trainer_ends_with_the_same_bits_whether_steps_are_made_in_the_backwar
     models = []
     for in_backward in (False, True):
         trainer = make_trainer(tmp_path, max_grad_norm=0.0, max_steps=12)
-        slivertune.attach(trainer, HiFTConfig(step_in_backward=in_backward))
+        slivertune.attach(trainer, HiFTConfig(gradients="stepped" if in_backward else "device"))
         trainer.train()
         models.append(trainer.model)
     assert_same_bits(*models)

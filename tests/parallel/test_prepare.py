@@ -191,12 +191,14 @@ def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(
     assert refusals(hift(state="device")) == {}
 
 
-def test_steps_inside_the_backward() -> None:
-    assert refusals(hift(step_in_backward=True)) == {
-        layout: "step_in_backward=True updates a tensor before the other ranks' gradients have arrived; under "
-        f"{NAMES[layout]}, leave it False"
-        for layout in LAYOUTS
-    }
+def test_gradients_that_do_not_stay() -> None:
+    found = refusals(hift(gradients="stepped"))
+    assert found.keys() == set(LAYOUTS)
+    for layout, text in found.items():
+        assert f"before the other ranks' gradients have arrived; under {NAMES[layout]}, set gradients='device'" in text
+    found = refusals(hift(gradients="host"))
+    assert found.keys() == set(LAYOUTS) - {"ddp"}
+    assert all("gradients='host' is not available under" in text for text in found.values())
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy
+from slivertune.core.kept_activations import keep_activations
 from slivertune.core.ledger import Ledger, claim
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.planning.request import PlanRequest
@@ -70,7 +71,9 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
 
 
 def attach_hooks(request: PlanRequest, model: Any) -> None:
-    """Put the selection of tokens and the chunked loss on a model that has its optimizer."""
+    """Put the selection of tokens and the chunked loss on a model that has its optimizer, and let blocks keep."""
+    if request.keep_activations:
+        keep_activations(model, request.keep_activations)
     if request.token_ratio is not None:
         TokenTune(ratio=request.token_ratio).attach(model)
     if request.task == "causal_lm" and request.chunked_cross_entropy:
@@ -145,7 +148,8 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             state=request.state,
             master=request.master_kind,
             stream_bytes=request.stream_bytes,
-            step_in_backward=request.step_in_backward,
+            gradients=request.gradients,
+            prefetch_bytes=request.prefetch_bytes,
         ),
         **arguments,
     )

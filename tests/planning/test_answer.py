@@ -31,13 +31,14 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
     [
         {},
         {"batch_size": 3, "gradient_accumulation_steps": 4, "seq_length": 77, "gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "keep_activations": 3},
         {"chunked_cross_entropy": False},
         {"task": "classification"},
         {"token_ratio": 0.3},
         {"precision": "mixed_hi", "layers_per_group": 3, "stream_bytes": 0, "master": "split"},
         {"precision": "mixed_hi", "state": "disk"},
         {"precision": "bf16", "state": "device"},
-        {"step_in_backward": True},
+        {"gradients": "stepped"},
         {"method": "sft", "precision": "bf16", "density": 0.0125, "selection": "momentum"},
         {"method": "sft", "precision": "bf16", "load_in_4bit": True},
         {"method": "sft", "reselection_interval": 6, "estimation_steps": 4, "replacement_rate": 0.5},
@@ -58,12 +59,13 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
         "batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "gradient_checkpointing": training.activation_checkpointing,
+        "keep_activations": arguments.run.num_kept or 0,
     }
     if request.method == "hift":
         config = arguments.method.options.config(seed=0)
-        names = ("layers_per_group", "stream_bytes", "state", "step_in_backward")
+        names = ("layers_per_group", "stream_bytes", "state", "gradients")
         understood |= {name: getattr(config, name) for name in names}
-        assert not (request.step_in_backward and training.max_grad_norm)
+        assert not (request.gradients == "stepped" and training.max_grad_norm)
         assert request.precision in ("fp32", "mixed") or config.master == request.master_kind
     if request.method == "sft":
         names = ("density", "selection", "reselection_interval", "estimation_steps", "replacement_rate")

@@ -175,6 +175,6 @@ def test_both_pieces_of_steps_in_the_backward_together_take_what_one_takes_other
     config = LlamaConfig(vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=1)
     request = PlanRequest(precision="mixed_hi", stream_bytes=stream_bytes, seq_length=8)
     after = max(group.peak.state for group in make_plan(request, config).groups)
-    within = max(group.peak.state for group in make_plan(replace(request, step_in_backward=True), config).groups)
+    within = max(group.peak.state for group in make_plan(replace(request, gradients="stepped"), config).groups)
     assert stream_bytes < after <= 2 * stream_bytes
     assert stream_bytes / 2 < within <= stream_bytes

@@ -89,8 +89,49 @@ def test_hift_with_its_state_anywhere_is_as_planned(layers_per_group: int, state
     )
 
 
-def test_hift_that_steps_in_the_backward_is_as_planned() -> None:
-    check(PlanRequest(precision="mixed_hi", step_in_backward=True, gradient_checkpointing=True, **SIZES), LLAMA)
+LONG: dict[str, Any] = {"batch_size": 4, "seq_length": 128, "gradient_checkpointing": True}
+"""Activations set the peak, so that each block that keeps them shows."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_kept"),
+    [
+        ({"method": "hift", "precision": "mixed_hi", "stream_bytes": 2**18}, (2, 3)),
+        ({"method": "hift", "layers_per_group": 2}, (0, 2, 3)),
+        ({"method": "hift", "task": "classification"}, (0, 3)),
+        ({"method": "hift", "precision": "mixed_hi", "stream_bytes": 2**18, "token_ratio": 0.5}, (3,)),
+        ({"method": "dense"}, (0, 2, 4)),
+        ({"method": "lora"}, (0, 3)),
+    ],
+)
+def test_blocks_that_keep_their_activations_are_as_planned(settings: dict[str, Any], num_kept: tuple[int, ...]) -> None:
+    peaks = []
+    for number in num_kept:
+        request = PlanRequest(keep_activations=number, **settings, **LONG)
+        config = LLAMA if request.task == "causal_lm" else ROBERTA
+        check(request, config)
+        peaks.append(make_plan(request, config).peak_bytes)
+    assert peaks == sorted(set(peaks)), "each further block shows"
+
+
+def test_more_blocks_than_there_are_can_not_be_planned() -> None:
+    with pytest.raises(ValueError, match="keep_activations=5 must be at most 4, which are all blocks"):
+        make_plan(PlanRequest(keep_activations=5, **LONG), LLAMA)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradients": "stepped"},
+        {"gradients": "host"},
+        {"gradients": "host", "layers_per_group": 5},
+        {"gradients": "host", "layers_per_group": 2, "gradient_accumulation_steps": 2},
+        {"prefetch_bytes": 2**20},
+    ],
+    ids=str,
+)
+def test_hift_with_gradients_that_do_not_stay_and_with_prefetch_is_as_planned(settings: dict[str, Any]) -> None:
+    check(PlanRequest(precision="mixed_hi", gradient_checkpointing=True, **settings, **SIZES), LLAMA)
 
 
 def test_what_waits_on_the_host_is_as_planned() -> None:

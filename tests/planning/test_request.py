@@ -38,15 +38,15 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
         ),
         ({"method": "lora", "load_in_4bit": True, "precision": "mixed"}, "computes in precision 'bf16' or 'fp32'"),
         ({"state": "device", "precision": "mixed_hi", "master": "split"}, "take master='fp32'"),
-        ({"method": "dense", "step_in_backward": True}, "step_in_backward is HiFT's"),
-        ({"step_in_backward": True, "gradient_accumulation_steps": 2}, "leave out one of the two"),
+        ({"method": "dense", "gradients": "host"}, "gradients='host' is HiFT's; method='dense'"),
+        ({"gradients": "host", "state": "device"}, "take state='host'"),
         ({"layout": "ddp"}, "layout='ddp' needs at least 2 GPUs, and num_gpus=1"),
         ({"num_gpus": 2}, "num_gpus=2 with layout='single'"),
         ({"layout": "zero2", "num_gpus": 2, "offload_parameters": True}, "take layout='fsdp2' or 'zero3'"),
         *(
             (
-                {"layout": layout, "num_gpus": 2, "step_in_backward": True},
-                f"other ranks' .* under {name}, leave it False",
+                {"layout": layout, "num_gpus": 2, "gradients": "stepped"},
+                f"other ranks' .* under {name}, set gradients='device'",
             )
             for layout, name in NAMES.items()
         ),
@@ -69,6 +69,8 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
             {"layout": "zero3", "num_gpus": 2, "precision": "mixed_hi", "master": "split"},
             r"""use master="fp32", .* \(precision='mixed_hi'\)""",
         ),
+        ({"keep_activations": -1, "gradient_checkpointing": True}, "keep_activations=-1 must be at least 0"),
+        ({"keep_activations": 2}, "--keep_activations 2 spares blocks .* add --gradient_checkpointing true, or leave"),
         (
             {"layout": "fsdp2", "num_gpus": 2, "method": "sft", "load_in_4bit": True},
             "train 4-bit models under DDP, ZeRO-1 or ZeRO-2",

@@ -22,7 +22,7 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
     """7B or so: activations by tokens, a group's gradients, pieces of state; all monotone in each setting."""
     tokens = request.batch_size * request.seq_length
     activations = tokens * (MIB // 4 if request.gradient_checkpointing else 2 * MIB)
-    gradients = 64 * MIB if request.step_in_backward else 512 * MIB
+    gradients = 64 * MIB if request.gradients != "device" else 512 * MIB
     state_bytes = {"adamw": 8, "adamw8bit": 2}.get(request.optimizer, 4)
     masters = {"fp32": 4, "split": 2, "none": 0}[request.master_kind]
     weights = WEIGHTS if request.precision in ("bf16", "mixed_hi") else 2 * WEIGHTS
@@ -138,13 +138,10 @@ def test_the_least_costly_settings_that_fit_are_chosen(
     assert chosen(find(limit, **given)) == changes
 
 
-def test_stepping_in_backward_is_tried_without_accumulation_alone() -> None:
-    assert chosen(find(10 * GIB + 850 * MIB, seq_length=16)) == {
-        "stream_bytes": SMALL_PIECE_BYTES,
-        "step_in_backward": True,
-    }
-    with pytest.raises(DoesNotFitError):
-        find(10 * GIB + 850 * MIB, seq_length=16, gradient_accumulation_steps=2, layout="single")
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2, "layout": "single"}])
+def test_gradients_leave_the_device_where_they_count_and_can_still_be_clipped(settings: dict[str, Any]) -> None:
+    found = chosen(find(10 * GIB + 850 * MIB, seq_length=16, **settings))
+    assert found == {"stream_bytes": SMALL_PIECE_BYTES, "gradients": "host"}
 
 
 @pytest.mark.parametrize(

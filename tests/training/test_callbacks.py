@@ -158,8 +158,8 @@ def test_an_update_that_is_made_in_the_backward_is_stopped_before_it(value: floa
     poison(model, {3}, value=value)
     guard = NonFiniteGuard(10, lambda line: pytest.fail(line), stops=True)
     trainer = make_trainer(tmp_path, guard, watch, model=model, max_grad_norm=0.0)
-    attach(trainer, HiFTConfig(step_in_backward=True))
-    with pytest.raises(RuntimeError, match=rf"the loss is {value}, and --step_in_backward can't skip an update"):
+    attach(trainer, HiFTConfig(gradients="stepped"))
+    with pytest.raises(RuntimeError, match=rf"the loss is {value}, and --gradients stepped can't skip an update"):
         trainer.train()
     assert len(watch.weights) == 2
     assert all(torch.equal(a, b) for a, b in zip(watch.weights[-1], model.parameters(), strict=True))
@@ -177,7 +177,7 @@ def test_a_norm_of_gradients_that_are_gone_is_not_logged(tmp_path: Path) -> None
         logs = Logs()
         guard = NonFiniteGuard(10, lambda line: pytest.fail(line), stops=in_backward)
         trainer = make_trainer(tmp_path, guard, logs, max_grad_norm=0.0)
-        attach(trainer, HiFTConfig(step_in_backward=in_backward))
+        attach(trainer, HiFTConfig(gradients="stepped" if in_backward else "device"))
         trainer.train()
         assert "loss" in logs.names and ("grad_norm" in logs.names) is not in_backward
 

@@ -166,7 +166,7 @@ def run(case: Case, name: str, base: Path, data: Path, folder: Path) -> Seen:
         folder: Of all runs.
     """
     forget_the_last_run()
-    more = [*STEPS, *OF_METHOD[case.method], *deepspeed_options(case, folder), *case.more]
+    more = [*STEPS, *OF_METHOD.get(case.method, ()), *deepspeed_options(case, folder), *case.more]
     if case.resumes is not None:
         more += ["--resume_from_checkpoint", str(folder / case.resumes / f"checkpoint-{STOPPED}")]
     arguments = train_arguments(base, data, folder / name, *more, method=case.method)

@@ -61,11 +61,8 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
         return _listed_layers(model, layers)
     block_lists = _find_block_lists(model)
     if not block_lists:
-        raise ValueError(
-            f"{type(model).__name__} has no nn.ModuleList with an item that holds a module with 'attention' in its "
-            "class name, which is how blocks are found; name its layers with layers=[[module path, ...], ...]"
-        )
-    blocks = [(f"{path}.{name}", block) for path, each in block_lists.items() for name, block in each.named_children()]
+        raise ValueError(f"{_no_blocks(model)}; name its layers with layers=[[module path, ...], ...]")
+    blocks = _blocks_in(block_lists)
     place_of_block = {id(block): place for place, (_, block) in enumerate(blocks, start=1)}
     head = len(blocks) + 1
     embedded = _parameters_before_blocks(model, block_lists)
@@ -85,6 +82,35 @@ def find_layers(model: nn.Module, layers: Sequence[Sequence[str]] | None = None)
         Layer(kind="head", name="head", parameter_names=tuple(names[head])),
     )
     return tuple(layer for layer in found if layer.parameter_names)
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks of a model, those without parameters included.
+
+    Args:
+        model: A transformers model, a PEFT model, or any module with a list of blocks.
+
+    Returns:
+        Path and module of each, from the bottom to the top.
+
+    Raises:
+        ValueError: If the model has no list of blocks.
+    """
+    block_lists = _find_block_lists(model)
+    if not block_lists:
+        raise ValueError(f"{_no_blocks(model)}; only models with blocks can be compiled by block")
+    return _blocks_in(block_lists)
+
+
+def _blocks_in(block_lists: dict[str, nn.ModuleList]) -> list[tuple[str, nn.Module]]:
+    return [(f"{path}.{name}", block) for path, each in block_lists.items() for name, block in each.named_children()]
+
+
+def _no_blocks(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} has no nn.ModuleList with an item that holds a module with 'attention' in its class "
+        "name, which is how blocks are found"
+    )
 
 
 def _listed_layers(model: nn.Module, layers: Sequence[Sequence[str]]) -> tuple[Layer, ...]:

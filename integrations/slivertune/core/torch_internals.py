@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "TorchDispatchMode",
     "is_traceable_wrapper_subclass",
     "tree_leaves",
+    "tree_map",
 ]
 
 RELIED_ON: Mapping[str, str] = {
@@ -45,6 +46,8 @@ RELIED_ON: Mapping[str, str] = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "takes tensor subclasses apart",
     "torch.utils.flop_counter.flop_registry": "counts an operator's floating-point operations",
     "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
+    "torch.utils._pytree.tree_map": "replaces the tensors among an operator's arguments",
+    "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
     "torch.ops.aten._unique2.default": "the operator whose result's size depends on values",
     "torch.ops.aten._scaled_dot_product_attention_math.default": "attention as plain products",
@@ -54,6 +57,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.UntypedStorage._cdata": "names a storage",
     "torch.nn.Module()._modules": "the children of a module, None and repetitions included",
     "torch.nn.Module()._buffers": "replaces a buffer",
+    "torch.nn.Module()._compiled_call_impl": "tells a module that was compiled in place",
     "torch.nn.modules.conv._ConvNd": "all convolutions",
     "torch.distributed.distributed_c10d._get_default_group": "the process group of a run",
     "torch.distributed.distributed_c10d._get_default_store": "the store that the ranks share",
@@ -119,6 +123,11 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
     ]
 
 
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of a type compute in a way of their own, and not just without data."""
+    return not issubclass(kind, (FakeTensor, nn.Parameter)) and kind is not torch.Tensor
+
+
 def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor of which a tensor is a view; itself where it is none.
 
@@ -141,6 +150,16 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """A module's children by name, None and repetitions included; the living dictionary."""
     return module._modules
+
+
+def compiled_call_of(module: nn.Module) -> Any:
+    """What `module.compile()` lets a module's calls run through; None if it was not compiled in place."""
+    return module._compiled_call_impl
+
+
+def uncompiled_module(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` has put another around; itself where it is none of these."""
+    return children_of(module).get("_orig_mod") or module
 
 
 def set_buffer(module: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ RELIED_ON: Mapping[str, str] = {
     "transformers.PreTrainedConfig()._attn_implementation": "the attention that a model was made with",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping": "what a registry has of its own",
     "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping": "what was registered for all registries",
+    "transformers.PreTrainedModel#_gradient_checkpointing_func": "checkpoints a block, and is set on each of them",
     "transformers.PreTrainedModel.loss_function": "kept as `_loss_function` where it was set",
     "transformers.TrainingArguments.n_gpu": "kept as `_n_gpu` where it was set",
     "transformers.Trainer._run_epoch": "a run that is resumed at its end makes no update",
@@ -43,6 +44,25 @@ def has_own(registry: Any, name: str) -> bool:
 def shared_entry(registry: Any, name: str) -> Any:
     """What was registered for all registries of this kind; None if nothing was."""
     return registry._global_mapping.get(name)
+
+
+def checkpointing_of(block: nn.Module) -> Callable[..., Any] | None:
+    """By what a block is checkpointed: called with a forward and its positional arguments; None if it never was.
+
+    Args:
+        block: A `GradientCheckpointingLayer`.
+    """
+    return getattr(block, "_gradient_checkpointing_func", None)
+
+
+def set_checkpointing(block: nn.Module, function: Callable[..., Any]) -> None:
+    """Checkpoint a block by another function.
+
+    Args:
+        block: A `GradientCheckpointingLayer`.
+        function: Called with a forward and its positional arguments.
+    """
+    block._gradient_checkpointing_func = function  # type: ignore[assignment]
 
 
 def forget_own_loss(model: Any) -> None:

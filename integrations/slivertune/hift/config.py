@@ -10,6 +10,7 @@ from slivertune.core.setting_checks import check_choice, check_integer
 Order = Literal["bottom2up", "top2down", "random"]
 StatePlace = Literal["host", "device", "disk", "discard"]
 MasterKind = Literal["fp32", "none", "split"]
+GradientPlace = Literal["device", "host", "stepped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +41,8 @@ class HiFTConfig:
     stored (`split`), or the 16-bit weights themselves (`none`). fp32 weights need none."""
     stream_bytes: int = 128 * 2**20
     """Bytes on the device of one piece of a group (master, state and temporaries together) while it is stepped; two
-    pieces exist at a time. With `step_in_backward`, where activations live beside them, it is the bytes of both pieces
-    together. 0 takes the whole group at once (with `step_in_backward` a whole tensor). `state="device"` does not
+    pieces exist at a time. With stepped gradients, where activations live beside them, it is the bytes of both pieces
+    together. 0 takes the whole group at once (with stepped gradients a whole tensor). `state="device"` does not
     stream."""
     prefetch_bytes: int | Literal["auto"] = "auto"
     """Bytes of the device that pieces may hold ahead of their step, so that they are copied beside the forward and the
@@ -51,17 +52,32 @@ class HiFTConfig:
     elementwise: bool | None = None
     """Whether the base optimizer treats every element alone, so that tensors may be cut into pieces. None decides by
     the class; unknown classes get whole groups of whole tensors."""
-    step_in_backward: bool = False
-    """Step each tensor of the active group inside the backward, as soon as its gradient is complete, and drop the
-    gradient, so that about one is alive at a time. The same bits, but nothing may come between gradients and step: no
-    accumulation, no clipping, no GradScaler, no closure. Not for base optimizers that need the whole group at once."""
+    gradients: GradientPlace = "device"
+    """Where the active group's gradients wait for their step; all three give the same bits.
+
+    * `device`: in `.grad`, as ever.
+    * `host`: each leaves for host memory as soon as it is complete, so that the device holds those that are leaving (at
+      most `stream_bytes`, or one) whatever `layers_per_group` is. `.grad` then holds a tensor that lies on the host and
+      computes on the device; it is added to, clipped and zeroed as any other. No GradScaler.
+    * `stepped`: nowhere; each tensor is stepped inside the backward, as soon as its gradient is complete, and the
+      gradient is dropped, so that about one is alive at a time. Nothing may come between gradients and step: no
+      clipping, no GradScaler, no closure, and no base optimizer that needs the whole group at once. With accumulation,
+      what earlier backward passes bring waits on the host."""
+    max_grad_norm: float | None = None
+    """Scale the active group's gradients down to this 2-norm in `step`, as `clip_grad_norm_` does, which a script may
+    call as well; None does not. The norm before is `HiFT.grad_norm`."""
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether tensors are stepped inside the backward."""
+        return self.gradients == "stepped"
 
     @property
     def piece_bytes(self) -> int:
         """Bytes of one piece; 0 for the whole group, which is what stays on the device."""
         if self.state == "device":
             return 0
-        return -(-self.stream_bytes // 2) if self.step_in_backward else self.stream_bytes
+        return -(-self.stream_bytes // 2) if self.steps_in_backward else self.stream_bytes
 
     def __post_init__(self) -> None:
         for name, least in (("layers_per_group", 1), ("steps_per_group", 1), ("stream_bytes", 0), ("seed", None)):
@@ -75,13 +91,33 @@ class HiFTConfig:
                     f'prefetch_bytes={self.prefetch_bytes} is for state that waits off the device; with state="device" '
                     "leave it out"
                 )
-        for name, choices in (("order", Order), ("state", StatePlace), ("master", MasterKind)):
+        for name, choices in (
+            ("order", Order),
+            ("state", StatePlace),
+            ("master", MasterKind),
+            ("gradients", GradientPlace),
+        ):
             check_choice(name, getattr(self, name), get_args(choices))
-        if not isinstance(self.step_in_backward, bool):
-            raise ValueError(f"step_in_backward={self.step_in_backward!r} must be True or False")
         if self.state == "disk" and self.state_dir is None:
             raise ValueError('state="disk" needs state_dir, the folder for its files; name one on a fast local disk')
         if self.state != "disk" and self.state_dir is not None:
             raise ValueError(f'state_dir={str(self.state_dir)!r} is used by state="disk" alone, not {self.state!r}')
         if self.state == "device" and self.master == "split":
             raise ValueError('master="split" halves what waits on the host; with state="device" use master="fp32"')
+        self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        if self.gradients == "host" and self.state == "device":
+            raise ValueError(
+                'gradients="host" brings gradients back with their piece of the state, which state="device" does not '
+                'move; use gradients="stepped", or state="host"'
+            )
+        if self.max_grad_norm is None:
+            return
+        if isinstance(self.max_grad_norm, bool) or not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={self.max_grad_norm!r} must be a number over 0, or None for no clipping")
+        if self.gradients == "stepped":
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm:g} needs the norm of all gradients before the first is stepped, "
+                'and gradients="stepped" keeps none; use gradients="host", which takes about as little of the device'
+            )

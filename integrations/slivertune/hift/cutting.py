@@ -102,7 +102,7 @@ def cut_group(weights: Sequence[Weight], meter: StepMeter) -> list[Piece]:
     """
     config = meter.config
     sizes = [_size(weight, meter) for weight in weights]
-    cuts_of = cut_pieces(sizes, config.piece_bytes, meter.base.slicing, by_weight=config.step_in_backward)
+    cuts_of = cut_pieces(sizes, config.piece_bytes, meter.base.slicing, by_weight=config.steps_in_backward)
     # A rank may hold nothing of the whole group.
     return [Piece([_slice(weights[cut.weight], cut, meter) for cut in cuts]) for cuts in cuts_of if cuts]
 

@@ -1,6 +1,11 @@
-"""Steps inside the backward (`step_in_backward`): which weights were stepped, and whether their backward has ended."""
+"""Steps inside the backward (`gradients="stepped"`): which weights were stepped, and whether their backward has ended.
 
+With accumulation only an update's last backward steps; what the earlier ones bring waits on the host until then.
+"""
+
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +15,54 @@ from torch.utils.hooks import RemovableHandle
 from slivertune.core.ledger import claim
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
+from slivertune.hift.host_gradients import HostGradients, OffloadedGradient
 from slivertune.hift.piece import Weight
 
 _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"
+
+
+class SteppedGradient(torch.Tensor):
+    """Stands in `.grad` of a weight that was stepped in the backward, until `step`: whoever reads it is told.
+
+    Args:
+        gradient: What it stands for.
+        refuse: Called when a backward adds to it; raises.
+    """
+
+    @staticmethod
+    def __new__(cls, gradient: torch.Tensor, refuse: Callable[[], None]) -> "SteppedGradient":
+        """Make it without memory."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls, gradient.shape, strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
+        )
+
+    def __init__(self, gradient: torch.Tensor, refuse: Callable[[], None]) -> None:
+        self._refuse = refuse
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Shape and dtype."""
+        return f"SteppedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Nothing of it lies anywhere."""
+        return [], None
+
+    @staticmethod
+    def __tensor_unflatten__(*ignored: Any) -> torch.Tensor:
+        """It can't be made of anything else."""
+        raise NotImplementedError("a gradient that was stepped can't be traced")
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse it: the gradient is gone."""
+        if func is torch.ops.aten.add_.Tensor and running_backward() != NO_BACKWARD:
+            args[0]._refuse()
+        raise RuntimeError(
+            "gradients='stepped' has stepped on this gradient in the backward and dropped it, so that it can't be "
+            "clipped, read or changed; leave that out, or set gradients='host', which takes about as little memory"
+        )
 
 
 class BackwardSteps:
@@ -25,6 +75,9 @@ class BackwardSteps:
         weights: All that any group trains.
         begin: Called before the first weight of an update; if it fails, nothing was updated.
         step_weight: Steps one weight from its gradient, and drops the gradient.
+        is_accumulating: Whether the backward that runs now is not its update's last.
+        host_gradients: Gives what keeps the gradients of earlier backward passes.
+        load_gradients: Called when the last backward begins, if some are kept.
     """
 
     def __init__(
@@ -32,10 +85,17 @@ class BackwardSteps:
         weights: Mapping[str, Weight],
         begin: Callable[[], None],
         step_weight: Callable[[Weight], None],
+        *,
+        is_accumulating: Callable[[], bool],
+        host_gradients: Callable[[], HostGradients],
+        load_gradients: Callable[[], None],
     ) -> None:
         self._weight_of = {id(weight.parameter): weight for weight in weights.values()}
         self._begin = begin
         self._step_weight = step_weight
+        self._is_accumulating = is_accumulating
+        self._host_gradients = host_gradients
+        self._load_gradients = load_gradients
         self._stepped: set[str] = set()
         self._running: set[int] = set()
         self._broken: str | None = None
@@ -59,7 +119,7 @@ class BackwardSteps:
         return bool(self._stepped) or self._broken is not None
 
     def on_gradient(self, parameter: torch.Tensor) -> None:
-        """Step a weight whose gradient has just been accumulated.
+        """Step a weight whose gradient has just been accumulated; or keep the gradient, if more are to come.
 
         Raises:
             RuntimeError: If it was stepped already in this update, or an earlier error left the update half done.
@@ -68,16 +128,29 @@ class BackwardSteps:
         if parameter.grad is None:
             return
         if self._broken is not None or weight.name in self._stepped:
-            # What follows in this backward must not be stepped either.
-            parameter.grad = None
-            self._broken = self._broken or (
-                f"{weight.name} got a second gradient before step(). step_in_backward=True steps on the first, so that "
-                "nothing can be accumulated: not over several backward passes, and not over several uses of a layer "
-                "under reentrant checkpointing; call step() after every backward, or leave step_in_backward off"
-            )
-            raise RuntimeError(self._broken)
-        claim(parameter.grad, "gradients")
+            self._refuse_second(weight)
         self.watch_backward()
+        if self._is_accumulating():
+            assert isinstance(parameter, nn.Parameter)
+            self._host_gradients().take(parameter)
+            return
+        claim(parameter.grad, "gradients")
+        self._step_now(weight)
+
+    def _refuse_second(self, weight: Weight) -> None:
+        # What follows in this backward must not be stepped either.
+        weight.parameter.grad = None
+        if self._broken is None:
+            self._broken = (
+                f"{weight.name} got a second gradient before step(). gradients='stepped' steps on the first: call "
+                "step() after every backward; to accumulate over several, run all but the last in `with "
+                "optimizer.accumulating():` (the Trainer and accelerate's accumulate() say so themselves); and where "
+                "a layer is used twice under reentrant checkpointing, set gradients='host'"
+            )
+        raise RuntimeError(self._broken)
+
+    def _step_now(self, weight: Weight) -> None:
+        parameter = weight.parameter
         if not self._stepped:
             try:
                 self._begin()
@@ -85,8 +158,11 @@ class BackwardSteps:
                 parameter.grad = None
                 raise
         self._stepped.add(weight.name)
+        gradient = parameter.grad
+        assert gradient is not None
         try:
             self._step_weight(weight)
+            parameter.grad = SteppedGradient(gradient, partial(self._refuse_second, weight))
         except BaseException as error:
             self._broken = (
                 f"the update failed at {weight.name} ({type(error).__name__}), after {len(self._stepped) - 1} other "
@@ -111,11 +187,15 @@ class BackwardSteps:
                 f"its group were stepped, {next(iter(self._stepped))} among them; {_WAY_OUT}"
             )
             raise RuntimeError(self._broken)
+        # What earlier backward passes have brought, and the last has not reached.
+        for weight in [w for w in self._weight_of.values() if isinstance(w.parameter.grad, OffloadedGradient)]:
+            self._step_now(weight)
+        self._drop_stepped()
         given = [weight.name for weight in self._weight_of.values() if weight.parameter.grad is not None]
         if given:
             raise RuntimeError(
-                f"{given[0]} has a gradient that did not come from a backward; step_in_backward=True steps inside the "
-                "backward alone, so leave it off where gradients are set by hand"
+                f"{given[0]} has a gradient that did not come from a backward; gradients='stepped' steps inside the "
+                "backward alone, so set gradients='device' where gradients are set by hand"
             )
         had_one = bool(self._stepped)
         self._stepped.clear()
@@ -123,6 +203,7 @@ class BackwardSteps:
 
     def forget(self) -> None:
         """Forget an open update, since all weights and state are replaced."""
+        self._drop_stepped()
         self._stepped.clear()
         self._running.clear()
         self._broken = None
@@ -132,6 +213,12 @@ class BackwardSteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._drop_stepped()
+
+    def _drop_stepped(self) -> None:
+        for weight in self._weight_of.values():
+            if isinstance(weight.parameter.grad, SteppedGradient):
+                weight.parameter.grad = None
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         if not self._stepped and torch.is_grad_enabled() and running_backward() == NO_BACKWARD:
@@ -147,6 +234,8 @@ class BackwardSteps:
         task = running_backward()
         if task == NO_BACKWARD or task in self._running:
             return
+        if not self._running and not self._is_accumulating():
+            self._load_gradients()
         self._running.add(task)
         at_end_of_backward(lambda: self._running.discard(task))
 
@@ -156,6 +245,12 @@ def _refuse_fp16_autocast(module: nn.Module, inputs: Any) -> None:
     is_fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
     if is_fp16 and torch.is_grad_enabled():
         raise RuntimeError(
-            "fp16 autocast needs a GradScaler, which unscales gradients after the backward, where "
-            "step_in_backward=True has stepped on them; take bf16, or leave step_in_backward off"
+            "fp16 autocast needs a GradScaler, which unscales gradients after the backward, where gradients='stepped' "
+            "has stepped on them; take bf16, or gradients='device'"
         )
+
+
+def is_accumulating_by_accelerate() -> bool:
+    """Whether accelerate says, for itself or for the Trainer, that the micro-batch at hand is not its update's last."""
+    state = sys.modules.get("accelerate.state")
+    return state is not None and not state.GradientState().sync_gradients

@@ -20,7 +20,7 @@ from slivertune.core.layers import Layer
 from slivertune.core.module_hook import ModuleHook
 from slivertune.core.outputs import tensors_of, with_tensors_replaced
 from slivertune.core.parameters import check_form, held_parameters, settle_requires_grad, whole_shape
-from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
+from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, compiled_call_of, running_backward
 from slivertune.hift.piece import Weight
 
 
@@ -74,9 +74,12 @@ class ModelHooks:
         self._witness: nn.Parameter | None = None
         self._outermost: nn.Module | None = None
         self._anchor = torch.zeros((), requires_grad=True)
+        self._has_warned_of_compilation = False
 
     def attach(self) -> None:
         """Freeze all that is trained, until its turn, and hook the model."""
+        if compiled_call_of(self.model) is not None:
+            self._warn_of_compilation()
         for _, parameter in self._trained.values():
             parameter.requires_grad_(False)
         self._handles = [self.model.register_forward_pre_hook(_truncate_backward)]
@@ -116,8 +119,11 @@ class ModelHooks:
 
         def note_gradient(parameter: torch.Tensor) -> None:
             self._reached = True
-            self._arrived = weakref.ref(parameter.grad) if parameter.grad is not None else None
+            arrived = parameter.grad
             on_gradient(parameter)
+            # In its place may stand what lies on the host.
+            arrived = arrived if parameter.grad is None else parameter.grad
+            self._arrived = weakref.ref(arrived) if arrived is not None else None
 
         for hook in self._gradient_hooks:
             hook.remove()
@@ -218,6 +224,8 @@ class ModelHooks:
         if not torch.is_grad_enabled():
             self._on_forward(None)
             return
+        if torch.compiler.is_compiling():
+            self._warn_of_compilation()
         if self._runs_backward and running_backward() == NO_BACKWARD:
             self._runs_backward = False
             self._on_lack_of_memory()
@@ -229,6 +237,19 @@ class ModelHooks:
         if self.checks_model:
             self.check()
         self.settle()
+
+    @torch.compiler.disable(reason="the warning is for the user")  # type: ignore[untyped-decorator]
+    def _warn_of_compilation(self) -> None:
+        if self._has_warned_of_compilation:
+            return
+        self._has_warned_of_compilation = True
+        warnings.warn(
+            f"{type(self.model).__name__} is compiled as a whole, and is another graph in every "
+            "turn of HiFT: after torch's limit of graphs it runs eagerly. Compile its blocks instead, which share a "
+            "few graphs: slivertune.compile_blocks(model) in place of torch.compile(model) or model.compile()",
+            UserWarning,
+            stacklevel=2,
+        )
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         if self._outermost is not module:

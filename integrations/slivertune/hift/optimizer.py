@@ -8,8 +8,9 @@ a `StreamedGroup` steps each group, `ModelHooks` sees to the model, `checkpoint`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,17 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layers import find_layers
 from slivertune.core.layout import Layout
 from slivertune.core.parameters import check_free, release, take
 from slivertune.core.sliver import CheckpointedSliver
+from slivertune.core.torch_internals import is_without_data
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
 from slivertune.hift.device_slots import DeviceSlots
-from slivertune.hift.in_backward import BackwardSteps
+from slivertune.hift.host_gradients import HostGradients, bytes_of
+from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
 from slivertune.hift.model_hooks import ModelHooks
+from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import PrefetchBudget
 from slivertune.hift.probe import StepMeter, try_step
@@ -48,8 +53,8 @@ class HiFT(CheckpointedSliver):
 
     `param_groups` always shows the scheduler's learning rate; what is applied is read in the first step of a cycle
     and held to its end (`held_lr`; the paper's delayed update, section 3.1); a rate of 0, with which a warm-up begins,
-    is not held but read again at the next step. Since each parameter moves once a cycle, rates two to four times those
-    of ordinary fine-tuning are a good start.
+    is not held but read again at the next step. Start the search at the rate of ordinary fine-tuning, and try half and
+    twice of it: groups of layers bear no more, though each parameter moves once a cycle (benchmarks/dial.py).
 
     Args:
         model: The model, in fp32 or bf16; on its device before the first step.
@@ -118,10 +123,10 @@ class HiFT(CheckpointedSliver):
     def _build(
         self, model: nn.Module, base: BaseOptimizer, param_groups: list[dict[str, Any]], config: HiFTConfig
     ) -> None:
-        if config.step_in_backward and base.slicing.unit == "group":
+        if config.steps_in_backward and base.slicing.unit == "group":
             raise ValueError(
-                f"step_in_backward=True steps each tensor alone, and {base.name} may look at the whole group; declare "
-                "elementwise=True if it does not, or leave step_in_backward off"
+                f"gradients='stepped' steps each tensor alone, and {base.name} may look at the whole group; declare "
+                "elementwise=True if it does not, or set gradients='host'"
             )
         check_free(model.named_parameters(), "HiFT")
         self._config = config
@@ -142,18 +147,29 @@ class HiFT(CheckpointedSliver):
         """Whether `detach` has ended the rotation."""
         self._engine: str | None = None
         self._backward_listeners: list[Callable[[], None]] = []
+        self._has_host_memory = False
+        self.grad_norm: torch.Tensor | None = None
+        """With `config.max_grad_norm`, the 2-norm of the gradients of the last update, before they were clipped."""
+        self._host_gradients: HostGradients | None = None
+        self._num_accumulating = 0
         self._in_backward: BackwardSteps | None = None
-        if config.step_in_backward:
+        if config.steps_in_backward:
             # The model's hooks must not keep an optimizer alive that everybody else has dropped.
             own = weakref.proxy(self)
             self._in_backward = BackwardSteps(
-                weights, partial(HiFT._begin_update, own), partial(HiFT._step_weight, own)
+                weights,
+                partial(HiFT._begin_update, own),
+                partial(HiFT._step_weight, own),
+                is_accumulating=partial(HiFT._is_accumulating, own),
+                host_gradients=partial(HiFT._gradients_on_host, own),
+                load_gradients=partial(HiFT._begin_last_backward, own),
             )
             self._backward_listeners.append(self._in_backward.watch_backward)
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
         self._slots: dict[torch.device, DeviceSlots] = {}
+        self._host_gradients = None
         self._budget: PrefetchBudget | None = None
         slots_of = partial(HiFT._slots_of, weakref.proxy(self))
         self._residencies = [
@@ -192,8 +208,57 @@ class HiFT(CheckpointedSliver):
         residency = self._residencies[self.active_group]
         if self._in_backward is not None:
             self._hooks.activate(residency.weights, self._in_backward.on_gradient)
+        elif self.config.gradients == "host":
+            self._hooks.activate(residency.weights, partial(HiFT._offload_gradient, weakref.proxy(self)))
         else:
             self._hooks.activate(residency.weights, lambda _: residency.prefetch(in_backward=True))
+
+    def _offload_gradient(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, torch.nn.Parameter)
+        self._gradients_on_host().take(parameter)
+        self._residencies[self.active_group].prefetch(in_backward=True)
+
+    def _gradients_on_host(self) -> HostGradients:
+        """What keeps the active group's gradients on the host."""
+        weights = self._residencies[self.active_group].weights
+        streams = self._slots_of(weights[0].parameter.device).streams
+        if self._host_gradients is None or self._host_gradients.streams is not streams:
+            self._check_host_memory()
+            self._host_gradients = HostGradients(
+                streams,
+                in_flight_bytes=self.config.stream_bytes,
+                num_bytes=max(bytes_of(residency.weights) for residency in self._residencies),
+            )
+        self._host_gradients.begin_turn(weights)
+        return self._host_gradients
+
+    def _begin_last_backward(self) -> None:
+        """The backward that begins steps the weights: what earlier ones have brought comes back with their pieces."""
+        if self._host_gradients is not None:
+            self._host_gradients.adds_in_step = True
+            self._residencies[self.active_group].load_gradients()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Say that the backward passes inside are not their update's last; for `gradients="stepped"` in a plain loop.
+
+        Accelerate's `accumulate` and the Trainer's gradient accumulation say so by themselves. Other settings need it
+        not, and nothing changes for them.
+
+        Example:
+            >>> for index, batch in enumerate(batches):
+            ...     with optimizer.accumulating() if index < last else nullcontext():
+            ...         model(**batch).loss.backward()
+            >>> optimizer.step()
+        """
+        self._num_accumulating += 1
+        try:
+            yield
+        finally:
+            self._num_accumulating -= 1
+
+    def _is_accumulating(self) -> bool:
+        return self._num_accumulating > 0 or is_accumulating_by_accelerate()
 
     def _slots_of(self, device: torch.device) -> DeviceSlots:
         """The slots of a device, which all groups on it share."""
@@ -287,7 +352,7 @@ class HiFT(CheckpointedSliver):
 
         Where a backward ran since the last step and no gradient reached the group, its step passes without an update:
         no weight and no state changes, and it counts in `skipped_turns`. A step without a backward, or whose gradients
-        were dropped, is none: nothing changes, the turn stays. With `config.step_in_backward` the weights are updated
+        were dropped, is none: nothing changes, the turn stays. With stepped gradients the weights are updated
         already, and this hands the turn on. Gradients of zeros that no backward has brought, at rate 0, are
         `torch.distributed.checkpoint`'s: nothing changes.
 
@@ -301,7 +366,7 @@ class HiFT(CheckpointedSliver):
             OSError: If `state="disk"` has no room for the group's state; nothing was updated then.
             RuntimeError: If there are several ranks and HiFT was not prepared for them, an engine steps in its place,
                 or only the placeholder of its state was loaded (see `use_sidecar`).
-            RuntimeError: With `config.step_in_backward`, if there is a closure, or the update is only half done.
+            RuntimeError: With stepped gradients, if there is a closure, or the update is only half done.
         """
         self._check_step()
         if closure is None and not self._hooks.has_brought_gradient() and self._is_initialising():
@@ -312,7 +377,7 @@ class HiFT(CheckpointedSliver):
         if closure is not None:
             if self._in_backward is not None:
                 raise RuntimeError(
-                    "step(closure) would run the backward inside the step, and step_in_backward=True steps inside the "
+                    "step(closure) would run the backward inside the step, and gradients='stepped' steps inside the "
                     "backward; run the backward, then call step()"
                 )
             with torch.enable_grad():
@@ -333,6 +398,8 @@ class HiFT(CheckpointedSliver):
             residency.end()
         else:
             rotation.warn_of_skip(self.groups)
+        if self._host_gradients is not None:
+            self._host_gradients.end_update()
         if self.config.state == "discard" and rotation.ends_turn:
             residency.discard()
         if is_stepped:
@@ -356,6 +423,10 @@ class HiFT(CheckpointedSliver):
                 weight.take_gradient()
         if all(weight.parameter.grad is None for weight in weights):
             return False
+        if self.config.max_grad_norm is not None:
+            self.grad_norm = nn.utils.clip_grad_norm_(
+                [weight.parameter for weight in weights], self.config.max_grad_norm
+            )
         self._begin_update()
         self._residencies[self.active_group].step(weights, self.param_groups, self._applying)
         return True
@@ -381,8 +452,29 @@ class HiFT(CheckpointedSliver):
 
     def _begin_update(self) -> None:
         self._check_step()  # here already where the weights move in the backward
+        self._check_host_memory()
         self._residencies[self.active_group].begin()
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
+
+    def _check_host_memory(self) -> None:
+        """Refuse, once and before anything is allocated, a host on which what waits for all groups has no room."""
+        if self._has_host_memory or is_without_data():
+            return
+        self._has_host_memory = True
+        needed = Counter[str]()
+        for residency in self._residencies if self.config.state == "host" else ():
+            needed["masters and state"] += sum(waiting_bytes(residency.weights, self._meter).values())
+        if self.config.gradients == "host":
+            needed["gradients"] = max(bytes_of(residency.weights) for residency in self._residencies)
+        available = available_host_bytes()
+        if available is not None and needed.total() > available:
+            self._has_host_memory = False
+            parts = " and ".join(f"{num_bytes / 1e9:.1f} GB for {what}" for what, num_bytes in needed.items())
+            raise MemoryError(
+                f"HiFT needs {parts} in host memory, of which {available / 1e9:.1f} GB are free (or the container's "
+                'limit leaves no more); use state="disk" on a fast local disk, 8-bit state (adamw8bit), '
+                'master="split", or a machine with more memory'
+            )
 
     @torch.no_grad()
     def _step_weight(self, weight: Weight) -> None:
@@ -393,12 +485,17 @@ class HiFT(CheckpointedSliver):
         """What `GradScaler.step` asks first: it must find gradients to unscale, which are gone by then.
 
         Raises:
-            RuntimeError: With `config.step_in_backward`.
+            RuntimeError: Where `config.gradients` is not `device`.
         """
-        if self.config.step_in_backward:
+        if self.config.steps_in_backward:
             raise RuntimeError(
-                "a GradScaler unscales gradients after the backward, where step_in_backward=True has stepped on them: "
-                "the weights were updated by scaled gradients, so start again, in bf16 or without step_in_backward"
+                "a GradScaler unscales gradients after the backward, where gradients='stepped' has stepped on them: "
+                "the weights were updated by scaled gradients, so start again, in bf16 or with gradients='device'"
+            )
+        if self.config.gradients == "host":
+            raise RuntimeError(
+                "a GradScaler unscales all gradients at once, and gradients='host' keeps them in host memory; train in "
+                "bf16, or set gradients='device'"
             )
         return False
 
@@ -503,7 +600,7 @@ class HiFT(CheckpointedSliver):
         Masters are whole fp32 tensors whatever `config.master` is.
 
         Raises:
-            RuntimeError: With `config.step_in_backward`, between a backward and its `step`.
+            RuntimeError: With stepped gradients, between a backward and its `step`.
         """
         self._check_not_delegated()
         if self._in_backward is not None and self._in_backward.is_open:
@@ -545,7 +642,7 @@ class HiFT(CheckpointedSliver):
         """Why this HiFT can't be trained under a layout, and the way out; None if it can."""
         config = self.config
         return clash_with_layout(
-            layout, self.base, state=config.state, master=config.master, step_in_backward=config.step_in_backward
+            layout, self.base, state=config.state, master=config.master, gradients=config.gradients
         )
 
     def facts(self) -> dict[str, object]:

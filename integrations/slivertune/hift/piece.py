@@ -73,8 +73,15 @@ class Slice:
             self.leaf.grad = None
             self.leaf.data = data
 
-    def attach_gradient(self) -> None:
-        """Give the leaf its part of the weight's gradient, in the leaf's dtype."""
+    def attach_gradient(self, part: torch.Tensor | None = None) -> None:
+        """Give the leaf its part of the weight's gradient, in the leaf's dtype.
+
+        Args:
+            part: The part, where the weight's gradient lies elsewhere; of the slice's shape.
+        """
+        if part is not None:
+            self.leaf.grad = part.to(self.leaf.dtype)
+            return
         gradient = self.weight.parameter.grad
         if self.is_weight or gradient is None:
             return

@@ -23,7 +23,7 @@ MASTER = "master"
 class ResidentGroup:
     """Owns the masters and the optimizer state of one group, which never leave the device (`state="device"`).
 
-    One instance of the base optimizer steps the whole group, or, with `step_in_backward`, one each weight.
+    One instance of the base optimizer steps the whole group, or, with stepped gradients, one each weight.
 
     Args:
         weights: What the group trains.
@@ -44,6 +44,9 @@ class ResidentGroup:
             in_backward: Whether a gradient of the group has arrived: then the working pieces come, whatever the room.
         """
 
+    def load_gradients(self) -> None:
+        """Start to bring back gradients that wait on the host: only a backward that runs may still add to them."""
+
     def release(self, to_bytes: int | None = None) -> None:
         """Drop what was brought to the device, so that at most so many bytes stay allocated there for pieces to come.
 
@@ -63,7 +66,7 @@ class ResidentGroup:
         """Step weights from their gradients, and drop the gradients.
 
         Args:
-            weights: The whole group, or one of its weights where `step_in_backward` steps each alone.
+            weights: The whole group, or one of its weights where stepped gradients step each alone.
             param_groups: The optimizer's.
             held_lr: What is applied, one a param group.
         """

@@ -23,6 +23,7 @@ from slivertune.core.copy_streams import Event
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.cutting import cut_group
 from slivertune.hift.device_slots import DeviceSlots, Slot
+from slivertune.hift.host_gradients import OffloadedGradient
 from slivertune.hift.masters import join_master, refresh_master
 from slivertune.hift.nested_state import unflatten_state
 from slivertune.hift.offload_buffer import (
@@ -53,8 +54,12 @@ class _Loaded:
     slot: Slot
     tensors: list[dict[str, torch.Tensor]]
     """For each slice, its tensors on the device by key."""
+    num_bytes: int
+    """How much of the slot they take; parts of gradients lie behind."""
     ready: Event
     """When the last of them has arrived."""
+    gradients: list[torch.Tensor | None] | None = None
+    """For each slice, its part of a gradient that waits on the host, once it is loaded."""
 
 
 class StreamedGroup(ResidentGroup):
@@ -76,6 +81,8 @@ class StreamedGroup(ResidentGroup):
         self._is_first_turn = False
         self._offloaded: OffloadedState | None = None
         self._offloaded_from = torch.device("cpu")
+        self._loads_gradients = False
+        """Whether the gradients of this update that wait on the host are complete, and come along with their pieces."""
         self._to_load: list[int] | None = None
         """Pieces of this update that are neither loaded nor stepped, in the order of their steps; None before any."""
         self._slot_bytes = 0
@@ -88,7 +95,7 @@ class StreamedGroup(ResidentGroup):
     def prefetch(self, *, in_backward: bool = False) -> None:
         self._follow_the_model()
         if self._offloaded is None or self._is_first_turn:
-            return
+            return  # there is nothing to load yet
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
         self._begin_loading()
         self._load_ahead(_WORKING_PIECES if in_backward else 0)
@@ -106,6 +113,7 @@ class StreamedGroup(ResidentGroup):
     @override
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         names = {weight.name: None for weight in weights}
+        self.load_gradients()
         own = [index for index, piece in enumerate(self._pieces) if piece.slices[0].weight.name in names]
         self._turn += names
         try:
@@ -120,6 +128,15 @@ class StreamedGroup(ResidentGroup):
             raise
         for weight in weights:
             weight.parameter.grad = None
+
+    @override
+    def load_gradients(self) -> None:
+        if self._meter.config.gradients == "device" or self._loads_gradients:
+            return
+        if any(isinstance(w.parameter.grad, OffloadedGradient) for w in self.weights):
+            self._loads_gradients = True
+            for index in self._loaded:
+                self._load_gradients(index)
 
     @override
     def end(self) -> None:
@@ -138,7 +155,7 @@ class StreamedGroup(ResidentGroup):
     @override
     def release(self, to_bytes: int | None = None) -> None:
         self._drop_loaded()
-        self._to_load = None
+        self._to_load, self._loads_gradients = None, False
         self._slots.shrink(to_bytes)
 
     @override
@@ -203,7 +220,11 @@ class StreamedGroup(ResidentGroup):
             self._slot_bytes = max((self._bytes_on_device(index) for index in self._to_load), default=0)
 
     def _bytes_on_device(self, index: int) -> int:
-        return sum(aligned(each.nbytes) for of_slice in self._waiting(index) for each in of_slice.values())
+        waiting = sum(aligned(each.nbytes) for of_slice in self._waiting(index) for each in of_slice.values())
+        if self._meter.config.gradients == "device":
+            return waiting
+        slices = self._pieces[index].slices
+        return waiting + sum(aligned((one.stop - one.start) * one.weight.parameter.itemsize) for one in slices)
 
     def _waiting(self, index: int) -> list[dict[str, torch.Tensor]]:
         """For each slice of a piece, its waiting tensors by key."""
@@ -212,7 +233,7 @@ class StreamedGroup(ResidentGroup):
 
     def _expect(self, own: Sequence[int]) -> None:
         """See that pieces that are to be stepped now are loaded, or next to be."""
-        if self._is_first_turn:
+        if self._is_first_turn and not self._loads_gradients:
             return
         self._begin_loading()
         if own and own[0] not in self._loaded:
@@ -243,8 +264,37 @@ class StreamedGroup(ResidentGroup):
                     start += aligned(source.nbytes)
                 tensors.append(on_device)
             ready = slots.streams.record("inbound")
-        self._loaded[index] = _Loaded(slot, tensors, ready)
+        self._loaded[index] = _Loaded(slot, tensors, start, ready)
+        if self._loads_gradients:
+            self._load_gradients(index)
         return True
+
+    def _load_gradients(self, index: int) -> None:
+        """Queue the copies of what waits on the host of the gradients of a loaded piece."""
+        loaded, streams = self._loaded[index], self._slots.streams
+        if loaded.gradients is not None:
+            return
+        loaded.gradients, start = [], loaded.num_bytes
+        for one in self._pieces[index].slices:
+            gradient, part = one.weight.parameter.grad, None
+            if isinstance(gradient, OffloadedGradient):
+                source = gradient.part_on_host(one.start, None if one.is_whole else one.stop)
+                part = tensor_at(loaded.slot.memory, start, source)
+                start += aligned(source.nbytes)
+                with streams.on("inbound", gradient.stored):
+                    part.copy_(source, non_blocking=True)
+                    loaded.ready = streams.record("inbound")
+            loaded.gradients.append(part)
+
+    def _gradient_of(self, one: Slice, loaded: _Loaded | None, position: int) -> torch.Tensor | None:
+        """A slice's part of a gradient that waits on the host, on the device; None of one that is there whole."""
+        gradient = one.weight.parameter.grad
+        if not isinstance(gradient, OffloadedGradient):
+            return None
+        part = loaded.gradients[position] if loaded is not None and loaded.gradients is not None else None
+        if part is None:
+            return gradient.copy_on_device(one.start, None if one.is_whole else one.stop)
+        return gradient.complete(part, one.start, None if one.is_whole else one.stop)
 
     def _drop_loaded(self) -> None:
         """Give up what was loaded, also where an error has left a piece half stepped."""
@@ -268,7 +318,7 @@ class StreamedGroup(ResidentGroup):
             if one.on_master and not self._is_first_turn:
                 refresh_master(data, one.part_of_weight())
             one.place_leaf(data)
-            one.attach_gradient()
+            one.attach_gradient(self._gradient_of(one, loaded, position))
             states.append(unflatten_state({**tensors, **scalars}))
         instance = piece.instance or piece.build(self._meter.base, param_groups, self._restored_own)
         # An empty state leaves what the constructor made.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slivertune.core.torch_internals import uncompiled_module
 from slivertune.hift.piece import Weight
 
 
@@ -19,8 +20,15 @@ def trainable_weights(model: nn.Module, param_groups: Sequence[dict[str, Any]]) 
         param_groups: Those of the base optimizer.
 
     Raises:
-        ValueError: If a param group holds what is no parameter of the model, or a weight is fp16, or lies elsewhere.
+        ValueError: If a param group holds what is no parameter of the model, a weight is fp16, or lies elsewhere, or
+            the model is what `torch.compile` returned.
     """
+    if uncompiled_module(model) is not model:
+        raise ValueError(
+            f"this is {type(uncompiled_module(model)).__name__} as torch.compile returned it, another graph in every "
+            "turn of HiFT; give HiFT the model itself, and compile its blocks, which share a few graphs: "
+            "slivertune.compile_blocks(model)"
+        )
     group_of: dict[int, int] = {}
     for index, group in enumerate(param_groups):
         group_of.update({id(parameter): index for parameter in group["params"]})

@@ -2,13 +2,13 @@
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import MasterKind, StatePlace
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
 
 def clash_with_layout(
-    layout: Layout, base: BaseOptimizer, *, state: StatePlace, master: MasterKind, step_in_backward: bool
+    layout: Layout, base: BaseOptimizer, *, state: StatePlace, master: MasterKind, gradients: GradientPlace
 ) -> str | None:
     """Why HiFT can't train so under a layout.
 
@@ -17,7 +17,7 @@ def clash_with_layout(
         base: The base optimizer.
         state: As in `HiFTConfig`.
         master: As in `HiFTConfig`.
-        step_in_backward: As in `HiFTConfig`.
+        gradients: As in `HiFTConfig`.
 
     Returns:
         The reason and the way out; None if the two go together.
@@ -25,13 +25,15 @@ def clash_with_layout(
     if layout == "single":
         return None
     name = _NAMES[layout]
-    if step_in_backward:
+    if gradients == "stepped":
         return (
-            "step_in_backward=True updates a tensor before the other ranks' gradients have arrived; under "
-            f"{name}, leave it False"
+            f"gradients='stepped' updates a tensor before the other ranks' gradients have arrived; under {name}, set "
+            "gradients='device'" + (", or 'host'" if layout == "ddp" else "")
         )
     if layout == "ddp":
         return None
+    if gradients == "host":
+        return f"gradients='host' is not available under {name}, which shares gradients out; set gradients='device'"
     clash = _clash_of_shards(base, name)
     if clash is None and name == "ZeRO":
         clash = _clash_with_engine(base.optimizer_class, state, master)

@@ -53,7 +53,7 @@ UNSUPPORTED = (
     ),
     UnsupportedOptimizer(
         reason="it updates weights inside backward and keeps no gradient to step with",
-        way_out="take torch.optim.AdamW (adamw_torch) with step_in_backward=True, which frees each gradient as early",
+        way_out="take torch.optim.AdamW (adamw_torch) with gradients='stepped', which frees each gradient as early",
         holds=lambda kind: kind.__name__ in ("Lomo", "LOMO", "AdaLomo", "AdaLOMO"),
         names=lambda name: name in ("lomo", "adalomo"),
     ),
@@ -122,7 +122,7 @@ def refuse_instance(optimizer: Any) -> None:
         raise refusal(
             f"{name} with gradient_release=True",
             "it updates weights inside backward and keeps no gradient to step with",
-            "leave gradient_release out, and set step_in_backward=True",
+            "leave gradient_release out, and set gradients='stepped'",
         )
     inner = next(_optimizers_in(vars(optimizer)), None)
     if inner is not None:

@@ -90,13 +90,13 @@ class TrainerHiFT(TrainerMethod):
     def check(self, config: HiFTConfig, training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and what would come between a gradient and its step."""
         check_base_optimizer(training)
-        if config.step_in_backward and (
-            training.max_grad_norm > 0 or training.gradient_accumulation_steps > 1 or training.fp16
-        ):
+        if config.steps_in_backward and (training.max_grad_norm > 0 or training.fp16):
             raise ValueError(
-                "step_in_backward=True leaves no gradients to clip, accumulate or unscale; set max_grad_norm=0, "
-                "gradient_accumulation_steps=1 and fp16=False in the Trainer's arguments, or leave step_in_backward off"
+                "gradients='stepped' leaves no gradients to clip or unscale; set max_grad_norm=0 and fp16=False in the "
+                "Trainer's arguments, or gradients='host', which are clipped"
             )
+        if config.gradients == "host" and training.fp16:
+            raise ValueError("gradients='host' leaves no gradients on the device to unscale; take bf16, not fp16")
 
     def make(
         self, trainer: Trainer, model: nn.Module, config: HiFTConfig, *, momentum: float, make_base: Callable[[], Any]

@@ -18,6 +18,7 @@ from slivertune.interop.checkpoints import (
     resuming,
     stop_at_the_end,
 )
+from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.methods import method_of
 from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.layout import layout_of
@@ -62,14 +63,17 @@ class Attachment:
         self._model: nn.Module | None = None
         self.checkpoint: Path | None = None
         """What the run under way continues from."""
+        # A rotating model and one with a selection are compiled whole, block by block, or not at all.
+        strict = isinstance(config, HiFTConfig) or tune is not None
+        self._compilation = BlockCompilation(trainer, fullgraph=strict)
         # What the user named for the base optimizer, if anything.
         self._base_class_and_kwargs = trainer.optimizer_cls_and_kwargs
         train: Callable[..., Any] = trainer.train
 
         @wraps(train)
         def train_attached(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-            self._begin()
             try:
+                self._begin()
                 with resuming(trainer, resume_from_checkpoint, needs_manifest=config is not None) as self.checkpoint:
                     return train(resume_from_checkpoint, *args, **kwargs)
             finally:
@@ -87,6 +91,7 @@ class Attachment:
 
     def _begin(self) -> None:
         """Put on the model again what came off when the last training ended."""
+        self._compilation.begin()
         if self.trainer.model_init is not None or self._model is None:
             return  # this training makes a model of its own
         if self._method is not None:
@@ -98,6 +103,7 @@ class Attachment:
 
     def _end(self) -> None:
         """Leave the model as any other after a training, also one that failed: nothing frozen, nothing hooked on."""
+        self._compilation.end()
         if self.tokens is not None and self._tokens_at_rest is None:
             self._tokens_at_rest = self.tokens.state_dict()
             self.tokens.remove()
@@ -130,6 +136,7 @@ class Attachment:
                 raise ValueError(_LIGER)
             self.tokens = self._tune.attach(model)
             self._tokens_at_rest = None
+        self._compilation.compile(model)
         self._model = model
         return self.optimizer
 

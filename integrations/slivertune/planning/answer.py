@@ -66,6 +66,7 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
         *given_arguments(request, ("gradient_accumulation_steps",)),
         *("--max_length", str(request.seq_length)),
         *(("--gradient_checkpointing", "true") if request.gradient_checkpointing else ()),
+        *given_arguments(request, ("keep_activations",)),
         *(("--chunked_cross_entropy", "false") if has_all_logits else ()),
         *given_arguments(request, ("token_ratio",)),
         *method.train_arguments(request),

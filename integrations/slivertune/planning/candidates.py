@@ -93,6 +93,13 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cannot_help=_no_activations_at_peak,
         ),
         Candidate(
+            title="gradients on the host",
+            cost="the same update; each gradient leaves for host memory and comes back in the step",
+            fields=("gradients",),
+            options=_gradients_on_host,
+            cannot_help=_no_gradients_at_peak,
+        ),
+        Candidate(
             title="8-bit optimizer state",
             cost="moments of 8 bits in place of 32 (bitsandbytes): the update changes a little, quality hardly",
             fields=("optimizer",),
@@ -101,8 +108,8 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
         ),
         Candidate(
             title="stepping in backward",
-            cost="the same update, but gradients can't be clipped or accumulated: --max_grad_norm 0",
-            fields=("step_in_backward", "gradient_accumulation_steps"),
+            cost="the same update, but gradients can't be clipped: --max_grad_norm 0",
+            fields=("gradients",),
             options=_step_in_backward,
             cannot_help=_no_gradients_at_peak,
         ),
@@ -155,7 +162,7 @@ def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
 
 def _split_masters(request: PlanRequest) -> list[PlanRequest]:
     whole = request.master_kind == "fp32" and request.state != "device"
-    return _changed(request, master="split") if whole else []
+    return changed(request, master="split") if whole else []
 
 
 def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
@@ -164,21 +171,25 @@ def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
 
 def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
     is_adam = request.optimizer == "adamw" and not planned(request.method).is_optimizer
-    return _changed(request, optimizer="adamw8bit") if is_adam else []
+    return changed(request, optimizer="adamw8bit") if is_adam else []
+
+
+def _gradients_on_host(request: PlanRequest) -> list[PlanRequest]:
+    may = request.layout in ("single", "ddp") and request.state != "device" and _reads(request, "gradients")
+    return [replace(request, gradients="host")] if may and request.gradients == "device" else []
 
 
 def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
-    alone = request.layout == "single" and request.gradient_accumulation_steps == 1
-    may = alone and _reads(request, "step_in_backward") and not request.step_in_backward
-    return [replace(request, step_in_backward=True)] if may else []
+    may = request.layout == "single" and _reads(request, "gradients") and request.gradients != "stepped"
+    return [replace(request, gradients="stepped")] if may else []
 
 
 def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
-    return _changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
+    return changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
 
 
 def _no_masters(request: PlanRequest) -> list[PlanRequest]:
-    return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
+    return [] if request.precision == "bf16" else changed(request, precision="bf16", master=None)
 
 
 def _four_bits(request: PlanRequest) -> list[PlanRequest]:
@@ -191,7 +202,7 @@ def _four_bits(request: PlanRequest) -> list[PlanRequest]:
 def _offload(request: PlanRequest) -> list[PlanRequest]:
     if request.offload_parameters or request.load_in_4bit or request.layout != "single":
         return []
-    return _changed(request, layout="fsdp2", offload_parameters=True, step_in_backward=False)
+    return changed(request, layout="fsdp2", offload_parameters=True, gradients="device")
 
 
 def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanRequest]:
@@ -199,7 +210,7 @@ def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanReq
     num_sequences = request.gradient_accumulation_steps * request.batch_size
     return [
         replace(request, batch_size=size, gradient_accumulation_steps=num_sequences // size)
-        for size in (() if request.step_in_backward else sizes)
+        for size in sizes
         if request.batch_size % size == 0 and size * request.seq_length >= fewest_tokens
     ]
 
@@ -215,7 +226,7 @@ def _reads(request: PlanRequest, setting: str) -> bool:
     return setting in planned(request.method).settings
 
 
-def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
+def changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
     """The request with other settings; none where these do not go together with the rest, or need what is not there."""
     try:
         return [replace(request, **changes)]

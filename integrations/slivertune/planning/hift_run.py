@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import Group
 from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.kept_groups import measure_alike
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
 from slivertune.planning.optimizers import optimizer_of
@@ -46,7 +48,8 @@ class HiFTRun:
             state="host" if request.state == "disk" else request.state,
             master=request.master_kind,
             stream_bytes=request.stream_bytes,
-            step_in_backward=request.step_in_backward,
+            gradients=request.gradients,
+            prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
         )
         with FakeOverrides():
             self.optimizer = HiFT(model, optimizer_class, config=self._config, **arguments)
@@ -101,7 +104,7 @@ class HiFTRun:
 class PlannedHiFT(PlannedMethod):
     """HiFT: of groups alike, the one with the largest peak is run."""
 
-    settings = frozenset({"layers_per_group", "state", "master", "stream_bytes", "step_in_backward"})
+    settings = frozenset({"layers_per_group", "state", "master", "stream_bytes", "gradients", "prefetch_bytes"})
     bf16_precision = "mixed_hi"
     trains_in_groups = True
     averages_in_buckets = True
@@ -116,7 +119,7 @@ class PlannedHiFT(PlannedMethod):
         groups, waiting = [], 0
         with attached(request, model) as notes:
             for members in alike(run.optimizer.groups, model):
-                peak = run.measure(members[0], forward)
+                peak = measure_alike(partial(run.measure, forward=forward), members, request)
                 if layout == "fsdp2" and len(members) > 1:
                     # Under the lowest block lies the embedding, so that it alone is not worked on while a block is on
                     # its way.
@@ -133,14 +136,16 @@ class PlannedHiFT(PlannedMethod):
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Groups, and where their state waits."""
-        arguments = given_arguments(request, ("layers_per_group", "state", "stream_bytes"))
+        arguments = given_arguments(
+            request, ("layers_per_group", "state", "stream_bytes", "gradients", "prefetch_bytes")
+        )
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
         # fp32 weights have no masters, whatever this says; bf16 ones have, unless it says otherwise.
         if request.precision in ("bf16", "mixed_hi") and request.master_kind != "fp32":
             arguments += ["--master", request.master_kind]
-        if request.step_in_backward:
-            arguments += ["--step_in_backward", "true", "--max_grad_norm", "0"]
+        if request.gradients == "stepped":
+            arguments += ["--max_grad_norm", "0"]
         return tuple(arguments)
 
 

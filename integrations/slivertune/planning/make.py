@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
+from slivertune.core.kept_activations import keep_activations
 from slivertune.core.torch_internals import set_buffer
 from slivertune.planning.fake import without_data
 from slivertune.planning.four_bit import hold_in_4bit, num_weights
@@ -156,6 +157,8 @@ def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]
     """
     notes: tuple[str, ...] = ()
     with ExitStack() as stack:
+        if request.keep_activations:
+            stack.enter_context(keep_activations(model, request.keep_activations))
         if request.token_ratio is not None:
             stack.enter_context(TokenTune(ratio=request.token_ratio).attach(model))
         if request.task == "causal_lm" and request.chunked_cross_entropy:

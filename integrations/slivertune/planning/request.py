@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Literal, get_args, get_type_hints
 
+from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
 from slivertune.core.setting_checks import check_choice, check_integer
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import MasterKind, StatePlace
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.byte_text import parse_bytes
 from slivertune.planning.methods import clash_with_method, clash_with_zero3, planned, planned_methods
@@ -66,10 +67,9 @@ class PlanRequest:
         default="fp32",
         metadata=option(
             _RUN,
-            "fp32: fp32 weights; mixed: fp32 weights under bf16 autocast; mixed_hi: bf16 weights with fp32 "
-            "masters, which "
-            "hift keeps (its paper's Mixed^Hi); bf16: bf16 weights and nothing behind them; lora's adapters and sft's "
-            "deltas stay fp32. With --fit by default mixed_hi for hift, mixed for dense, else bf16",
+            "fp32: fp32 weights; mixed: fp32 weights under bf16 autocast; mixed_hi: bf16 weights with fp32 masters, "
+            "which hift keeps (its paper's Mixed^Hi); bf16: bf16 weights and nothing behind them; lora's adapters and "
+            "sft's deltas stay fp32. With --fit by default mixed_hi for hift, mixed for dense, else bf16",
         ),
     )
     batch_size: int = field(
@@ -94,19 +94,21 @@ class PlanRequest:
         default=False,
         metadata=option(_RUN, "keep each block's input alone, and compute the block again in backward"),
     )
+    keep_activations: int = field(
+        default=0,
+        metadata=option(_RUN, "with gradient_checkpointing: blocks, from the top, that keep all after all", least=0),
+    )
     chunked_cross_entropy: bool = field(
         default=True,
         metadata=option(
-            _RUN,
-            "compute a causal model's loss in chunks, without ever holding all logits; a classifier has no need of it",
+            _RUN, "compute a causal model's loss in chunks, never holding all logits; a classifier has no need of it"
         ),
     )
     token_ratio: float | None = field(
         default=None,
         metadata=option(
             _METHODS,
-            "any method: share of the tokens that keep activations and gradients (TokenTune), in (0, 1]; by "
-            "default all",
+            "any method: share of the tokens that keep activations and gradients (TokenTune), in (0, 1], or else all",
         ),
     )
     layers_per_group: int = field(default=1, metadata=option(_METHODS, "hift: layers that an update trains (m)"))
@@ -114,9 +116,8 @@ class PlanRequest:
         default=128 * 2**20,
         metadata=option(
             _METHODS,
-            "hift: what of a group's masters and state is on the GPU at a time while it is stepped, in pieces "
-            "(by default "
-            "128MiB); 0: the whole group",
+            "hift: what of a group's masters and state is on the GPU at a time while it is stepped, in pieces (by "
+            "default 128MiB); 0: the whole group",
             read=parse_bytes,
             metavar="SIZE",
             least=0,
@@ -131,14 +132,28 @@ class PlanRequest:
             "mixed_hi, none with all else",
         ),
     )
-    step_in_backward: bool = field(
-        default=False,
-        metadata=option(_METHODS, "hift: step a tensor as soon as its gradient is there; no accumulation, no clipping"),
+    gradients: GradientPlace = field(
+        default="device",
+        metadata=option(
+            _METHODS,
+            "hift: where gradients wait for their step; host: in host memory; stepped: nowhere, each tensor is stepped "
+            "inside the backward, without clipping",
+        ),
+    )
+    prefetch_bytes: int = field(
+        default=0,
+        metadata=option(
+            _METHODS,
+            "hift: bytes that pieces hold ahead of their step; training takes by itself what is left",
+            read=parse_bytes,
+            metavar="SIZE",
+            least=0,
+        ),
     )
     density: float | None = field(
         default=None,
         metadata=option(
-            _METHODS, "sft: share of the weights that is trained, in (0, 1]; by default as many as LoRA of rank 64 has"
+            _METHODS, "sft: share of the weights that is trained, in (0, 1]; as LoRA of rank 64 by default"
         ),
     )
     selection: SelectionCriterion = field(
@@ -164,9 +179,8 @@ class PlanRequest:
         default=0.2,
         metadata=option(
             _METHODS,
-            "sft: the most that a reselection after the first replaces (alpha), in [0, 1]: how many "
-            "candidates more than "
-            "that the second of two overlapping phases has",
+            "sft: the most that a reselection after the first replaces (alpha), in [0, 1]: how many candidates more "
+            "than that the second of two overlapping phases has",
         ),
     )
     lora_rank: int = field(default=16, metadata=option(_METHODS, "lora: rank of the adapters (r)"))
@@ -283,15 +297,12 @@ class PlanRequest:
                 "master='split' halves what waits on the host; with state='device' take master='fp32'",
             ),
             (
-                self.step_in_backward and "step_in_backward" not in method.settings,
-                f"step_in_backward is HiFT's; method={self.method!r} has none",
+                self.gradients != "device" and "gradients" not in method.settings,
+                f"gradients={self.gradients!r} is HiFT's; method={self.method!r} keeps them on the device",
             ),
             (
-                self.step_in_backward and self.gradient_accumulation_steps > 1,
-                (
-                    f"step_in_backward steps a tensor at its first gradient, and gradient_accumulation_steps="
-                    f"{self.gradient_accumulation_steps} adds several up; leave out one of the two"
-                ),
+                self.gradients == "host" and self.state == "device",
+                "gradients='host' come back with the state, which state='device' does not move; take state='host'",
             ),
         )
 
@@ -319,6 +330,8 @@ class PlanRequest:
 
     def _clash_in_training(self) -> str | None:
         """What training would refuse, in its own words."""
+        if self.keep_activations and not self.gradient_checkpointing:
+            return without_checkpointing(self.keep_activations)
         if self.load_in_4bit and self.layout == "zero3":
             return clash_with_zero3()
         if self.load_in_4bit and self.method == "sft":
@@ -331,7 +344,7 @@ class PlanRequest:
             BaseOptimizer.of_class(optimizer_class, arguments, None),
             state=self.state,
             master="fp32" if self.precision in ("fp32", "mixed") else self.master_kind,
-            step_in_backward=self.step_in_backward,
+            gradients=self.gradients,
         )
         return f"{clash} (precision='mixed_hi')" if clash is not None and "master=" in clash else clash
 

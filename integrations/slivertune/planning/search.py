@@ -1,11 +1,11 @@
 """`--fit`: the least costly settings under which a run fits."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
-from slivertune.planning.candidates import Candidate
+from slivertune.planning.candidates import Candidate, changed
 from slivertune.planning.methods import planned, planned_methods
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
@@ -212,7 +212,11 @@ class _Search:
             candidate, before, after = entry
             names, now = _changes(before.plan.request, after.plan.request), requirement.plan.request
             values = (before.plan.request, *candidate.options(before.plan.request))
-            options = [replace(now, **{name: getattr(value, name) for name in names}) for value in values]
+            options = [
+                option for value in values for option in changed(now, **{name: getattr(value, name) for name in names})
+            ]
+            if not options:
+                continue  # what was before does not go together with what was taken since
             # What needs more than the present value: the present one fits, and so does all that follows it.
             options = options[: options.index(now) + 1] if now in options else [options[0], now]
             requirement = self._cheapest_fitting(options)

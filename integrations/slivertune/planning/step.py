@@ -1,6 +1,7 @@
 """One real step under the ledger: the peak, when it came, and what each trained parameter's gradient took."""
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -50,11 +51,13 @@ def measure_step(
     """
     ledger.reset_peak()
     heights: dict[int, Phase] = {}
-    for _ in range(num_backwards):
+    # HiFT alone asks whether a backward is its update's last.
+    accumulating = getattr(optimizer, "accumulating", nullcontext)
+    for index in range(num_backwards):
         loss = forward()
         # The peak only grows: each height belongs to the phase that reached it.
         heights.setdefault(ledger.peak.device, "forward")
-        with FakeOverrides():
+        with FakeOverrides(), accumulating() if index < num_backwards - 1 else nullcontext():
             loss.backward()
         del loss
         heights.setdefault(ledger.peak.device, "backward")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from slivertune.core.transformers_internals import has_own, shared_entry
+from slivertune.tokentune.compiled_rows import CompiledRows
 from slivertune.tokentune.rows import LayerRows, Rows, uncompiled
 
 _IMPLEMENTATIONS = ("sdpa", "eager")
@@ -27,13 +27,33 @@ _REGISTRY_NAME = "ALL_ATTENTION_FUNCTIONS"
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-_layer_of_module: weakref.WeakKeyDictionary[nn.Module, LayerRows] = weakref.WeakKeyDictionary()
 _dispatched: dict[tuple[int, str], _Dispatcher] = {}
+
+
+class _Hook:
+    """What an attention module of a hooked model carries; in a copy of the model, deep or pickled, it is none.
+
+    An attribute of the module, not an entry by module elsewhere, which torch.compile would have to look up by identity.
+    """
+
+    name = "_slivertune_token_selection"
+
+    def __init__(self, layer: LayerRows | None, eager: AttentionFunction | None = None) -> None:
+        self.layer = layer
+        self.eager = eager
+        """Eager attention, which is no entry of the registry, but a function beside the module's class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Hook, (None,))
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether an attention module belongs to a hooked model."""
-    return module in _layer_of_module
+    hook = vars(module).get(_Hook.name)
+    return hook is not None and hook.layer is not None
 
 
 def intercept(
@@ -60,11 +80,12 @@ def intercept(
         )
     registries = {id(registry): registry for module in modules for registry in _registries(module)}
     dispatchers = [_Dispatcher.of(registry, implementation) for registry in registries.values()]
-    _layer_of_module.update(modules)
+    for module, layer in modules.items():
+        setattr(module, _Hook.name, _Hook(layer, _eager_function(module)))
 
     def undo() -> None:
         for module in modules:
-            _layer_of_module.pop(module, None)
+            vars(module).pop(_Hook.name, None)
         for dispatcher in dispatchers:
             dispatcher.release()
 
@@ -83,6 +104,11 @@ def _modeling_files(module: nn.Module) -> Iterable[Any]:
 
 def _registries(module: nn.Module) -> list[Any]:
     return [vars(file)[_REGISTRY_NAME] for file in _modeling_files(module) if _REGISTRY_NAME in vars(file)]
+
+
+def _eager_function(module: nn.Module) -> AttentionFunction | None:
+    files = _modeling_files(module)
+    return next((each.eager_attention_forward for each in files if hasattr(each, "eager_attention_forward")), None)
 
 
 class _Dispatcher:
@@ -140,11 +166,12 @@ class _Dispatcher:
         attention_mask: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hook: _Hook | None = getattr(module, _Hook.name, None)
+        layer = None if hook is None else hook.layer
         function = self.function
-        if function is None:  # eager attention is no entry of the registry, but a function beside the module's class
-            files = _modeling_files(module)
-            function = next(each.eager_attention_forward for each in files if hasattr(each, "eager_attention_forward"))
-        layer = _layer_of_module.get(module)
+        if function is None:
+            function = hook.eager if hook is not None and layer is not None else _eager_function(module)
+        assert function is not None
         rows = None if layer is None else layer.live_rows()
         if layer is None or rows is None:
             return function(module, query, key, value, attention_mask, **kwargs)
@@ -153,13 +180,13 @@ class _Dispatcher:
                 f"{type(module).__name__} attends from {query.shape[2]} to {key.shape[2]} positions where the batch "
                 f"has {rows.length}; TokenTune trains without past_key_values, prefixes and cross-attention"
             )
-        return _attend(rows, layer.is_last, function, module, query, key, value, attention_mask, kwargs)
+        attend = _attend if layer.is_compiled else _attend_uncompiled
+        return attend(rows, layer, function, module, query, key, value, attention_mask, kwargs)
 
 
-@uncompiled
 def _attend(
-    rows: Rows,
-    is_last: bool,
+    rows: Rows | CompiledRows,
+    layer: LayerRows,
     function: AttentionFunction,
     module: nn.Module,
     query: torch.Tensor,
@@ -171,17 +198,19 @@ def _attend(
     """Attention of all queries: (batch, heads, n, head size) in, (batch, n, heads, head size) out."""
     selected = _attend_selected(rows, function, module, query, key, value, mask, kwargs)
     others = None
-    if is_last and rows.is_shrunk:
-        rows.skips_others = True
-    elif not rows.is_all:
+    is_skipped = isinstance(rows, Rows) and layer.is_last and rows.pass_last_attention()
+    if not is_skipped and not rows.is_all:
         with torch.no_grad():
             full, _ = function(module, query.detach(), key.detach(), value.detach(), mask, **kwargs)
             others = full.flatten(0, 1).index_select(0, rows.others).unflatten(0, (rows.batch, -1))
     return rows.merge(selected, others, "tokens"), None
 
 
+_attend_uncompiled = uncompiled(_attend)
+
+
 def _attend_selected(
-    rows: Rows,
+    rows: Rows | CompiledRows,
     function: AttentionFunction,
     module: nn.Module,
     query: torch.Tensor,
@@ -236,7 +265,7 @@ def _is_causal(function: AttentionFunction, module: nn.Module, kwargs: dict[str,
     return bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
-def _selected_queries(per_query: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _selected_queries(per_query: torch.Tensor, rows: Rows | CompiledRows) -> torch.Tensor:
     """The selected rows of a mask or bias, shape (batch or 1, heads or 1, n, n) -> (batch, heads or 1, k, n)."""
     full = per_query.expand(rows.batch, *per_query.shape[1:])
     index = rows.positions[:, None, :, None].expand(-1, full.shape[1], -1, full.shape[3])
@@ -244,18 +273,18 @@ def _selected_queries(per_query: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def _selected_mask(
-    rows: Rows, mask: torch.Tensor | None, is_causal: bool, dtype: torch.dtype, groups: int
+    rows: Rows | CompiledRows, mask: torch.Tensor | None, is_causal: bool, dtype: torch.dtype, groups: int
 ) -> torch.Tensor | None:
-    """What is added to the scores of the selected queries; made once for all layers that share a mask."""
-    key = (id(mask), is_causal, dtype, groups)
-    if key not in rows.masks:
-        # The full mask is kept beside it: while it lives, no other has its id.
-        rows.masks[key] = (mask, _make_selected_mask(rows, mask, is_causal, dtype, groups))
-    return rows.masks[key][1]
+    """What is added to the scores of the selected queries."""
+
+    def make(full: torch.Tensor | None) -> torch.Tensor | None:
+        return _make_selected_mask(rows, full, is_causal, dtype, groups)
+
+    return rows.mask((is_causal, dtype, groups), mask, make)
 
 
 def _make_selected_mask(
-    rows: Rows, mask: torch.Tensor | None, is_causal: bool, dtype: torch.dtype, groups: int
+    rows: Rows | CompiledRows, mask: torch.Tensor | None, is_causal: bool, dtype: torch.dtype, groups: int
 ) -> torch.Tensor | None:
     if mask is None and not is_causal:
         return None

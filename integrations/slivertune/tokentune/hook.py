@@ -8,6 +8,7 @@ import torch
 import torch.distributed
 from torch import nn
 
+from slivertune.core.compiled_blocks import runs_compiled
 from slivertune.core.module_hook import ModelHandle, ModuleHook
 from slivertune.core.transformers_internals import attention_of, find_transformers_model
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
@@ -80,6 +81,7 @@ class TokenTuneHandle(ModelHandle):
         self._selection = SelectionContext()
         self._call: Call | None = None
         self._wrapped: list[TokenWise] = []
+        self._layer_rows: list[LayerRows] = []
         try:
             self._attach()
         except BaseException:
@@ -172,9 +174,13 @@ class TokenTuneHandle(ModelHandle):
     def _wrap_layer(self, layer: nn.Module, layer_rows: LayerRows) -> None:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._enter_layer(module, layer_rows, args[0] if args else kwargs.get("hidden_states"))
+            layer_rows.enter(is_compiled=runs_compiled(module))
 
         # As SFT's layers under ZeRO-3, whose deltas the engine must not see.
-        layer_rows.has_other_forwards = any("forward" in vars(module) for module in layer.modules())
+        layer_rows.has_other_forwards = any(
+            "forward" in vars(module) and not runs_compiled(module) for module in layer.modules()
+        )
+        self._layer_rows.append(layer_rows)
         self._undo.append(layer.register_forward_pre_hook(ModuleHook(enter), with_kwargs=True).remove)
         for parent, name, in_attention in token_wise_children(layer):
             is_composite = any(True for _ in getattr(parent, name).children())
@@ -278,6 +284,8 @@ class TokenTuneHandle(ModelHandle):
     def _end(self, model: nn.Module, args: Any, output: Any) -> Any:
         call, rows = self._call, self._selection.of_forward
         self._selection.leave_forward()
+        for layer_rows in self._layer_rows:
+            layer_rows.leave_forward()
         self._call = None
         if rows is not None:
             rows.forget_parts()

@@ -5,22 +5,19 @@ And which selection is in force: the running forward's, or that of the forward w
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from slivertune.core.torch_internals import (
     NO_BACKWARD,
-    apply_function,
     at_end_of_backward,
     running_backward,
     version_of,
     viewed_by,
 )
-
-TokenLayout = Literal["tokens", "flat", "heads"]
-"""Where a tensor has its tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
+from slivertune.tokentune.compiled_rows import CompiledRows
+from slivertune.tokentune.numbered_rows import MakeMask, NumberedRows, TokenLayout, merge, take
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -35,7 +32,7 @@ def uncompiled(function: _F) -> _F:
     return left_out
 
 
-class Rows:
+class Rows(NumberedRows):
     """One forward's selection, as indices into the rows of its hidden states."""
 
     def __init__(self, positions: torch.Tensor, length: int, *, is_checkpointed: bool = False) -> None:
@@ -62,25 +59,11 @@ class Rows:
         """Whether the model's head gets the selected rows alone, so that nothing reads the last layer's others."""
         self.live_layers: set[int] = set()
         """Layers that anything in the backward reaches; the others run as they are."""
-        self.masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        """The attention masks of the selected rows, with the full mask that each was made from."""
-        self.last_layer_entry: Any = None
-        self.skips_others = False
-        """Whether the last layer is past its attention, after which its other rows are not computed."""
+        self._masks: dict[Any, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        self._last_layer_entry: Any = None
+        self._is_past_attention = False
+        self._for_compiled: CompiledRows | None = None
         self._parts: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, torch.Tensor]] = {}
-
-    @property
-    def is_all(self) -> bool:
-        """Whether every position is selected."""
-        return self.num_selected == self.length
-
-    def layout(self, tensor: torch.Tensor) -> TokenLayout | None:
-        """Where a tensor has its tokens, by its shape; None if it has none. Four dimensions are left to the caller."""
-        if tensor.dim() == 3 and tensor.shape[0] == self.batch and tensor.shape[1] == self.length:
-            return "tokens"
-        if tensor.dim() == 2 and tensor.shape[0] == self.batch * self.length:
-            return "flat"
-        return None
 
     @uncompiled
     def split(self, tensor: torch.Tensor, layout: TokenLayout) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +90,7 @@ class Rows:
             return self._lay_out(known[2], tensor, layout), self._lay_out(known[3], tensor, layout)
         by_token = tensor.transpose(1, 2) if layout == "heads" else tensor
         flat = by_token if layout == "flat" else by_token.flatten(0, 1)
-        selected = apply_function(_Take, flat, self)
+        selected = take(flat, self.selected)
         others = flat.detach().index_select(0, self.others)
         if base is tensor and layout != "heads":
             self._remember(tensor, selected, others)  # as when projections of queries, keys and values share an input
@@ -136,31 +119,48 @@ class Rows:
             others = None if others is None else others.flatten(0, 1)
             flat = self.merge(selected.flatten(0, 1), others, "flat")
             return flat.view(self.batch, self.length, *flat.shape[1:])
-        merged = apply_function(_Merge, selected, others, self)
+        merged = merge(selected, others, self.selected, self.others)
         if others is not None:
             self._remember(merged, selected, others)
         return merged
 
-    def output_layout(self, tensor: torch.Tensor, given: TokenLayout) -> TokenLayout | None:
-        """How a module that was given selected rows laid out as `given` lays out a result; None if not by token."""
-        if given == "heads":
-            return "heads"
-        if tensor.dim() >= 3 and tensor.shape[:2] == (self.batch, self.num_selected):
-            return "tokens"
-        if tensor.dim() <= 2 and tensor.dim() >= 1 and tensor.shape[0] == self.batch * self.num_selected:
-            return "flat"
-        return None
-
-    def constant_others(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, whose other rows get no gradient.
+    def mask(self, key: tuple[Any, ...], full: torch.Tensor | None, make: MakeMask) -> torch.Tensor | None:
+        """The attention mask of the selected rows, made once for all layers that share a full mask.
 
         Args:
-            tensor: Keys or values, shape (batch, heads, n, head size).
+            key: Of everything else that decides about it.
+            full: The mask of all rows.
+            make: Makes it of the full one.
         """
-        kept = tensor.view_as(tensor)
-        if kept.requires_grad:
-            kept.register_hook(lambda gradient: gradient * self.is_selected[:, None, :, None])
-        return kept
+        key = (id(full), *key)
+        if key not in self._masks:
+            # The full mask is kept beside it: while it lives, no other has its id.
+            self._masks[key] = (full, make(full))
+        return self._masks[key][1]
+
+    def skips_others(self, module: Any) -> bool:
+        """Whether a module of the last layer runs past its attention, where nothing reads the other rows.
+
+        Args:
+            module: What runs.
+        """
+        # A checkpointed layer comes in here again from its beginning; no hook of the layer would tell.
+        self._last_layer_entry = self._last_layer_entry or module
+        if self._last_layer_entry is module:
+            self._is_past_attention = False
+        return self._is_past_attention
+
+    def pass_last_attention(self) -> bool:
+        """The last layer attends; whether its other rows need no attention, and nothing behind it."""
+        if self.is_shrunk:
+            self._is_past_attention = True
+        return self.is_shrunk
+
+    def for_compiled(self) -> CompiledRows:
+        """The same selection, for layers that are compiled; made once."""
+        if self._for_compiled is None:
+            self._for_compiled = CompiledRows(self.positions, self.is_selected, self.selected, self.others)
+        return self._for_compiled
 
     def forget_parts(self) -> None:
         """Let go of the parts of tensors that are still alive."""
@@ -174,39 +174,6 @@ class Rows:
     def _remember(self, tensor: torch.Tensor, selected: torch.Tensor, others: torch.Tensor) -> None:
         key, parts = id(tensor), self._parts
         parts[key] = (weakref.ref(tensor, lambda _: parts.pop(key, None)), version_of(tensor), selected, others)
-
-
-class _Take(torch.autograd.Function):
-    """The selected rows of a flat tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows, ctx.num_rows = rows, tensor.shape[0]
-        return tensor.index_select(0, rows.selected)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        full = gradient.new_zeros((ctx.num_rows, *gradient.shape[1:]))
-        return full.index_copy_(0, ctx.rows.selected, gradient), None
-
-
-class _Merge(torch.autograd.Function):
-    """A flat tensor of selected rows and constants."""
-
-    @staticmethod
-    def forward(ctx: Any, selected: torch.Tensor, others: torch.Tensor | None, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        merged = selected.new_empty((rows.batch * rows.length, *selected.shape[1:]))
-        merged.index_copy_(0, rows.selected, selected)
-        if others is None:
-            return merged.index_fill_(0, rows.others, 0)
-        return merged.index_copy_(0, rows.others, others)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient.index_select(0, ctx.rows.selected), None, None
 
 
 class SelectionContext:
@@ -248,9 +215,28 @@ class LayerRows:
         self.is_last = is_last
         self.has_other_forwards = False
         """Whether a module of the layer had another forward before: what that trains need not be a parameter here."""
+        self.is_compiled = False
+        """Whether the layer's forward is compiled by itself (`compile_blocks`)."""
+        self._entered: CompiledRows | None = None
 
-    def live_rows(self) -> Rows | None:
+    def enter(self, *, is_compiled: bool) -> None:
+        """The layer is about to run. What is compiled finds its selection here, and asks for nothing that changes.
+
+        Args:
+            is_compiled: Whether its forward is compiled by itself.
+        """
+        rows = self._current() if is_compiled else None
+        self.is_compiled, self._entered = is_compiled, None if rows is None else rows.for_compiled()
+
+    def leave_forward(self) -> None:
+        """Forget the forward that has ended."""
+        self._entered = None
+
+    def live_rows(self) -> Rows | CompiledRows | None:
         """The selection; None outside of training and where no gradient reaches the layer."""
+        return self._entered if self.is_compiled else self._current()
+
+    def _current(self) -> Rows | None:
         rows = self.selection.current()
         return rows if rows is not None and id(self) in rows.live_layers else None
 

@@ -1,5 +1,6 @@
 """Modules that treat each token for itself: the selected rows with gradients, then the others without."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -9,16 +10,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slivertune.core.module_hook import StandIn
 from slivertune.core.torch_internals import Convolution
-from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext, TokenLayout
+from slivertune.tokentune.compiled_rows import CompiledRows
+from slivertune.tokentune.numbered_rows import TokenLayout
+from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext
 
 _ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
 """What a module asks for that treats tokens by their places."""
 
 
-class TokenWise(StandIn):
-    """Stands in for the `forward` of a module that treats each token for itself."""
+class TokenWise:
+    """Its `run` stands in for the `forward` of a module that treats each token for itself.
+
+    A bound method, since torch.compile would compile again for every other callable that is a module's forward. A copy
+    of the model, deep or pickled, runs the module's own forward: it is not hooked.
+    """
 
     def __init__(
         self, parent: nn.Module, name: str, selection: SelectionContext, layer: LayerRows | None, *, checkpointed: bool
@@ -34,7 +40,7 @@ class TokenWise(StandIn):
         """
         self.parent, self.name = parent, name
         self.module: nn.Module = getattr(parent, name)
-        super().__init__(self.module.forward)
+        self.function: Callable[..., Any] = self.module.forward
         self.selection, self.layer = selection, layer
         self.checkpointed = checkpointed
         # A linear layer, in 4 bits or not, or PEFT's layer around one.
@@ -42,11 +48,12 @@ class TokenWise(StandIn):
         self.works_on_last_dimension = is_linear or _is_norm(self.module)
         self.has_parameters = any(True for _ in self.module.parameters())
         self.was_wrapped = "forward" in vars(self.module)
-        self.module.forward = self
+        self.module.forward = self.run
+        self.is_copy = False
 
     def remove(self) -> None:
         """Give the module its own forward back, unless something else has wrapped it since, which then stays."""
-        if vars(self.module).get("forward") is not self:
+        if not self._is_forward():
             return
         if self.was_wrapped:
             self.module.forward = self.function
@@ -55,10 +62,21 @@ class TokenWise(StandIn):
 
     def is_in_place(self) -> bool:
         """Whether the module is still where it was wrapped, and still runs through this."""
-        return getattr(self.parent, self.name, None) is self.module and vars(self.module).get("forward") is self
+        return getattr(self.parent, self.name, None) is self.module and self._is_forward()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TokenWise":
+        return _of_a_copy(copy.deepcopy(self.function, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_a_copy, (self.function,)
+
+    def _is_forward(self) -> bool:
+        return getattr(vars(self.module).get("forward"), "__self__", None) is self
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in two runs if it is given all tokens of a batch in training."""
+        if self.is_copy:
+            return self.function(*args, **kwargs)
         rows = self.selection.current() if self.layer is None else self.layer.live_rows()
         if rows is None:
             return self.function(*args, **kwargs)
@@ -99,16 +117,11 @@ class TokenWise(StandIn):
     def _recomputed(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(self.function, *args, use_reentrant=False, **kwargs)
 
-    def _skips_others(self, rows: Rows) -> bool:
-        if self.layer is None or not self.layer.is_last:
-            return False
-        # A checkpointed layer comes in here again from its beginning; no hook of the layer would tell.
-        rows.last_layer_entry = rows.last_layer_entry or self
-        if rows.last_layer_entry is self:
-            rows.skips_others = False
-        return rows.skips_others
+    def _skips_others(self, rows: Rows | CompiledRows) -> bool:
+        # Compiled, the last layer is as any other: its graph serves them all.
+        return isinstance(rows, Rows) and self.layer is not None and self.layer.is_last and rows.skips_others(self)
 
-    def _find_layout(self, rows: Rows, tensor: Any) -> TokenLayout | None:
+    def _find_layout(self, rows: Rows | CompiledRows, tensor: Any) -> TokenLayout | None:
         """Norms of heads and projections of latents get (batch, n, heads, size) or (batch, heads, n, size).
 
         Dropout gets attention weights.
@@ -124,6 +137,13 @@ class TokenWise(StandIn):
         return "tokens" if by_token else "heads"
 
 
+def _of_a_copy(function: Callable[..., Any]) -> TokenWise:
+    """What a copy of a module has where the module has one."""
+    unhooked = object.__new__(TokenWise)
+    unhooked.function, unhooked.is_copy = function, True
+    return unhooked
+
+
 def _call(forward: Callable[..., Any], values: Sequence[Any], names: tuple[str, ...]) -> Any:
     """Call with values of which the last belong to names."""
     num_positional = len(values) - len(names)
@@ -134,7 +154,7 @@ def _is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower()
 
 
-def _merge_results(rows: Rows, selected: Any, others: Any, given: TokenLayout) -> Any:
+def _merge_results(rows: Rows | CompiledRows, selected: Any, others: Any, given: TokenLayout) -> Any:
     if isinstance(selected, torch.Tensor):
         layout = rows.output_layout(selected, given)
         return selected if layout is None else rows.merge(selected, others, layout)

@@ -7,8 +7,10 @@ from rich.console import Console
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle
+from slivertune.core.kept_activations import KeptActivationsHandle
 from slivertune.core.transformers_internals import use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
+from slivertune.interop.compilation import BlockCompilation
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.data.splits import load_splits
@@ -45,12 +47,16 @@ class Run:
     """None where the loss is computed from whole logits, or by no causal language model."""
     tokens: TokenTuneHandle | None
     """None where all tokens carry gradient."""
+    kept: KeptActivationsHandle | None
+    """None where no block was asked to keep its activations under checkpointing."""
     num_parameters: int
     """Weights of the model, adapters included."""
     num_trained: int
     """Those of them that the method trains."""
     display: Display
     guard: NonFiniteGuard
+    compilation: BlockCompilation
+    """Compiles nothing unless `--torch_compile` asks for it."""
     ledger: LedgerLines | None
     probe: Probe | None
     """Asked before and after."""
@@ -81,6 +87,9 @@ class Run:
             self.loss.remove()
         if self.tokens is not None:
             self.tokens.remove()
+        if self.kept is not None:
+            self.kept.remove()
+        self.compilation.end()
         self.method.close()
 
 
@@ -152,7 +161,13 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
     method.attach(trainer)
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
+    # With fewer graphs, and the loss still in chunks; and nothing else survives a rotation or a selection.
+    compilation = BlockCompilation(trainer, fullgraph=method.name == "hift" or tokens is not None)
+    compilation.begin()
     loss = attach_loss(trainer, task, display.say, wanted=arguments.run.chunked_cross_entropy)
+    num_kept, trained_model = arguments.run.num_kept, trainer.model
+    # The Trainer switches checkpointing on when it begins to train.
+    kept = None if num_kept is None or trained_model is None else KeptActivationsHandle(trained_model, num_kept)
     # Last of all that write into checkpoints.
     keep_manifest_last(trainer, marker)
     stop_at_the_end(trainer)
@@ -165,10 +180,12 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         trainer=trainer,
         loss=loss,
         tokens=tokens,
+        kept=kept,
         num_parameters=sum(count for count, _ in counts),
         num_trained=method.num_trained(sum(count for count, is_trained in counts if is_trained)),
         display=display,
         guard=guard,
+        compilation=compilation,
         ledger=_add_ledger(trainer, arguments, display, coordinator),
         probe=make_probe(
             trainer,

@@ -98,8 +98,8 @@ class NonFiniteGuard(TrainerCallback):
             if loss.requires_grad:
                 if self._stops and not bool(loss.isfinite().all()):
                     raise RuntimeError(
-                        f"the loss is {loss.detach().float().sum().item()}, and --step_in_backward can't skip an "
-                        "update; lower --learning_rate, look for broken rows, or leave out --step_in_backward"
+                        f"the loss is {loss.detach().float().sum().item()}, and --gradients stepped can't skip an "
+                        "update; lower --learning_rate, look for broken rows, or take --gradients host"
                     )
                 self._losses.append(loss.detach())
             return computed

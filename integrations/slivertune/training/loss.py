@@ -6,6 +6,7 @@ from typing import Any
 from transformers import Trainer
 
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle, attach_chunked_cross_entropy, why_not_chunked
+from slivertune.core.compiled_blocks import has_compiled_blocks
 from slivertune.parallel.layout import layout_of
 from slivertune.training.tasks.task import Task
 
@@ -30,7 +31,8 @@ def attach_loss(
     arguments = trainer.args
     reasons = (
         (arguments.label_smoothing_factor, "--label_smoothing_factor computes it outside of the model"),
-        (arguments.torch_compile, "--torch_compile can't see into it"),
+        # By block, the loss stays outside of what is compiled.
+        (arguments.torch_compile and not has_compiled_blocks(model), "--torch_compile can't see into it"),
         (
             layout_of(trainer.accelerator) in ("fsdp2", "zero3"),
             "the head's weight is shared out over the ranks, which gather it for the head's own forward alone",

@@ -190,6 +190,7 @@ def _settings(run: Run) -> dict[str, Any]:
         "autocast": precision.autocast,
         "max_length": run.task.max_length,
         "load_in_4bit": run.arguments.model.load_in_4bit,
+        "keep_activations": run.arguments.run.num_kept,
         "chunked_cross_entropy": run.loss is not None,
         "token_ratio": run.arguments.tokens.token_ratio,
         "token_pattern": None if run.tokens is None else run.tokens.pattern,

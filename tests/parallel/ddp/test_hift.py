@@ -1,10 +1,12 @@
-"""HiFT under DDP with a GradScaler, which only this layout can have."""
+"""HiFT under DDP with a GradScaler and with gradients on the host, which only this layout can have."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from slivertune import HiFT
+from slivertune import HiFT, HiFTConfig
+from slivertune.parallel.ddp.gradient_sync import BucketedAllReduce
 from slivertune.parallel.ddp.hift import share_hift
 from tests.helpers.models import differing, tiny_llama, weights
 from tests.helpers.ranks import run_ranks
@@ -42,3 +44,44 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both() -> None:
         assert each["scales"] == [1024.0] * 2 + [512.0] * 4 + [256.0] * 6
         # Scaled by powers of two: the same bits.
         assert differing(each["weights"], weights(model)) == []
+
+
+def gradients_on_the_host(rank: int, num_ranks: int) -> dict[str, Any]:
+    """Two cycles of three micro-batches an update, clipped, with gradients on the host and on the device."""
+    results: dict[str, Any] = {}
+    for gradients in ("host", "device"):
+        model = tiny_llama(torch.bfloat16)
+        config = HiFTConfig(gradients=gradients, layers_per_group=2, stream_bytes=20_000)  # type: ignore[arg-type]
+        hift = HiFT(model, torch.optim.AdamW, config=config, **ADAMW)
+        accelerator = SimpleNamespace(
+            sync_gradients=True, register_save_state_pre_hook=lambda hook: None, end_training=lambda: None
+        )
+        share_hift(model, hift, accelerator)
+        sent, start = 0, BucketedAllReduce._start
+
+        def counted(self: Any, bucket: Any, start: Any = start) -> None:
+            nonlocal sent
+            sent += sum(stop - first for _, first, stop in bucket._parts)
+            start(self, bucket)
+
+        BucketedAllReduce._start = counted  # type: ignore[method-assign]
+        norms = []
+        try:
+            for update in range(2 * hift.num_groups):
+                for index in range(3):
+                    accelerator.sync_gradients = index == 2
+                    model(**batch_of(update, index, rank)).loss.backward()
+                norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+                hift.step()
+        finally:
+            BucketedAllReduce._start = start  # type: ignore[method-assign]
+        results[gradients] = {"weights": weights(model), "norms": norms, "sent": sent}
+    return results
+
+
+def test_gradients_on_the_host_are_exchanged_once_an_update_and_equal_those_of_the_device() -> None:
+    for each in run_ranks(gradients_on_the_host, 2):
+        host, device = each["host"], each["device"]
+        assert differing(host["weights"], device["weights"]) == []
+        assert host["norms"] == device["norms"] and min(host["norms"]) > 0.05
+        assert host["sent"] == device["sent"] > 0

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,6 +6,8 @@ import pytest
 from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
 from slivertune.training.methods.method import SliverMethod
 from slivertune.training.methods.sft import SFTArguments, SFTMethod
+from slivertune.training.options.parse import parse_train_arguments
+from tests.conftest import CHECKOUT
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import make_trainer
 
@@ -19,9 +22,39 @@ def test_a_rate_that_nobody_chose_for_hift_is_pointed_at(tmp_path: Path) -> None
     method = attached(tmp_path)
     (note,) = method.notes(tiny_llama(), learning_rate=5e-5)
     assert note.startswith(f"HiFT updates a parameter once in {LAYERS} updates here")
-    assert note.endswith("--learning_rate was not given, so 5e-05 is used")
+    assert "--learning_rate was not given, so 5e-05 is used" in note
     assert method.notes(tiny_llama(), learning_rate=None) == []
     assert attached(tmp_path, layers_per_group=LAYERS).notes(tiny_llama(), learning_rate=5e-5) == []
+
+
+@pytest.mark.parametrize("m", [1, 2, 4, 8])
+def test_the_embedded_defaults_are_the_best_of_the_committed_search(
+    m: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    part = json.loads((CHECKOUT / "benchmarks" / "results" / "dial.json").read_text(encoding="utf-8"))["language"]
+    losses: dict[float, list[float]] = {}
+    for run in part["runs"]:
+        if run["layers_per_group"] == m and not run["diverged"]:
+            losses.setdefault(run["learning_rate"], []).append(run["loss"])
+    means = {rate: sum(values) / 3 for rate, values in losses.items() if len(values) == 3}
+    training = parse_train_arguments(["--layers_per_group", str(m)]).training
+    assert training.learning_rate == min(means, key=means.__getitem__)
+    # Lines of the memory ledger come every eight updates, and the last should be whole.
+    assert training.max_steps == part["calibration"]["num_updates"][str(m)] // 8 * 8
+
+
+def test_a_number_of_layers_that_was_not_searched_has_the_rate_of_the_next_smaller_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for m, like in (("3", "2"), ("7", "4"), ("20", "8")):
+        mine, other = (parse_train_arguments(["--layers_per_group", each]) for each in (m, like))
+        assert mine.method.options.layers_per_group == int(m)
+        assert mine.training.learning_rate == other.training.learning_rate
+        assert mine.training.max_steps == other.training.max_steps
+    with pytest.raises(ValueError, match="layers_per_group=0 must be"):
+        parse_train_arguments(["--layers_per_group", "0"])
 
 
 @pytest.mark.parametrize(("settings", "updates"), [({}, 2 * LAYERS), ({"steps_per_group": 2}, 2 * LAYERS)])

@@ -61,9 +61,10 @@ def test_no_two_arguments_share_a_name() -> None:
                 "model.model_name_or_path": None,
                 "data.dataset": None,
                 "data.packing": True,
-                "training.learning_rate": 2e-3,
-                "training.warmup_steps": 0,
-                "training.max_steps": 480,
+                "method.options.layers_per_group": 4,
+                "training.learning_rate": 1e-3,
+                "training.warmup_steps": 0.05,
+                "training.max_steps": 352,
                 "training.report_to": [],
                 "training.output_dir": "runs/hift",
                 "training.dataloader_pin_memory": torch.cuda.is_available(),
@@ -90,7 +91,17 @@ def test_no_two_arguments_share_a_name() -> None:
             },
             id="the library's own defaults hold for other models and data",
         ),
-        pytest.param("--method dense", {"training.warmup_steps": 0.05}, id="dense warms up, which hift does by itself"),
+        pytest.param("--method dense", {"training.max_steps": 480}, id="other methods have a length of their own"),
+        pytest.param(
+            "--dataset rows.csv",
+            {"method.options.layers_per_group": 4, "training.learning_rate": 1e-3, "training.max_steps": -1},
+            id="the embedded model learns other data as long as the library says",
+        ),
+        pytest.param(
+            "--model_name_or_path gpt2",
+            {"method.options.layers_per_group": 1, "training.max_steps": 480},
+            id="another model on the language reference has the paper's groups",
+        ),
         pytest.param("--layers-per-group 3", {"method.options.layers_per_group": 3}, id="both spellings are taken"),
         pytest.param(
             "--method dense --optim galore_adamw",
@@ -154,16 +165,20 @@ def test_what_is_typed_and_what_is_not_become_settings(typed: str, expected: dic
 
 def test_every_choice_of_hift_has_an_argument_or_a_reason_to_have_none() -> None:
     config, arguments = ({item.name for item in dataclasses.fields(kind)} for kind in (HiFTConfig, HiFTArguments))
-    # The seed is the run's; layers and element-wise are for code, where they can be looked up.
-    assert config - arguments == {"seed", "layers", "elementwise"}
+    # The seed and the largest norm are the run's; layers and element-wise are for code, where they can be looked up.
+    assert config - arguments == {"seed", "max_grad_norm", "layers", "elementwise"}
 
 
 def test_hifts_settings_reach_its_config() -> None:
     arguments = parse_train_arguments(
-        ["--order", "random", "--state", "disk", "--state_dir", "d", "--stream_bytes", "0", "--seed", "7"]
+        [
+            *("--layers_per_group", "3", "--order", "random", "--state", "disk", "--state_dir", "d"),
+            *("--stream_bytes", "0", "--seed", "7"),
+        ]
     )
     config = arguments.method.options.config(arguments.training.seed)
-    assert config == HiFTConfig(order="random", state="disk", state_dir="d", stream_bytes=0, seed=7)
+    expected = HiFTConfig(layers_per_group=3, order="random", state="disk", state_dir="d", stream_bytes=0, seed=7)
+    assert config == expected
 
 
 @pytest.mark.parametrize("old", ["gradient_checkpointing", "activation_checkpointing"])
@@ -181,6 +196,14 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--layers_per_group", "0"], "layers_per_group=0 must be at least 1"),
         (["--layers_per_group", "many"], "invalid int value: 'many'"),
         (["--order", "sideways"], "invalid choice: 'sideways'"),
+        (["--keep_activations", "2"], "--keep_activations 2 spares blocks that --gradient_checkpointing would compute"),
+        (["--keep_activations", "0"], "add --gradient_checkpointing true, or leave --keep_activations out"),
+        (["--gradient_checkpointing", "--keep_activations", "-1"], "keep_activations=-1 must be at least 0"),
+        (["--gradient_checkpointing", "--keep_activations", "all"], "='all' must be an integer or 'auto'"),
+        (
+            ["--gradient_checkpointing", "--keep_activations", "auto", "--use_cpu"],
+            "the model is on 'cpu', where nothing tells how much may be taken; give a number of blocks, from 0 to all",
+        ),
         (["--method", "magic"], "invalid choice: 'magic'"),
         (["--state", "disk"], 'state="disk" needs state_dir'),
         (["--method", "dense", "--order", "random", "--master", "none"], "--order, --master: only --method hift reads"),
@@ -203,15 +226,13 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--token_ratio", "0.3", "--token_pattern", "every_other"], "invalid choice: 'every_other'"),
         (["--token_pattern", "block"], "--token_pattern block is read with --token_ratio alone; give a ratio, or"),
         (
-            ["--step_in_backward"],
-            "--step_in_backward does not go with --max_grad_norm 1: the norm of all gradients is known only when",
+            ["--gradients", "stepped"],
+            "--gradients stepped does not go with --max_grad_norm 1: the norm of all gradients is known only when",
         ),
-        (
-            ["--step_in_backward", "--max_grad_norm", "0", "--gradient_accumulation_steps", "2"],
-            "--step_in_backward does not go with --gradient_accumulation_steps 2",
-        ),
-        (["--step_in_backward", "--max_grad_norm", "0", "--fp16"], "--step_in_backward does not go with --fp16"),
-        (["--method", "dense", "--step_in_backward"], "--step_in_backward: only --method hift reads this"),
+        (["--gradients", "stepped", "--max_grad_norm", "0", "--fp16"], "--gradients stepped does not go with --fp16"),
+        (["--gradients", "host", "--fp16"], "--gradients host does not go with --fp16"),
+        (["--prefetch_bytes", "much"], "prefetch_bytes='much' must be a number of bytes, or \"auto\""),
+        (["--method", "dense", "--gradients", "host"], "--gradients: only --method hift reads this"),
         (
             ["--token_ratio", "0.3", "--label_smoothing_factor", "0.1"],
             "--label_smoothing_factor 0.1 does not go with --token_ratio: the smoothed loss would score positions that",

@@ -37,9 +37,12 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
+        ("--method", "hift", "--layers_per_group", "4"),
         ("--method", "hift"),
         ("--method", "dense"),
         ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--stream_bytes", "262144"),
+        ("--method", "hift", "--bf16", "--gradient_checkpointing", "true", "--keep_activations", "4"),
+        ("--method", "dense", "--gradient_checkpointing", "true", "--keep_activations", "3"),
         ("--method", "dense", "--gradient_accumulation_steps", "2"),
         ("--method", "sft", "--density", "0.05"),
         ("--method", "sft", "--density", "0.05", "--reselection_interval", "7"),
@@ -50,8 +53,8 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_planned_peak_of_the_embedded_default_is_the_measured_one(
     words: tuple[str, ...], embedded_base: Path, tmp_path: Path
 ) -> None:
-    # The sizes of the run without arguments (256 tokens, 4 rows), two cycles of its 8 groups: in the first, masters and
-    # state are made, in the second they are met.
+    # The sizes of the run without arguments (256 tokens, 4 rows, 4 layers a group), and two cycles of as many as 8
+    # groups: in the first, masters and state are made, in the second they are met.
     more = ("--max_steps", "16", "--max_length", "256", "--packing", "--per_device_train_batch_size", "4")
     data = write_texts(tmp_path, count=400)
     results = train(embedded_base, data, tmp_path / "out", *more, "--sample_tokens", "0", *words)
@@ -138,7 +141,7 @@ def assembled(base: Path, data: Path, output: Path, *more: str, method: str = "h
             {"precision": "mixed_hi", "layers_per_group": 2, "master": "split", "stream_bytes": 9, "state": "discard"},
         ),
         ("hift", ("--bf16", "--master", "none"), {"precision": "bf16"}),
-        ("hift", ("--step_in_backward", "true", "--max_grad_norm", "0"), {"step_in_backward": True}),
+        ("hift", ("--gradients", "stepped", "--max_grad_norm", "0"), {"gradients": "stepped"}),
         (
             "dense",
             ("--gradient_accumulation_steps", "3", "--gradient_checkpointing", "true", "--token_ratio", "0.5"),

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
+from slivertune.hift.host_gradients import OffloadedGradient
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
 
 BUCKET_BYTES = 25 * 2**20
@@ -199,12 +200,15 @@ class _Bucket:
             # One more element a part: how many ranks have that gradient.
             self._flat = torch.ones(num_elements + len(self._parts), dtype=first.dtype, device=first.device)
         claim(self._flat, "gradients")
-        for index, (piece, gradient) in enumerate(self._pieces(self._flat)):
+        for index, (piece, (parameter, start, stop)) in enumerate(self._pieces(self._flat)):
+            gradient = parameter.grad
             if gradient is None:
                 piece.zero_()
                 self._flat[num_elements + index] = 0
+            elif isinstance(gradient, OffloadedGradient):
+                piece.copy_(gradient.copy_on_device(start, stop))
             else:
-                piece.copy_(gradient)
+                piece.copy_(_flat_gradient(parameter)[start:stop])
         self._was_started, self.is_stale = True, False
         return self._flat
 
@@ -219,15 +223,17 @@ class _Bucket:
             # Looked at only where this rank has none: it makes the host wait for the device.
             if parameter.grad is None and count > 0:
                 parameter.grad = torch.zeros_like(parameter)
-        for piece, gradient in self._pieces(flat):
-            if gradient is not None:
-                gradient.copy_(piece)
+        for piece, (parameter, start, stop) in self._pieces(flat):
+            gradient = parameter.grad
+            if isinstance(gradient, OffloadedGradient):
+                gradient.write(start, stop, piece)
+            elif gradient is not None:
+                _flat_gradient(parameter)[start:stop].copy_(piece)
 
-    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def _pieces(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[nn.Parameter, int, int]]]:
         offset = 0
         for parameter, start, stop in self._parts:
-            gradient = None if parameter.grad is None else _flat_gradient(parameter)[start:stop]
-            yield flat[offset : offset + stop - start], gradient
+            yield flat[offset : offset + stop - start], (parameter, start, stop)
             offset += stop - start
 
 

@@ -8,16 +8,22 @@ from typing import Any
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from slivertune.hift.config import HiFTConfig, MasterKind, Order, StatePlace
+from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace
 from slivertune.interop.methods import check_base_optimizer
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
 
 RATE_HINT = (
-    "HiFT updates a parameter once in {cycle} updates here, and usually wants 2 to 4 times the learning rate of dense "
-    "fine-tuning; --learning_rate was not given, so {rate:g} is used"
+    "HiFT updates a parameter once in {cycle} updates here; --learning_rate was not given, so {rate:g} is used. Start "
+    "the search at the rate of dense fine-tuning, and try half and twice of it"
 )
+EMBEDDED_LAYERS_PER_GROUP = 4
+"""On the embedded model, which has eight layers."""
 
 _DEFAULTS = HiFTConfig()
+# By layers_per_group, from benchmarks/dial.py on the language reference: the best rate, and the updates, whole lines of
+# eight, that take the CPU time of 480 updates of one layer each.
+_EMBEDDED_RATES = {1: 2e-3, 2: 1e-3, 4: 1e-3, 8: 2e-3}
+_EMBEDDED_STEPS = {1: 480, 2: 432, 4: 352, 8: 264}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +57,19 @@ class HiFTArguments:
         metadata={"help": "hift: bytes of one piece of a group on the device while it is stepped; 0: the whole group."},
     )
 
-    step_in_backward: bool = field(
-        default=_DEFAULTS.step_in_backward,
+    gradients: GradientPlace = field(
+        default=_DEFAULTS.gradients,
         metadata={
-            "help": "hift: step each tensor inside the backward, as soon as its gradient is there, so that about one "
-            "gradient is alive at a time; with --max_grad_norm 0, without --gradient_accumulation_steps and --fp16."
+            "help": "hift: where gradients wait for their step. device; host: each leaves for host memory at once, so "
+            "that GPU memory does not grow with --layers_per_group; stepped: nowhere, each tensor is stepped inside "
+            "the backward, with --max_grad_norm 0. The last two without --fp16."
+        },
+    )
+    prefetch_bytes: str = field(
+        default="auto",
+        metadata={
+            "help": "hift: bytes of GPU memory that may hold a group's state ahead of its step, so that copies run "
+            "beside the computation; auto: what the first round of all groups has left unused."
         },
     )
 
@@ -69,7 +83,10 @@ class HiFTArguments:
         Args:
             seed: The run's seed.
         """
-        return HiFTConfig(**{item.name: getattr(self, item.name) for item in fields(self)}, seed=seed)
+        given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        if self.prefetch_bytes.isdecimal():
+            given["prefetch_bytes"] = int(self.prefetch_bytes)
+        return HiFTConfig(**given, seed=seed)
 
 
 class HiFTMethod(SliverMethod):
@@ -84,38 +101,36 @@ class HiFTMethod(SliverMethod):
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The best rate of 1e-3, 2e-3 and 3e-3, without a warm-up, whose first rate a whole cycle would hold."""
-        return {"learning_rate": 2e-3, "warmup_steps": 0.0}
+        """Layers a group; the best rate for as many, and on the embedded data a length that takes the same time."""
+        layers_per_group = given.get("layers_per_group", EMBEDDED_LAYERS_PER_GROUP)
+        measured = max((each for each in _EMBEDDED_RATES if each <= layers_per_group), default=1)
+        defaults = {"layers_per_group": layers_per_group, "learning_rate": _EMBEDDED_RATES[measured]}
+        return defaults if "dataset" in given else {**defaults, "max_steps": _EMBEDDED_STEPS[measured]}
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and what comes between the gradients and a step in the backward."""
         check_base_optimizer(training)
-        if not self.options.step_in_backward:
+        if self.options.gradients == "device":
             return
         for is_asked, name, reason, way_out in (
             (
-                training.max_grad_norm > 0,
+                training.max_grad_norm > 0 and self.options.gradients == "stepped",
                 f"--max_grad_norm {training.max_grad_norm:g}",
                 "the norm of all gradients is known only when they are gone",
-                "give --max_grad_norm 0",
+                "give --max_grad_norm 0, or --gradients host",
             ),
-            (
-                training.gradient_accumulation_steps > 1,
-                f"--gradient_accumulation_steps {training.gradient_accumulation_steps}",
-                "the first gradient of a tensor is stepped on",
-                "leave it out",
-            ),
-            (training.fp16, "--fp16", "gradients are unscaled after the backward", "take --bf16"),
+            (training.fp16, "--fp16", "gradients are unscaled after the backward, on the device", "take --bf16"),
         ):
             if is_asked:
                 raise ValueError(
-                    f"--step_in_backward does not go with {name}: {reason}; {way_out}, or leave out the former"
+                    f"--gradients {self.options.gradients} does not go with {name}: {reason}; {way_out}, or leave out "
+                    "the former"
                 )
 
     @property
     def steps_in_backward(self) -> bool:
         """As it was asked for."""
-        return self.options.step_in_backward
+        return self.options.gradients == "stepped"
 
     def facts(self) -> dict[str, Any]:
         """What decides whose turn it is."""
@@ -124,8 +139,9 @@ class HiFTMethod(SliverMethod):
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
-        names = ("layers_per_group", "state", "stream_bytes", "step_in_backward")
+        names = ("layers_per_group", "state", "stream_bytes", "gradients")
         settings = {name: getattr(self.options, name) for name in names}
+        settings["prefetch_bytes"] = 0 if self.options.prefetch_bytes == "auto" else int(self.options.prefetch_bytes)
         if precision == "bf16" and self.options.master != "none":
             settings |= {"precision": "mixed_hi", "master": self.options.master}
         return settings

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from slivertune.core.kept_activations import NumKept, check_num_kept
 from slivertune.tokentune.config import Pattern
 
 LedgerUse = Literal["every_cycle", "first_cycles", "off"]
@@ -51,6 +52,13 @@ class RunArguments:
             "from whole logits, as transformers do."
         },
     )
+    keep_activations: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --gradient_checkpointing: how many blocks, from the top, keep their activations and are not "
+            "computed again: a number, or on one CUDA device auto, as many as it has room for. The bits stay the same."
+        },
+    )
     non_finite_limit: int = field(
         default=10,
         metadata={"help": "Stop after this many updates in a row with a loss or gradient that is not finite."},
@@ -67,6 +75,18 @@ class RunArguments:
             raise ValueError(f"non_finite_limit={self.non_finite_limit} must be at least 1")
         if self.sample_tokens < 0:
             raise ValueError(f"sample_tokens={self.sample_tokens} must be at least 0, which writes no samples")
+        if self.num_kept is not None and self.num_kept != "auto":
+            check_num_kept(self.num_kept)
+
+    @property
+    def num_kept(self) -> NumKept | None:
+        """`keep_activations` as `slivertune.keep_activations` takes it; None where it was not asked for."""
+        if self.keep_activations is None or self.keep_activations == "auto":
+            return self.keep_activations  # type: ignore[return-value]
+        try:
+            return int(self.keep_activations)
+        except ValueError:
+            raise ValueError(f"keep_activations={self.keep_activations!r} must be an integer or 'auto'") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

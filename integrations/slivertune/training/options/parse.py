@@ -10,6 +10,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from transformers import HfArgumentParser, TrainingArguments
 
+from slivertune.core.activation_room import check_can_measure
+from slivertune.core.kept_activations import without_checkpointing
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
@@ -117,6 +119,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     training.mixed_precision = precision.autocast
     method.check(given, training)
     _check_task(data, tokens, training)
+    _check_kept(run, training)
     return TrainArguments(
         method=method,
         run=run,
@@ -135,9 +138,9 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
     """Defaults that differ from those of the arguments themselves.
 
     The embedded model has a rate of its own for each method: the best on the language reference, in runs of 160
-    updates. A model that was trained for a minute or two is far from done, so that all want nearly the largest rate
-    they stand. For the language reference, the length of the run is set, and there is a telling prompt; its texts are
-    long, so they are packed.
+    updates (HiFT: as long as they are here). A model that was trained for a minute or two is far from done, so that all
+    want nearly the largest rate they stand. For the language reference, the length of the run is set, and there is a
+    telling prompt; its texts are long, so they are packed.
 
     Args:
         method: How the model is trained.
@@ -148,8 +151,6 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
     """
     has_cuda = torch.cuda.is_available() and not given.get("use_cpu", False)
     defaults: dict[str, Any] = {"report_to": "none", "dataloader_pin_memory": has_cuda}
-    if "model_name_or_path" not in given:
-        defaults |= {"lr_scheduler_type": "cosine", "warmup_steps": 0.05, **method.embedded_defaults(given)}
     if "dataset" not in given:
         defaults |= {
             "max_steps": 480,
@@ -160,6 +161,8 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
             "max_length": 256,
             "sample_prompt": 'The "while" statement is used for',
         }
+    if "model_name_or_path" not in given:
+        defaults |= {"lr_scheduler_type": "cosine", "warmup_steps": 0.05, **method.embedded_defaults(given)}
     return defaults
 
 
@@ -192,7 +195,8 @@ def make_parser() -> HfArgumentParser:
             "given again after a kill it goes on in the same folder, by default the newest of runs/METHOD; a run that "
             "is finished it leaves alone, and says so. "
             "Lines come once a cycle of HiFT, once a reselection of SFT, or every 8 updates. The embedded model and "
-            "data bring a learning rate, a schedule, a length and a batch size of their own; what is given here wins."
+            "data bring a learning rate, a schedule, a length, a batch size and HiFT's layers_per_group of their own; "
+            "what is given here wins."
         ),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -261,6 +265,14 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
             "--token_ratio does not go with --task prompt_classification: its loss reads the label word's place alone, "
             "outside the model, and that place may not be selected; leave it out, or take --task classification"
         )
+
+
+def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
+    """Refuse activations that are kept where none are given up, or where nothing tells how many there is room for."""
+    if run.num_kept is not None and not training.activation_checkpointing:
+        raise ValueError(without_checkpointing(run.num_kept))
+    if run.num_kept == "auto":
+        check_can_measure(training.device.type, training.world_size)
 
 
 def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:

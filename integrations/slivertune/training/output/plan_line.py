@@ -119,6 +119,7 @@ def request_of(run: Run) -> PlanRequest:
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "seq_length": _longest_row(run),
         "gradient_checkpointing": training.activation_checkpointing,
+        "keep_activations": arguments.run.num_kept or 0,
         "chunked_cross_entropy": run.loss is not None,
         "token_ratio": arguments.tokens.token_ratio,
         "load_in_4bit": arguments.model.load_in_4bit,
@@ -139,6 +140,7 @@ def _check(run: Run) -> None:
             arguments.data.task == "prompt_classification",
             "a plan knows causal_lm and classification, not prompt_classification",
         ),
+        (arguments.run.num_kept == "auto", "--keep_activations auto fills what the device has left"),
         (arguments.training.torch_compile, "a plan can't see into what torch.compile makes"),
         (others, f"a plan has no word for {', '.join(others)}"),
         (

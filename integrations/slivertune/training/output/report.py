@@ -205,6 +205,9 @@ def describe(run: Run) -> None:
         say(line)
     if run.tokens is not None:
         say(tokens_line(run.tokens))
+    if run.kept is not None:
+        number = "as many as there is room for" if arguments.run.num_kept == "auto" else str(run.kept.num_kept)
+        say(f"  keeps   activations of the uppermost of {len(run.kept.blocks)} checkpointed blocks: {number}")
     schedule = enum_value(training.lr_scheduler_type)
     say(f"  rate    {training.learning_rate:g}, {run.method.optimizer_name(training)}, {schedule} schedule")
     say(f"  writes  {training.output_dir}")

@@ -1,0 +1,186 @@
+"""Compilation block by block: blocks of one kind share a few graphs, whichever of them trains.
+
+`torch.compile` guards on which parameters and inputs require a gradient. Of a block there are four kinds: below what
+trains, training with or without a gradient to pass on, and above. By itself each kind is compiled once and serves all
+blocks. A whole model is another one in every turn of HiFT, and torch gives up after eight.
+
+The forward is compiled, not the call: what others hook onto a block (TokenTune, FSDP2) stays outside of the graph.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.core.layers import find_blocks
+from slivertune.core.module_hook import ModelHandle, StandIn
+from slivertune.core.outputs import tensors_of
+from slivertune.core.torch_internals import compiled_call_of, uncompiled_module
+
+NUM_GRAPHS_LIMIT = 64
+"""Where torch lets a call set it, its limit of graphs: four of a training block and two in evaluation, each for fixed
+and for changing shapes, for every class of blocks."""
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache_params")
+
+
+class CompiledBlocks(ModelHandle):
+    """Blocks that run compiled, until `remove()`. Also a context manager.
+
+    Parameters, module names and classes are as before; so are copies and pickles of the model, which are not compiled.
+    """
+
+    refusal_to_copy = (
+        "a CompiledBlocks handle belongs to one model and is neither copied nor pickled; a copy of the model is not "
+        "compiled: call compile_blocks on it"
+    )
+
+    def __init__(self, blocks: Iterable[tuple[str, nn.Module]], options: dict[str, Any]) -> None:
+        """Compile; called by `compile_blocks`."""
+        super().__init__()
+        self.paths: list[str] = []
+        """Module paths of the blocks."""
+        self._options = options
+        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
+        for path, block in blocks:
+            self.paths.append(path)
+            stand_in = CompiledForward(path, block, self._compile)
+            block.forward = stand_in
+            self._undo.append(stand_in.remove)
+
+    def _compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a class, compiled; blocks of a class share it."""
+        if forward not in self._compiled:
+            self._compiled[forward] = torch.compile(forward, **self._options)
+        return self._compiled[forward]
+
+
+class CompiledForward(StandIn):
+    """Stands in for a block's forward.
+
+    Args:
+        path: The block's module path, for errors.
+        block: The block.
+        compile_forward: Compiles the forward of a class.
+    """
+
+    def __init__(
+        self, path: str, block: nn.Module, compile_forward: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        super().__init__(block.forward)
+        self.path, self.block = path, block
+        self._compile_forward = compile_forward
+
+    def remove(self) -> None:
+        """Let the block run as it is, unless something else has wrapped it since, which then stays."""
+        if vars(self.block).get("forward") is self:
+            del self.block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward, compiled unless it is given a cache."""
+        cache = next((name for name in _CACHES if kwargs.get(name) is not None), None)
+        # Read now: FSDP2 gives blocks a class of its own.
+        forward = type(self.block).forward
+        if cache is not None:
+            if self.block.training and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{self.path} is given a cache ({cache}) in a training forward, for which every block would be "
+                    "compiled by itself; set model.config.use_cache = False, or pass use_cache=False"
+                )
+            return forward(self.block, *args, **kwargs)
+        try:
+            with _without_useless_checkpoint(self.block, (args, kwargs)):
+                return self._compile_forward(forward)(self.block, *args, **kwargs)
+        except Exception as error:
+            if type(error).__module__.startswith("torch._dynamo"):
+                error.add_note(
+                    f"{self.path} ({type(self.block).__name__}) runs through slivertune.compile_blocks, which lets no "
+                    "part of a block fall back to eager in silence; pass fullgraph=False to let torch break its "
+                    "graph, or don't compile this model (leave --torch_compile out)"
+                )
+            raise
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether a module is a block that `compile_blocks` has compiled."""
+    return isinstance(vars(module).get("forward"), CompiledForward)
+
+
+def has_compiled_blocks(model: nn.Module) -> bool:
+    """Whether `compile_blocks` has compiled blocks of a model."""
+    return any(map(runs_compiled, model.modules()))
+
+
+@contextmanager
+def _without_useless_checkpoint(block: Any, inputs: Any) -> Any:
+    """Switch checkpointing off where nothing will be computed again.
+
+    torch 2.13 can't compile a checkpoint in a graph that has no backward, as below the active group.
+    """
+    is_checkpointed = block.training and getattr(block, "gradient_checkpointing", False)
+    if not is_checkpointed or _records_graph(block, inputs):
+        yield
+        return
+    block.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        block.gradient_checkpointing = True
+
+
+def _records_graph(block: nn.Module, inputs: Any) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    return any(each.requires_grad for each in (*tensors_of(inputs), *block.parameters()))
+
+
+def compile_blocks(model: nn.Module, *, fullgraph: bool = True, **options: Any) -> CompiledBlocks:
+    """Compile each block of a model, in place, so that all blocks share a few graphs.
+
+    Under HiFT there are four of a class of blocks at most: below the active group, in it (at its lower end or not),
+    above it; evaluation adds two, and sequences whose length changes add one of each with dynamic shapes, unless
+    `dynamic=True` makes them so at once. Embedding, head and loss stay uncompiled, and so do forwards that are given a
+    cache, as generation's are. It may come before or after HiFT and TokenTune.
+
+    Args:
+        model: A model whose blocks `find_layers` finds. Parameters, module names and state dict stay as they are.
+        fullgraph: Whether a block that torch can't trace whole, or its limit of graphs, is an error. Otherwise torch
+            breaks the graph, or runs eagerly, and only logs it.
+        **options: Further arguments of `torch.compile`: `backend`, `mode`, `dynamic`, `options`.
+
+    Returns:
+        The handle, which lets the blocks run uncompiled again; `with` does so at its end.
+
+    Raises:
+        ValueError: If the model has no list of blocks.
+        RuntimeError: If the model or a block is compiled already, or a block's forward was replaced (offloading).
+
+    Example:
+        >>> slivertune.compile_blocks(model)
+        >>> optimizer = slivertune.HiFT(model, torch.optim.AdamW, lr=2e-5)
+    """
+    if uncompiled_module(model) is not model or compiled_call_of(model) is not None:
+        raise RuntimeError(
+            f"{type(uncompiled_module(model)).__name__} is compiled as a whole already; give compile_blocks the model "
+            "as it was before torch.compile, and compile it once"
+        )
+    blocks = find_blocks(model)
+    for path, block in blocks:
+        if uncompiled_module(block) is not block or compiled_call_of(block) is not None:
+            raise RuntimeError(f"{path} is compiled already; compile the blocks once")
+        own = vars(block).get("forward")
+        if isinstance(own, CompiledForward):
+            raise RuntimeError(f"{path} is compiled already; remove() that handle first")
+        if own is not None:
+            raise RuntimeError(
+                f"the forward of {path} was replaced by {own!r}, as offloading does (cpu_offload, a device_map with "
+                "parts elsewhere), and can't be compiled with its class's; compile the blocks before, or leave it out"
+            )
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options.setdefault("recompile_limit", NUM_GRAPHS_LIMIT)
+    return CompiledBlocks(blocks, {"fullgraph": fullgraph, **options})

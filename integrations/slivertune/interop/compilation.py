@@ -1,0 +1,88 @@
+"""`torch_compile=True` in a Trainer's arguments: by block, where accelerate would compile the whole model."""
+
+from typing import Any
+
+from accelerate.utils import DynamoBackend
+from transformers import Trainer
+
+from slivertune.core.compiled_blocks import CompiledBlocks, compile_blocks, has_compiled_blocks
+from slivertune.parallel.layout import layout_of
+
+_REFUSED = {
+    "fsdp2": "FSDP2 gathers a block's weights by hooks that torch can't trace",
+    "zero3": "ZeRO-3 gathers weights by hooks within a block, which torch can't trace",
+}
+
+
+class BlockCompilation:
+    """Compiles the blocks of a Trainer's model, as its arguments ask for, between `begin` and `end`.
+
+    Args:
+        trainer: Its arguments (`torch_compile`, `torch_compile_backend`, `torch_compile_mode`) or its Accelerator
+            (`accelerate launch --dynamo_backend`) say how.
+        fullgraph: Whether a block that torch can't trace whole is an error, as where HiFT or TokenTune would make torch
+            compile without end.
+    """
+
+    def __init__(self, trainer: Trainer, *, fullgraph: bool) -> None:
+        self._trainer = trainer
+        self._fullgraph = fullgraph
+        self._backend: Any = None
+        self._is_on = False
+        self._handle: CompiledBlocks | None = None
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the Trainer would compile its model."""
+        return self._trainer.args.torch_compile or self._plugin.backend != DynamoBackend.NO
+
+    def begin(self) -> None:
+        """Compile the model, unless the Trainer makes another one first, and keep accelerate from doing so.
+
+        Raises:
+            ValueError: If the model has no blocks, or the layout's weights can't be compiled.
+        """
+        if self._is_on or not self.is_asked_for:
+            return
+        layout = layout_of(self._trainer.accelerator)
+        if layout in _REFUSED and not self._fullgraph:
+            return  # accelerate has a way of its own
+        if layout in _REFUSED:
+            raise ValueError(
+                f"torch_compile does not go with {layout}: {_REFUSED[layout]}; leave it out, or use another layout"
+            )
+        # The plugin is accelerate's for the whole process, so it is given back.
+        self._is_on, self._backend = True, self._plugin.backend
+        self._plugin.backend = DynamoBackend.NO
+        if self._trainer.model_init is None:
+            self.compile(self._trainer.model)
+
+    def compile(self, model: Any) -> None:
+        """Compile a model that training has begun with; one that is compiled by block already stays as it is.
+
+        Args:
+            model: The Trainer's.
+        """
+        if self._is_on and not has_compiled_blocks(model):
+            self._handle = compile_blocks(model, fullgraph=self._fullgraph, **self._options())
+
+    def end(self) -> None:
+        """Let the blocks run as they are, and accelerate compile what it is asked to."""
+        if not self._is_on:
+            return
+        self._is_on, self._plugin.backend = False, self._backend
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    @property
+    def _plugin(self) -> Any:
+        return self._trainer.accelerator.state.dynamo_plugin
+
+    def _options(self) -> dict[str, Any]:
+        arguments, plugin = self._trainer.args, self._plugin
+        backend = arguments.torch_compile_backend if arguments.torch_compile else self._backend.value.lower()
+        mode = arguments.torch_compile_mode if arguments.torch_compile else plugin.mode
+        options = {"backend": backend, "dynamic": plugin.dynamic, "options": plugin.options}
+        # torch refuses a mode for any backend but inductor, and beside options.
+        return options if mode in (None, "default") else {**options, "mode": mode}

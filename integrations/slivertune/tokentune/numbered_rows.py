@@ -1,0 +1,136 @@
+"""Selected and other rows by their numbers: where tensors have them, how to take them out, and to put them together."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from slivertune.core.torch_internals import apply_function
+
+TokenLayout = Literal["tokens", "flat", "heads"]
+"""Where a tensor has its tokens: (batch, length, ...), (batch * length, ...), or (batch, heads, length, head size)."""
+
+MakeMask = Callable[[torch.Tensor | None], torch.Tensor | None]
+"""From the attention mask of all rows to that of the selected ones."""
+
+
+class NumberedRows:
+    """Where tensors have a forward's selected rows, by their shapes."""
+
+    batch: int
+    """Sequences."""
+    num_selected: int
+    """Selected positions k in a sequence."""
+    length: int
+    """Positions n in a sequence."""
+    positions: torch.Tensor
+    """Selected positions, int64, shape (batch, k)."""
+    is_selected: torch.Tensor
+    """Whether a position is one of them, bool, shape (batch, n)."""
+
+    @property
+    def is_all(self) -> bool:
+        """Whether every position is selected."""
+        return self.num_selected == self.length
+
+    def layout(self, tensor: torch.Tensor) -> TokenLayout | None:
+        """Where a tensor has its tokens, by its shape; None if it has none. Four dimensions are left to the caller."""
+        if tensor.dim() == 3 and tensor.shape[0] == self.batch and tensor.shape[1] == self.length:
+            return "tokens"
+        if tensor.dim() == 2 and tensor.shape[0] == self.batch * self.length:
+            return "flat"
+        return None
+
+    def output_layout(self, tensor: torch.Tensor, given: TokenLayout) -> TokenLayout | None:
+        """How a module that was given selected rows laid out as `given` lays out a result; None if not by token."""
+        if given == "heads":
+            return "heads"
+        if tensor.dim() >= 3 and tensor.shape[:2] == (self.batch, self.num_selected):
+            return "tokens"
+        if tensor.dim() <= 2 and tensor.dim() >= 1 and tensor.shape[0] == self.batch * self.num_selected:
+            return "flat"
+        return None
+
+    def constant_others(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, whose other rows get no gradient.
+
+        Args:
+            tensor: Keys or values, shape (batch, heads, n, head size).
+        """
+        return apply_function(_ConstantOthers, tensor, self.is_selected) if tensor.requires_grad else tensor
+
+
+def take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a flat tensor, through which gradients flow.
+
+    Args:
+        tensor: Shape (num_rows, ...).
+        rows: Which, each once, int64.
+    """
+    return apply_function(_Take, tensor, rows)
+
+
+def merge(
+    selected: torch.Tensor, others: torch.Tensor | None, selected_rows: torch.Tensor, other_rows: torch.Tensor
+) -> torch.Tensor:
+    """A flat tensor of selected rows and constants.
+
+    Args:
+        selected: The selected rows, through which gradients flow.
+        others: The constants; None leaves zeros.
+        selected_rows: Where the selected rows go, int64.
+        other_rows: Where the others go, int64; both together name each row once.
+    """
+    return apply_function(_Merge, selected, others, selected_rows, other_rows)
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.num_rows = tensor.shape[0]
+        return tensor.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        full = gradient.new_zeros((ctx.num_rows, *gradient.shape[1:]))
+        return full.index_copy_(0, rows, gradient), None
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        selected: torch.Tensor,
+        others: torch.Tensor | None,
+        selected_rows: torch.Tensor,
+        other_rows: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(selected_rows)
+        merged = selected.new_empty((selected_rows.shape[0] + other_rows.shape[0], *selected.shape[1:]))
+        merged.index_copy_(0, selected_rows, selected)
+        if others is None:
+            return merged.index_fill_(0, other_rows, 0)
+        return merged.index_copy_(0, other_rows, others)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (selected_rows,) = ctx.saved_tensors
+        return gradient.index_select(0, selected_rows), None, None, None
+
+
+class _ConstantOthers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, is_selected: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(is_selected)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (is_selected,) = ctx.saved_tensors
+        return gradient * is_selected[:, None, :, None], None
