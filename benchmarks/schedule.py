@@ -56,8 +56,11 @@ class Row:
     """None where none was set."""
     settings: dict[str, Any]
     """Fields of `PlanRequest`."""
+    max_grad_norm: float | None = None
+    """To which gradients are clipped."""
 
 
+ALL_LAYERS = {"seq_length": 2048, "batch_size": 4, "layers_per_group": 34}
 ROWS = (
     Row(name="m = 1, 512 tokens", target=0.05, settings={"seq_length": 512}),
     Row(name="m = 1, 1,024 tokens", target=0.02, settings={"seq_length": 1024}),
@@ -70,7 +73,19 @@ ROWS = (
     Row(
         name="m = 8, 4,096 tokens, clipped",
         target=None,
-        settings={"seq_length": 2048, "batch_size": 2, "layers_per_group": 8},
+        settings={"seq_length": 2048, "batch_size": 2, "layers_per_group": 8, "gradients": "host"},
+        max_grad_norm=1.0,
+    ),
+    Row(
+        name="all layers, 8 x 8,192 tokens, stepped in the last backward",
+        target=0.03,
+        settings={**ALL_LAYERS, "gradient_accumulation_steps": 8, "gradients": "stepped"},
+    ),
+    Row(
+        name="all layers, 16 x 8,192 tokens, clipped",
+        target=0.06,
+        settings={**ALL_LAYERS, "gradient_accumulation_steps": 16, "gradients": "host"},
+        max_grad_norm=1.0,
     ),
 )
 
@@ -79,8 +94,10 @@ def request_of(row: Row, *, is_quick: bool) -> PlanRequest:
     """The run of a row."""
     settings = {"method": "hift", "precision": "mixed_hi", "gradient_checkpointing": True, **row.settings}
     if is_quick:
-        num_layers = min(2, row.settings.get("layers_per_group", 1))
-        settings |= {"seq_length": 32, "stream_bytes": 2**14, "layers_per_group": num_layers}
+        num_layers = min(4, row.settings.get("layers_per_group", 1))
+        num_backwards = min(2, row.settings.get("gradient_accumulation_steps", 1))
+        settings |= {"seq_length": 32, "stream_bytes": 2**14}
+        settings |= {"layers_per_group": num_layers, "gradient_accumulation_steps": num_backwards}
     return PlanRequest(**settings)
 
 
@@ -104,7 +121,8 @@ def simulate(
         return {**result, "fits": False}
     result["fits"] = True
     for name, num_bytes in (("prefetched", budget), ("before", 0)):
-        schedule = record_hift(request, config, prefetch_bytes=num_bytes)
+        run = dataclasses.replace(request, prefetch_bytes=num_bytes)
+        schedule = record_hift(run, config, max_grad_norm=row.max_grad_norm)
         result[name] = {
             duplex: figures(schedule, schedule.cycle(card.rates(duplex=duplex, **rates))) for duplex in get_args(Duplex)
         }

@@ -31,9 +31,9 @@ SLOW_BUS = Rates(flops=1e12, memory_bandwidth=1e12, bus_bandwidth=1e9)
 
 
 @cache
-def record(*, is_block_of_7b: bool = False, prefetch_bytes: int = 0, **settings: Any) -> HiFTSchedule:
+def record(*, is_block_of_7b: bool = False, max_grad_norm: float | None = None, **settings: Any) -> HiFTSchedule:
     request = PlanRequest(**{"precision": "mixed_hi", "seq_length": 32, "stream_bytes": 2**17, **settings})
-    return record_hift(request, ONE_BLOCK if is_block_of_7b else TINY, prefetch_bytes=prefetch_bytes)
+    return record_hift(request, ONE_BLOCK if is_block_of_7b else TINY, max_grad_norm=max_grad_norm)
 
 
 def in_cycle(schedule: HiFTSchedule) -> list[Entry]:
@@ -44,11 +44,11 @@ def in_cycle(schedule: HiFTSchedule) -> list[Entry]:
     return list(schedule.entries[start:])
 
 
-def bytes_each_way(entries: list[Entry]) -> Counter[str]:
+def bytes_each_way(entries: list[Entry], *, same: bool = True) -> Counter[str]:
     counted: Counter[str] = Counter()
     for each in entries:
         if isinstance(each, Transfer):
-            assert each.stream == each.direction
+            assert each.stream == each.direction or not same
             counted[each.direction] += each.num_bytes
     return counted
 
@@ -67,6 +67,24 @@ def test_a_cycle_brings_and_takes_twelve_bytes_a_parameter(settings: dict[str, A
 def test_split_masters_take_ten() -> None:
     counted = bytes_each_way(in_cycle(record(master="split")))
     assert counted == {"inbound": 10 * NUM_PARAMETERS, "outbound": 10 * NUM_PARAMETERS}
+
+
+@pytest.mark.parametrize(
+    ("settings", "each_way"),
+    [
+        ({"gradients": "host"}, (14, 14)),
+        # Each backward after the first brings back what there is, and leaves the sum; then the step has it back.
+        ({"gradients": "host", "gradient_accumulation_steps": 3}, (12 + 3 * 2, 12 + 3 * 2)),
+        # The last one leaves none.
+        ({"gradients": "stepped", "gradient_accumulation_steps": 3}, (12 + 2 * 2, 12 + 2 * 2)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_gradients_on_the_host_pass_the_bus_with_two_bytes_each(
+    settings: dict[str, Any], each_way: tuple[int, int]
+) -> None:
+    counted = bytes_each_way(in_cycle(record(prefetch_bytes=2**18, **settings)), same=False)
+    assert (counted["inbound"] / NUM_PARAMETERS, counted["outbound"] / NUM_PARAMETERS) == each_way
 
 
 def test_every_group_has_a_step_of_the_cycle_and_its_micro_batches() -> None:

@@ -123,6 +123,11 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
     ]
 
 
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of a type compute in a way of their own, and not just without data."""
+    return not issubclass(kind, (FakeTensor, nn.Parameter)) and kind is not torch.Tensor
+
+
 def viewed_by(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor of which a tensor is a view; itself where it is none.
 

@@ -23,7 +23,8 @@ from slivertune.planning.step import autocast_of
 
 _NUM_BEFORE = 2
 """Steps that are played before the cycle that counts: write-backs of one run under the next, so that the first has its
-neighbour's, and that one had what it loads ahead under a whole step."""
+neighbour's, and that one had what it loads ahead under a whole step. Where gradients do not stay on the device, it is a
+whole cycle: pieces follow the order in which the last backward's gradients came."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +42,10 @@ class HiFTSchedule:
         Args:
             rates: The card's.
         """
-        return sorted(play(self.entries, rates)[_NUM_BEFORE:], key=lambda step: step.group)
+        return sorted(play(self.entries, rates)[-len(self.groups) :], key=lambda step: step.group)
 
 
-def record_hift(request: PlanRequest, config: PreTrainedConfig, *, prefetch_bytes: int = 0) -> HiFTSchedule:
+def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm: float | None = None) -> HiFTSchedule:
     """Record a cycle in which every group has met its batch before, so that all state waits on the host.
 
     Costs two or three times the steps of a plan, and seconds for each further group.
@@ -52,7 +53,7 @@ def record_hift(request: PlanRequest, config: PreTrainedConfig, *, prefetch_byte
     Args:
         request: The run: HiFT on one GPU. All its micro-batches are run.
         config: The model's configuration.
-        prefetch_bytes: As in `HiFTConfig`.
+        max_grad_norm: As in `HiFTConfig`.
 
     Raises:
         ValueError: If the run is not HiFT's on one GPU, or the model can't be run without data.
@@ -73,8 +74,9 @@ def record_hift(request: PlanRequest, config: PreTrainedConfig, *, prefetch_byte
             state=request.state,
             master=request.master_kind,
             stream_bytes=request.stream_bytes,
-            prefetch_bytes=prefetch_bytes,
+            prefetch_bytes=request.prefetch_bytes,
             gradients=request.gradients,
+            max_grad_norm=max_grad_norm,
         )
         with FakeOverrides():
             optimizer = HiFT(model, optimizer_class, config=settings, **arguments)
@@ -82,11 +84,8 @@ def record_hift(request: PlanRequest, config: PreTrainedConfig, *, prefetch_byte
         with attached(request, model):
             for _ in range(num_groups):
                 _step_without_computing(model, batch, optimizer)
-            if request.gradients == "stepped":
-                # Pieces are loaded in the order of the last backward's gradients, which a real one has to show.
-                for _ in range(num_groups):
-                    _step(model, batch, optimizer, ScheduleRecorder(), request)
-            for _ in range(_NUM_BEFORE + num_groups):
+            num_before = _NUM_BEFORE if request.gradients == "device" else num_groups
+            for _ in range(num_before + num_groups):
                 _step(model, batch, optimizer, recorder, request)
     if optimizer.skipped_turns:
         raise RuntimeError(f"groups {sorted(optimizer.skipped_turns)} lost a turn: no gradient reached them")
@@ -100,11 +99,11 @@ def _step(
     model: Any, batch: dict[str, torch.Tensor], optimizer: HiFT, recorder: ScheduleRecorder, request: PlanRequest
 ) -> None:
     group = optimizer.active_group
-    for index in range(request.gradient_accumulation_steps):
-        is_last = index == request.gradient_accumulation_steps - 1
+    num_backwards = request.gradient_accumulation_steps
+    for index in range(num_backwards):
         with recorder.recording("forward", group), autocast_of(request.has_autocast):
             loss = model(**batch).loss
-        accumulating = nullcontext() if is_last else optimizer.accumulating()
+        accumulating = optimizer.accumulating() if index < num_backwards - 1 else nullcontext()
         with FakeOverrides(), recorder.recording("backward", group), accumulating:
             loss.backward()
         del loss

@@ -25,6 +25,7 @@ from slivertune.core.torch_internals import (
     READS_A_VALUE,
     TorchDispatchMode,
     arguments_of,
+    is_wrapper_type,
     storage_key,
     tree_leaves,
 )
@@ -141,6 +142,8 @@ class ScheduleRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(is_wrapper_type(each) for each in types):
+            return NotImplemented  # what it does inside is what counts
         kwargs = kwargs or {}
         if func in _HOST_WAITS and not self._lies_on_host(args[0]):
             self.synchronize("computing")
