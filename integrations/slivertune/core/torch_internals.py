@@ -6,7 +6,7 @@ test can tell with a clear word which has moved.
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
     "torch.utils._pytree.tree_map": "replaces the tensors among an operator's arguments",
     "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
+    "torch._foreach_norm": "the norm as clip_grad_norm_ computes it on a GPU",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
     "torch.ops.aten._unique2.default": "the operator whose result's size depends on values",
     "torch.ops.aten._scaled_dot_product_attention_math.default": "attention as plain products",
@@ -69,6 +70,7 @@ RELIED_ON: Mapping[str, str] = {
 }
 """By dotted name: what for. `Class()` is an instance."""
 
+Tensor = TypeVar("Tensor", bound=torch.Tensor)
 NO_BACKWARD = -1
 """In place of a backward's number."""
 READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
@@ -121,6 +123,19 @@ def arguments_of(operator: Any) -> list[tuple[str, bool]]:
         (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
         for argument in operator._schema.arguments
     ]
+
+
+def tensor_without_memory(kind: type[Tensor], like: torch.Tensor) -> Tensor:
+    """A tensor of a subclass, in the form of another, that has no memory of its own."""
+    made: Tensor = torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+    )
+    return made
+
+
+def multi_tensor_norm(tensor: torch.Tensor) -> torch.Tensor:
+    """The 2-norm by the kernel that `clip_grad_norm_` takes on a GPU, which may round it otherwise."""
+    return torch._foreach_norm([tensor], 2.0)[0]
 
 
 def is_wrapper_type(kind: type) -> bool:

@@ -14,7 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.core.ledger import claim
 from slivertune.core.module_hook import ModuleHook
-from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
+from slivertune.core.torch_internals import (
+    NO_BACKWARD,
+    at_end_of_backward,
+    running_backward,
+    tensor_without_memory,
+)
 from slivertune.hift.host_gradients import HostGradients
 from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.hift.piece import Weight
@@ -33,9 +38,7 @@ class SteppedGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, refuse: Callable[[], None]) -> "SteppedGradient":
         """Make it without memory."""
-        return torch.Tensor._make_wrapper_subclass(
-            cls, gradient.shape, strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
-        )
+        return tensor_without_memory(cls, gradient)
 
     def __init__(self, gradient: torch.Tensor, refuse: Callable[[], None]) -> None:
         self._refuse = refuse

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from slivertune.core.copy_streams import CopyStreams, Event
-from slivertune.core.torch_internals import tree_map
+from slivertune.core.torch_internals import arguments_of, multi_tensor_norm, tensor_without_memory, tree_map
 
 _aten = torch.ops.aten
 _Factor = torch.Tensor | float
@@ -45,9 +45,7 @@ class OffloadedGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, gradient: torch.Tensor, host: torch.Tensor, owner: "GradientOwner") -> "OffloadedGradient":
         """Make it without memory."""
-        return torch.Tensor._make_wrapper_subclass(
-            cls, gradient.shape, strides=gradient.stride(), dtype=gradient.dtype, device=gradient.device
-        )
+        return tensor_without_memory(cls, gradient)
 
     def __init__(self, gradient: torch.Tensor, host: torch.Tensor, owner: "GradientOwner") -> None:
         self._host: torch.Tensor | None = host
@@ -110,13 +108,14 @@ class OffloadedGradient(torch.Tensor):
             return copies.setdefault(id(value), value.copy_on_device())
 
         out = func(*tree_map(on_device, args), **tree_map(on_device, kwargs))
-        if not func._schema.is_mutable:
-            return out
-        for position, argument in enumerate(func._schema.arguments):
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(value, OffloadedGradient) and argument.alias_info is not None:
+        written = []
+        for position, (name, is_written) in enumerate(arguments_of(func)):
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if is_written and isinstance(value, OffloadedGradient):
                 value._replace(copies[id(value)])
-        return own if own is not None else out
+                written.append(value)
+        # What an operator writes it also returns.
+        return written[0] if written else out
 
     def copy_on_device(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements [start, stop) of it flattened, or, by default, all of it in its shape; a copy on the device."""
@@ -220,5 +219,5 @@ def norm_of(gradient: torch.Tensor, out: torch.Tensor | None = None) -> torch.Te
     if gradient.device.type != "cuda":
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, 2.0, out=out)
         return norm
-    norm = torch._foreach_norm([gradient], 2.0)[0]
+    norm = multi_tensor_norm(gradient)
     return norm if out is None else out.copy_(norm)

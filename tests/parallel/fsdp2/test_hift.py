@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from slivertune import HiFT, HiFTConfig
+from slivertune import HiFT, HiFTConfig, Ledger
 from tests.helpers.models import differing, tiny_bert, weights
 from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import HiFTCase
@@ -106,6 +106,25 @@ def edges(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     found["refused"] = {name: refusal_of(case, "fsdp2", rank) for name, case in others.items()}
     with running(HiFTCase(), "fsdp2", rank) as run:
         found["own error"] = errors_in_passes(run)
+    found["room"] = train_with_room(rank)
+    return found
+
+
+ROOMS = (0, 20_000, 10**9)
+"""`prefetch_bytes`: nothing, some pieces of a group, and all of them."""
+
+
+def train_with_room(rank: int) -> dict[int, dict[str, Any]]:
+    """By `prefetch_bytes`: a rank's result of two cycles and a step, and the most state that a forward found held."""
+    found = {}
+    for room in ROOMS:
+        settings = {"stream_bytes": 8_192, "prefetch_bytes": room}
+        case = HiFTCase(dtype=torch.bfloat16, settings=settings)
+        held: list[int] = []
+        with running(case, "fsdp2", rank) as run, Ledger() as ledger:
+            run.model.lm_head.register_forward_pre_hook(lambda *_, held=held: held.append(ledger.current().state))
+            run.train(0, case.updates)
+            found[room] = {**case.result(run), "held": max(held)}
     return found
 
 
@@ -135,6 +154,15 @@ def test_ranks_that_hold_nothing_of_a_weight_train_and_resume(name: str, found: 
         assert differing(each[name]["straight"], weights(model)) == []
         assert differing(each[name]["straight"], each[name]["resumed"]) == []
     assert found[1][name]["empty"] == 2
+
+
+def test_state_that_is_loaded_ahead_changes_no_bit(found: list[dict[str, Any]]) -> None:
+    for each in (each["room"] for each in found):
+        nothing, some, everything = (each[room] for room in ROOMS)
+        assert nothing["held"] == 0 < some["held"] <= ROOMS[1] < everything["held"]
+        for other in (some, everything):
+            for what in ("weights", "state"):
+                assert differing(other[what], nothing[what]) == [], what
 
 
 def test_what_looks_beyond_a_shard_or_holds_the_embedding_is_refused_at_prepare(found: list[dict[str, Any]]) -> None:

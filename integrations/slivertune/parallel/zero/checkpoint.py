@@ -42,6 +42,7 @@ class Checkpoints:
         """As DeepSpeed's, with everything that `seal_engine` passes; a collective."""
         schedule = self._schedule
         schedule.follow_counters()
+        schedule.settle()
         for mover in schedule.movers.values():
             mover.follow_weights()
         folder = Path(save_dir) / tag
@@ -117,6 +118,7 @@ class Checkpoints:
             zero.checkpoint_event_prologue()
         loaded = load_first(schedule.engine, folder, **rest)
         schedule.follow_counters()
+        schedule.settle()
         for name, value in shares.first["scaler"].items():
             setattr(schedule.children[schedule.active].loss_scaler, name, value)
         for group in schedule.children:
@@ -152,8 +154,6 @@ class Checkpoints:
     def _export(self) -> dict[str, Any]:
         schedule, names = self._schedule, self._names()
         waiting = [group for group in schedule.children if group != schedule.active]
-        for group in waiting:
-            schedule.movers[group].settle()
         return {
             "version": VERSION,
             "identity": self._identity(),
@@ -191,6 +191,7 @@ class Checkpoints:
         mover, child = schedule.movers[group], schedule.children[group]
         # Torch puts loaded state where the weights are, and some of it (a fused step count) has to be on the device.
         mover.to_device()
+        mover.wait()
         if state is not None:
             with masters_listed(child, schedule.stage) as optimizer:
                 optimizer.load_state_dict(state)

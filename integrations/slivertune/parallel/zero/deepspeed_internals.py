@@ -7,7 +7,7 @@ from other files (`bit16_groups_flat`, `fp16_partitioned_groups_flat`, `averaged
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,16 @@ import torch
 import torch.distributed as dist
 
 from slivertune.core.manifest import read_entries
+from slivertune.parallel.consistency.explain import call_before
 
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 _STAGES_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3"
+_READERS = ("step", "state_dict", "load_state_dict", "refresh_fp32_params", "offload_states", "reload_states")
+"""Methods of ZeRO's optimizers that read or write masters or state."""
+_READERS_OF_A_PARAMETER = ("get_full_hp_param", "set_full_hp_param")
+"""Those that stages 1 and 2 give to each parameter, for `safe_get_full_fp32_param` and the like."""
+_READERS_OF_STAGE_3 = (*_READERS_OF_A_PARAMETER, "get_local_fp32_param", "set_local_hp_param")
 RELIED_ON: Mapping[str, str] = {
     f"{_ENGINE}._configure_zero_optimizer": "builds one ZeRO optimizer for each group",
     f"{_ENGINE}._backward_post_hook": "lets the engine hear of each optimizer's gradients",
@@ -33,6 +39,15 @@ RELIED_ON: Mapping[str, str] = {
     f"{_STAGE_3}._set_fp32_optimizer_param_groups": "lists the masters",
     f"{_STAGE_3}._clear_fp32_optimizer_param_groups": "lists the masters no longer",
     f"{_STAGE_3}._reassign_or_swap_out_partitioned_parameters": "weights follow masters that were loaded",
+    **{
+        f"{where}.{name}": "whoever reads masters or state waits until they have arrived"
+        for where, names in ((_STAGES_1_AND_2, _READERS), (_STAGE_3, (*_READERS, *_READERS_OF_STAGE_3)))
+        for name in names
+    },
+    **{
+        f"deepspeed.utils.{name}": "whoever reads masters or state waits until they have arrived"
+        for name in _READERS_OF_A_PARAMETER
+    },
     f"{_STAGES_1_AND_2}#bit16_groups_flat": "where the weights lie",
     f"{_STAGES_1_AND_2}#averaged_gradients": "drops the zeros of a step without an update",
     f"{_STAGES_1_AND_2}#_hp_optimizer_states_linked": "the fragments of state follow it to the host",
@@ -85,6 +100,12 @@ def follow_master(zero_optimizer: Any, index: int) -> None:
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(index)
 
 
+def call_before_reading(zero_optimizer: Any, stage: int, first: Callable[[], None]) -> None:
+    """Call something before masters or state are read or written through one of ZeRO's optimizers, on this instance."""
+    for name in (*_READERS, *(_READERS_OF_STAGE_3 if stage == 3 else ())):
+        call_before(zero_optimizer, name, first)
+
+
 def unlink_fragments(zero_optimizer: Any) -> None:
     """Drop the views into masters (for `safe_get_full_fp32_param`) of stages 1 and 2, which keep their memory."""
     for parameters in zero_optimizer.bit16_groups:
@@ -92,10 +113,19 @@ def unlink_fragments(zero_optimizer: Any) -> None:
             parameter._hp_mapping = None
 
 
-def link_fragments(zero_optimizer: Any) -> None:
-    """Make these views again; those of state DeepSpeed makes after the next step."""
+def link_fragments(zero_optimizer: Any, first: Callable[[], None]) -> None:
+    """Make these views again; those of state DeepSpeed makes after the next step.
+
+    Args:
+        zero_optimizer: Of stage 1 or 2.
+        first: Called before somebody reads or writes through them.
+    """
     zero_optimizer._link_all_hp_params()
     zero_optimizer._hp_optimizer_states_linked = False
+    for parameters in zero_optimizer.bit16_groups:
+        for parameter in parameters:
+            for name in _READERS_OF_A_PARAMETER:  # made anew by DeepSpeed just now
+                call_before(parameter, name, first)
 
 
 def note_step_without_update(engine: Any) -> None:

@@ -6,6 +6,7 @@ Over 350 lines, since one class keeps what must change together: the engine's op
 import functools
 import itertools
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.copy_streams import CopyStreams, copy_streams
 from slivertune.core.hyperparameters import own_hyperparameters
 from slivertune.core.torch_internals import at_end_of_backward, mark_stepped, running_backward
 from slivertune.hift import HiFT
 from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import PARAM_GROUP, Instance
+from slivertune.hift.prefetch import PrefetchBudget
 from slivertune.hift.rotation import LearningRate, scheduled_lr
 from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.consistency.headers import Header, Stage
@@ -72,9 +75,22 @@ class GroupSchedule:
         self.switch_seconds = 0.0
         """Time in switches so far, copies included; without them it is this less `copy_seconds`."""
         layers = [layer for group in optimizer.groups for layer in group.layers]
-        self._hooks = ModelHooks(model, layers, optimizer.trained_weights, [self._note_backward], checks_model=False)
+        self._hooks = ModelHooks(
+            model,
+            layers,
+            optimizer.trained_weights,
+            [self._note_backward],
+            on_lack_of_memory=self._note_lack_of_memory,
+            checks_model=False,
+        )
         self._hooks.attach()
         self._waits_on_host = optimizer.config.state == "host"
+        self._streams: CopyStreams = copy_streams(torch.device(engine.device))
+        # The engine may be dropped right after a forward, with copies into and out of its memory on their way.
+        weakref.finalize(self, self._streams.synchronize).atexit = False
+        self._budget = PrefetchBudget(optimizer.config.prefetch_bytes)
+        self._most_leaving_bytes = 0
+        """What groups that were leaving held of the device beside the next one's state in this cycle, at most."""
         self._applied: list[LearningRate] = []
         self._heartbeat = Heartbeat(f"hift-zero-{next(_numbers)}")
         self._noted = -1
@@ -83,9 +99,9 @@ class GroupSchedule:
         first = engine.optimizer
         self.children: dict[int, Any] = {self.active: first}
         """The ZeRO optimizer of each group."""
-        self.movers = {self.active: StateMover(first, self.stage, torch.device(engine.device))}
+        self.movers = {self.active: StateMover(first, self.stage, self._streams)}
         """What moves each group's masters and state."""
-        self._deactivate(self.active)
+        self._park(self.active)
         for group in (g for g in range(optimizer.num_groups) if g != self.active):
             self._build(group, first)
         self._share_scaler()
@@ -95,31 +111,45 @@ class GroupSchedule:
             child.optimizer.register_step_pre_hook(functools.partial(self._push_hyperparameters, group))
             if self.stage == 3:
                 set_owner((weight.parameter for weight in optimizer.weights_of(group)), child)
+        if self._waits_on_host:
+            self.movers[self.active].to_device()
         self._activate(self.active)
+        self.settle()
         self._engine_step = engine.step
         engine.step = self._step
         explain(engine, "backward", lambda: f"in the backward of group {self.active}", self._heartbeat)
         if self.stage == 3:
             explain(engine, "forward", lambda: f"gathering the weights for group {self.active}", self._heartbeat)
-        engine.register_forward_pre_hook(self._before_forward)
+        engine.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     @property
     def copy_seconds(self) -> float:
         """Time spent copying (on CUDA: queueing copies) in all switches so far."""
         return sum(mover.copy_seconds for mover in self.movers.values())
 
-    def follow_counters(self) -> None:
-        """Hand the turn to the group that the engine's counters name. A local operation."""
+    def follow_counters(self, inputs: Any = None) -> None:
+        """Hand the turn to the group that the engine's counters name. A local operation.
+
+        Args:
+            inputs: Of the training forward that comes, if one does: what decides how much state may come beside that
+                which leaves.
+        """
         self._count()
         group = self.optimizer.active_group
+        room_bytes = 0 if inputs is None else self._budget.begin_forward(group, inputs)
         if group == self.active:
             return
         start = time.perf_counter()
         self.children[self.active].zero_grad()
-        self._deactivate(self.active)
-        self._activate(group)
+        self._change_places(self.active, group, room_bytes)
         self.switch_seconds += time.perf_counter() - start
         self.num_switches += 1
+
+    def settle(self) -> None:
+        """Wait until all groups' masters and state are where they belong, and may be read there."""
+        for mover in self.movers.values():
+            mover.wait()
+            mover.release()
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the rotation to where a checkpoint was; the engine's counters follow when it loads.
@@ -130,8 +160,8 @@ class GroupSchedule:
         self.optimizer.rotation.restore(state)
         group = self.optimizer.active_group
         if group != self.active:
-            self._deactivate(self.active)
-            self._activate(group)
+            self._change_places(self.active, group, 0)
+        self.settle()
 
     def own_hyperparameters(self, group: int) -> list[dict[str, Any]]:
         """What a group's optimizer itself changed among its hyperparameters, by its own param groups."""
@@ -149,6 +179,7 @@ class GroupSchedule:
         self._instances[group].restore(self.optimizer.param_groups, dict(zip(indices, own, strict=True)))
         if group != self.active and self._waits_on_host:
             self.movers[group].to_host()
+            self.movers[group].release()
         elif group == self.active:
             self.movers[group].claim_device()
         self._share_scaler()
@@ -165,6 +196,7 @@ class GroupSchedule:
 
     def destroy(self) -> None:
         """Take the waiting groups' hooks from the model; the engine destroys the active group's optimizer itself."""
+        self.settle()
         for group, child in self.children.items():
             if group != self.active:
                 child.destroy()
@@ -182,8 +214,8 @@ class GroupSchedule:
             for dtype, bucket in child.ipg_buckets.items():
                 bucket.buffer = first.ipg_buckets[dtype].buffer
         self.children[group] = child
-        self.movers[group] = StateMover(child, self.stage, torch.device(self.engine.device))
-        self._deactivate(group)
+        self.movers[group] = StateMover(child, self.stage, self._streams)
+        self._park(group)
 
     def _share_scaler(self) -> None:
         """Let all groups use the active group's loss scaler, which a checkpoint replaces."""
@@ -192,22 +224,58 @@ class GroupSchedule:
             child.loss_scaler = active.loss_scaler
             child.dynamic_loss_scale = active.dynamic_loss_scale
 
-    def _deactivate(self, group: int) -> None:
+    def _park(self, group: int) -> None:
+        """Let a group wait, and give up its memory."""
         if self._waits_on_host:
             self.movers[group].to_host()
+            self.movers[group].release()
         self.movers[group].drop_gradients()
 
     def _activate(self, group: int) -> None:
+        """Begin the turn of a group whose masters and state are on the device, or on their way."""
         self._hooks.activate(self.optimizer.weights_of(group), self._note_gradient)
-        if self._waits_on_host:
-            self.movers[group].to_device()
         self.movers[group].take_gradients()
         self.active = group
         self.engine.optimizer = self.children[group]
         self.engine.basic_optimizer = self.children[group].optimizer
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        self.follow_counters()
+    def _change_places(self, group: int, following: int, room_bytes: int) -> None:
+        """Let one group wait and begin the turn of another.
+
+        Args:
+            group: Whose turn ends.
+            following: Whose turn begins.
+            room_bytes: What the second group's masters and state may take beside the first one's.
+        """
+        self.movers[group].drop_gradients()
+        if self._waits_on_host:
+            self._move(self.movers[group], self.movers[following], room_bytes)
+        self._activate(following)
+
+    def _move(self, leaving: StateMover, coming: StateMover, room_bytes: int) -> None:
+        leaving.to_host()
+        if coming.waiting_bytes() <= room_bytes:
+            try:
+                coming.to_device()
+            except torch.OutOfMemoryError:
+                self._budget.fail()  # it comes after what leaves, then
+            else:
+                self._most_leaving_bytes = max(self._most_leaving_bytes, leaving.leaving_bytes())
+                return
+        coming.to_device(leaving)
+
+    def _release(self) -> None:
+        """Give up the memory that groups have left."""
+        for mover in self.movers.values():
+            mover.release()
+
+    def _note_lack_of_memory(self) -> None:
+        self._budget.fail()
+        self._release()
+
+    def _before_forward(self, module: nn.Module, inputs: Any, named_inputs: Any) -> None:
+        self._release()
+        self.follow_counters((inputs, named_inputs) if torch.is_grad_enabled() else None)
         if torch.is_grad_enabled():
             self._hooks.check()
             if self.stage < 3:
@@ -234,6 +302,8 @@ class GroupSchedule:
         rotation = self.optimizer.rotation
         rotation.warn_of_unreached(self.optimizer.groups)
         if rotation.starts_cycle:
+            self._budget.end_cycle(self._streams.device, self._most_leaving_bytes)
+            self._most_leaving_bytes = 0
             self._heartbeat.compare(
                 {"updates": rotation.updates, "order": rotation.order, "held_lr": [str(lr) for lr in rotation.held_lr]},
                 self._header(Stage.COMPARING, None),
@@ -262,6 +332,7 @@ class GroupSchedule:
         self._is_reached = self._is_reached_now = True
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
+        self._release()
         if is_last_backward(self.engine):
             is_missed = self._has_run and not self._is_reached
             self._heartbeat.meet(self._header(Stage.STEPPING, self._is_reached), applied_settings(self.optimizer))

@@ -1,7 +1,13 @@
 """Moves the masters and state of one group's ZeRO optimizer between the device and host memory.
 
 DeepSpeed's own `offload_states` collects garbage and pins its buffers again at every call, 200 to 400 ms a switch; here
-the host's buffers are allocated once, and only pointers change.
+the host's buffers are allocated once, and only pointers change. Copies run beside the computation:
+
+    outbound:    group 0 leaves
+    inbound:                     group 1 comes
+    computing:   forward ...         backward ...     | step of group 1
+
+Only who reads the masters or state waits for them (`StateMover.wait`), and who gets the memory that they have left.
 """
 
 import time
@@ -12,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slivertune.core.copy_streams import copy_streams
+from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.hift.masters import refresh_master
 from slivertune.hift.offload_buffer import OffloadBuffer, aligned, host_buffer
 from slivertune.hift.piece import Weight
-from slivertune.parallel.zero.deepspeed_internals import link_fragments, unlink_fragments
+from slivertune.parallel.zero.deepspeed_internals import call_before_reading, link_fragments, unlink_fragments
 
 _Key = tuple[int, str]
 """Index of a master, and the name of a state of it; "" is the master itself."""
@@ -26,36 +32,51 @@ _Key = tuple[int, str]
 class StateMover:
     """Owns the waiting place of what one ZeRO optimizer keeps for its rank's share of a group.
 
-    Copies are queued on the current stream, in order: the device never holds two groups' state, and memory that leaves
-    is free for what comes. Nothing waits for them but `settle`.
-
     Args:
-        optimizer: DeepSpeed's ZeRO optimizer of the group, any stage.
+        optimizer: DeepSpeed's ZeRO optimizer of the group, any stage; methods of it that read masters or state are
+            overridden, on this instance, and wait.
         stage: 1, 2 or 3.
-        device: Where it steps.
+        streams: Of the device where it steps; all groups' movers have the same.
     """
 
-    def __init__(self, optimizer: Any, stage: int, device: torch.device) -> None:
+    def __init__(self, optimizer: Any, stage: int, streams: CopyStreams) -> None:
         self._optimizer = optimizer
         self._stage = stage
-        self._device = device
-        self._buffer: OffloadBuffer = host_buffer(copy_streams(device))
+        self._streams = streams
+        self._buffer: OffloadBuffer = host_buffer(streams)
         self._on_host: dict[_Key, torch.Tensor] = {}
+        self._leaving: list[torch.Tensor] = []
+        """Memory of the device that has been copied once `_left` has come."""
+        self._left: Event = None
+        """When what waits has reached the host; None where the host knows that it has."""
+        self._arrived: Event = None
+        """When what is on the device has arrived there."""
         self.copy_seconds = 0.0
         """Time spent copying, or on CUDA queueing copies, since the mover was made."""
+        call_before_reading(optimizer, stage, self.wait)
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """This rank's flat parts of the group's fp32 masters, one a parameter group or subgroup."""
+        """This rank's flat parts of the group's fp32 masters, one a parameter group or subgroup, to be read."""
+        self.wait()
+        return self._masters
+
+    @property
+    def _masters(self) -> list[torch.Tensor]:
         if self._stage == 3:
             return list(self._optimizer.fp32_partitioned_groups_flat)
         return list(self._optimizer.single_partition_of_fp32_groups)
 
     def to_host(self) -> None:
-        """Let masters and state wait in host memory; new ones get their place there."""
+        """Let masters and state wait in host memory; new ones get their place there.
+
+        Their memory on the device stays allocated until `release`.
+        """
         moving = [(key, tensor) for key, tensor in self._tensors() if not self._waits(key, tensor)]
         if self._stage != 3:
             unlink_fragments(self._optimizer)
+        if not moving:
+            return
         sizes: Counter[torch.dtype] = Counter()
         for key, tensor in moving:
             if key not in self._on_host:
@@ -65,23 +86,91 @@ class StateMover:
         for key, tensor in moving:
             if key not in self._on_host:
                 self._on_host[key] = self._buffer.empty_like(tensor.detach())
-            tensor.data = self._copied(tensor.data, self._on_host[key])
+        start = time.perf_counter()
+        with self._streams.on("outbound", self._streams.record(), self._arrived):
+            for key, tensor in moving:
+                self._on_host[key].copy_(tensor.data, non_blocking=True)
+            self._left = self._streams.record("outbound")
+        self.copy_seconds += time.perf_counter() - start
+        for key, tensor in moving:
+            self._leaving.append(tensor.data)
+            tensor.data = self._on_host[key]
+        self._arrived = None
 
-    def to_device(self) -> None:
-        """Bring masters and state back."""
-        for key, tensor in self._tensors():
-            if not self._waits(key, tensor):
-                continue
+    def release(self) -> None:
+        """Give up the memory that masters and state have left; what is computed next waits for their copies."""
+        if self._leaving:
+            self._streams.compute_after(self._left)
+            self._leaving = []
+
+    def to_device(self, leaving: "StateMover | None" = None) -> None:
+        """Bring masters and state back.
+
+        Args:
+            leaving: Whose memory on the device is used again, where it has the form that is needed, and given up else,
+                before any is allocated. None allocates all beside it.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has none; nothing was moved then.
+        """
+        self.release()
+        moving = [(key, tensor) for key, tensor in self._tensors() if self._waits(key, tensor)]
+        if moving:
+            spare, spare_left = leaving._hand_over(moving) if leaving is not None else ({}, None)
             with claimed_at_birth("state"):
-                target = torch.empty_like(tensor.data, device=self._device)
-            tensor.data = self._copied(tensor.data, target)
+                targets = [
+                    spare[key]
+                    if key in spare
+                    else torch.empty_strided(*_form(tensor)[:2], dtype=tensor.dtype, device=self._streams.device)
+                    for key, tensor in moving
+                ]
+            start = time.perf_counter()
+            # Not before the computation is done with what lay in the memory, nor the copies out of it or to the host.
+            with self._streams.on("inbound", self._streams.record(), self._left, spare_left):
+                for (_, tensor), target in zip(moving, targets, strict=True):
+                    target.copy_(tensor.data, non_blocking=True)
+                self._arrived = self._streams.record("inbound")
+            self.copy_seconds += time.perf_counter() - start
+            for (_, tensor), target in zip(moving, targets, strict=True):
+                tensor.data = target
+            self._left = None
         if self._stage != 3:
-            link_fragments(self._optimizer)
+            link_fragments(self._optimizer, self.wait)
         self.claim_device()
+
+    def _hand_over(self, coming: list[tuple[_Key, torch.Tensor]]) -> tuple[dict[_Key, torch.Tensor], Event]:
+        """Let others have the memory that masters and state have left, and give up the rest of it.
+
+        Args:
+            coming: What is to lie there.
+
+        Returns:
+            By key, memory in a tensor's form; and the moment from which it may be written.
+        """
+        # What shares its memory with others can't be handed out one by one.
+        whole = {tensor.untyped_storage().data_ptr(): tensor for tensor in self._leaving}
+        spare: dict[Any, list[torch.Tensor]] = {}
+        for tensor in whole.values():
+            if tensor.untyped_storage().nbytes() == tensor.nbytes:
+                spare.setdefault(_form(tensor), []).append(tensor)
+        found = {key: spare[_form(tensor)].pop() for key, tensor in coming if spare.get(_form(tensor))}
+        if len(found) == len(self._leaving):
+            self._leaving = []  # nothing goes back to the allocator, so that no computation has to wait
+        self.release()
+        return found, self._left
+
+    def wait(self) -> None:
+        """Let whoever reads or writes masters or state from now on find them whole, wherever they lie."""
+        self._streams.compute_after(self._arrived)
+        self._arrived = None
+        if self._left is not None:
+            self._streams.synchronize()  # it is the host that reads them
+            self._left, self._leaving = None, []
 
     def follow_weights(self) -> None:
         """Let masters follow weights that somebody else has written, wherever both lie; see `refresh_master`."""
-        for master, weights in zip(self.masters, self._shares(), strict=True):
+        self.wait()
+        for master, weights in zip(self._masters, self._shares(), strict=True):
             if master.untyped_storage().data_ptr() != weights.untyped_storage().data_ptr():
                 refresh_master(master.data, weights.detach().to(master.device))
 
@@ -104,14 +193,17 @@ class StateMover:
         for _, tensor in self._tensors():
             claim(tensor.data, "state")
 
-    def settle(self) -> None:
-        """Wait until what was queued has arrived."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
     def device_bytes(self) -> int:
         """Bytes of masters and state that are not waiting."""
         return sum(tensor.untyped_storage().nbytes() for key, tensor in self._tensors() if not self._waits(key, tensor))
+
+    def waiting_bytes(self) -> int:
+        """Bytes of masters and state that are waiting."""
+        return sum(tensor.nbytes for key, tensor in self._tensors() if self._waits(key, tensor))
+
+    def leaving_bytes(self) -> int:
+        """Bytes of the device that masters and state have left, and that are still allocated."""
+        return sum(tensor.nbytes for tensor in self._leaving)
 
     def host_bytes(self) -> int:
         """Bytes of the places in host memory, which stay allocated while the group trains."""
@@ -121,7 +213,7 @@ class StateMover:
         optimizer = self._optimizer
         flats = optimizer.fp16_partitioned_groups_flat if self._stage == 3 else optimizer.bit16_groups_flat
         weights = {flat.untyped_storage().data_ptr() for flat in flats}
-        for index, master in enumerate(self.masters):
+        for index, master in enumerate(self._masters):
             # Under torch.autocast, stage 3 trains the fp32 weights themselves.
             if master.untyped_storage().data_ptr() not in weights:
                 yield (index, ""), master
@@ -144,14 +236,12 @@ class StateMover:
         waiting = self._on_host.get(key)
         return waiting is not None and waiting.data_ptr() == tensor.data_ptr()
 
-    def _copied(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        self.copy_seconds += time.perf_counter() - start
-        return target
-
     def _flat_gradient(self) -> torch.Tensor | None:
         return self._optimizer.grad_partitions_flat_buffer if self._stage == 3 else None
+
+
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def check_flat_memory(optimizers: Iterable[Any], weights: Iterable[Weight]) -> None:
