@@ -84,6 +84,38 @@ def test_no_bit_differs_from_gradients_that_stay(
     assert_same_bits(trained(model, "AdamW", gradients=gradients, master=master, **common), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_state_on_the_device_steps_what_earlier_backwards_left_on_the_host(dtype: torch.dtype) -> None:
+    model = tiny_llama(dtype)
+    expected = trained(model, "AdamW", accumulation=3, layers_per_group=2)
+    assert_same_bits(
+        trained(model, "AdamW", accumulation=3, layers_per_group=2, gradients="stepped", state="device"), expected
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_an_accumulation_that_was_stepped_leaves_no_gradient_on_the_device(dtype: torch.dtype) -> None:
+    model, hift = hift_over(
+        tiny_llama(dtype, vocab=4001),
+        "AdamW",
+        gradients="stepped",
+        layers_per_group=LAYERS,
+        stream_bytes=2**18,
+    )
+    batches = token_batches(3, vocab=4001)
+    run(model, hift, 1)
+    with Ledger(model) as ledger:
+        for batch in batches[:2]:
+            with hift.accumulating():
+                model(**batch).loss.backward()
+        model(**batches[2]).loss.backward()
+        census = ledger.current()
+        # Beside the pieces: step counts, and what a scalar takes.
+        assert (census.gradients, census.residual < 10_000) == (0, True), census
+        hift.step()
+    assert hift.updates == 2
+
+
 @pytest.mark.parametrize("prefetch_bytes", [0, 60_000])
 @pytest.mark.parametrize(
     ("name", "accumulation", "clip"), [("SGD momentum", 4, 0.1), ("AdamW8bit", 1, 0.1), ("AdamW", 4, 0.1)]

@@ -9,6 +9,7 @@ import torch
 
 from slivertune.core.hyperparameters import differs, in_form_of, own_copy
 from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.offloaded_gradient import OffloadedGradient
 from slivertune.hift.rotation import LearningRate
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -29,6 +30,12 @@ class Weight:
     """The model's own parameter, which is frozen and unfrozen; `parameter` where that is not sharded."""
     param_group: int
     """Index of the param group that holds its hyperparameters."""
+
+    def drop_gradient(self) -> None:
+        """Drop the gradient that was stepped, also what is known of it elsewhere."""
+        if isinstance(self.parameter.grad, OffloadedGradient):
+            self.parameter.grad.close()
+        self.parameter.grad = None
 
     def take_gradient(self) -> None:
         """Let `parameter` hold what `trained` does, its gradient included; asked for where it is another tensor."""
@@ -77,12 +84,16 @@ class Slice:
         """Give the leaf its part of the weight's gradient, in the leaf's dtype.
 
         Args:
-            part: The part, where the weight's gradient lies elsewhere; of the slice's shape.
+            part: The part, where the weight's gradient lies on the host and this was loaded; of the slice's shape.
         """
+        gradient = self.weight.parameter.grad
+        if part is None and isinstance(gradient, OffloadedGradient):
+            part = gradient.copy_on_device(self.start, None if self.is_whole else self.stop)
         if part is not None:
+            if self.is_weight:
+                self.weight.drop_gradient()  # in whose place it comes
             self.leaf.grad = part.to(self.leaf.dtype)
             return
-        gradient = self.weight.parameter.grad
         if self.is_weight or gradient is None:
             return
         if gradient.is_sparse:
@@ -97,7 +108,7 @@ class Slice:
         """Drop the leaf's gradient, and the weight's once its last slice is stepped."""
         self.leaf.grad = None
         if self.stop == self.weight.parameter.numel():
-            self.weight.parameter.grad = None
+            self.weight.drop_gradient()
 
 
 PARAM_GROUP = "slivertune_param_group"

@@ -108,7 +108,7 @@ class StreamedGroup(ResidentGroup):
             self.release()
             raise
         for weight in weights:
-            weight.parameter.grad = None
+            weight.drop_gradient()
 
     @override
     def load_gradients(self) -> None:
@@ -268,13 +268,13 @@ class StreamedGroup(ResidentGroup):
             loaded.gradients.append(part)
 
     def _gradient_of(self, one: Slice, loaded: LoadedPiece | None, position: int) -> torch.Tensor | None:
-        """A slice's part of a gradient that waits on the host, on the device; None of one that is there whole."""
+        """A slice's part of a gradient that waits on the host, as it was loaded; None where none was."""
         gradient = one.weight.parameter.grad
         if not isinstance(gradient, OffloadedGradient):
             return None
         part = loaded.gradients[position] if loaded is not None and loaded.gradients is not None else None
         if part is None:
-            return gradient.copy_on_device(one.start, None if one.is_whole else one.stop)
+            return None
         return gradient.complete(part, one.start, None if one.is_whole else one.stop)
 
     def _drop_loaded(self) -> None:
