@@ -280,7 +280,7 @@ class _TwoHalves(nn.Module):
 def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
     torch.manual_seed(0)
     model = _TwoHalves().to(DEVICE)
-    hift = hift_over(model, layers=[["lower", "upper"]], stream_bytes=2**20)
+    hift = hift_over(model, layers=[["lower", "upper"]], stream_bytes=2**20, prefetch_bytes=0)
     hidden = torch.randn(8, 512, device=DEVICE)
     model(hidden).backward()
     hift.step()  # makes the state
@@ -289,13 +289,25 @@ def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
     model(hidden).backward()
     end_of_backward = torch.cuda.current_stream(DEVICE).record_event()
     (group,) = streamed_groups(hift)
-    assert sorted(group._ready) == [0, 1], "the first two pieces were not asked for during backward"
-    for mark in group._ready.values():
-        assert mark is not None
-        mark.synchronize()
+    assert sorted(group._loaded) == [0, 1], "the first two pieces were not asked for during backward"
+    for loaded in group._loaded.values():
+        assert loaded.ready is not None
+        loaded.ready.synchronize()
     assert not end_of_backward.query(), "the copies came only after backward"
     hift.step()
     torch.cuda.synchronize(DEVICE)
+
+
+@pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
+@pytest.mark.parametrize("prefetch_bytes", [0, 60_000, 2**30, "auto"])
+def test_prefetch_and_the_place_of_gradients_change_no_bit(gradients: Any, prefetch_bytes: Any) -> None:
+    batches, made = cuda_batches(20), []
+    for config in ({}, {"gradients": gradients, "prefetch_bytes": prefetch_bytes}):
+        model = cuda_llama(torch.bfloat16)
+        hift = hift_over(model, stream_bytes=20_000, layers_per_group=2, **config)
+        run(model, hift, batches)
+        made.append(model)
+    assert_same_bits(*made)
 
 
 @DTYPES
@@ -308,7 +320,7 @@ def test_a_step_never_waits_for_the_device(dtype: torch.dtype) -> None:
         loss = model(**batch).loss
         torch.cuda.set_sync_debug_mode("error")
         try:
-            groups[hift.active_group].prefetch()  # what backward calls
+            groups[hift.active_group].prefetch(in_backward=True)  # what backward calls
         finally:
             torch.cuda.set_sync_debug_mode("default")
         loss.backward()
