@@ -6,6 +6,7 @@ The length of this file is that of the ways in which a backward can end: each le
 import copy
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -376,15 +377,15 @@ def test_an_optimizer_that_may_need_the_whole_group_is_refused() -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda model, hift: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model, hift: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
         lambda model, hift: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
-        lambda model, hift: torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]),
-        lambda model, hift: hift.clip_(1.0),
-        lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.norm(),
+        lambda model, hift: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3, norm_type=1.0),
+        lambda model, hift: hift.clip_(1e-3),
+        lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.abs(),
         lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.mul_(2),
         lambda model, hift: model.get_parameter("model.embed_tokens.weight").grad.clone(),
     ],
-    ids=["clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_", "norm", "mul_", "clone"],
+    ids=["clip_grad_norm_", "clip_grad_value_", "another norm", "clip_", "abs", "mul_", "clone"],
 )
 def test_whoever_clips_or_reads_a_gradient_that_was_stepped_is_told(use: Any) -> None:
     model, hift = hift_over(tiny_llama(), torch.optim.SGD, gradients="stepped", lr=0.1)
@@ -396,6 +397,28 @@ def test_whoever_clips_or_reads_a_gradient_that_was_stepped_is_told(use: Any) ->
     model(**token_batches(1)[0]).loss.backward()
     hift.detach()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_stepped_gradients_is_told_and_a_clipping_that_changes_nothing_passes(
+    dtype: torch.dtype, accumulation: int
+) -> None:
+    norms: list[list[torch.Tensor]] = []
+    for gradients in ("stepped", "device"):
+        config = {"gradients": gradients, "layers_per_group": LAYERS, "stream_bytes": 8192}
+        model, hift = hift_over(tiny_llama(dtype), torch.optim.AdamW, lr=1e-2, **config)
+        norms.append([])
+        for update in range(3):
+            for index, batch in enumerate(token_batches(accumulation, seed=update)):
+                with hift.accumulating() if index < accumulation - 1 else nullcontext():
+                    model(**batch).loss.backward()
+            norms[-1].append(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")))
+            hift.step()
+    for found, expected in zip(*norms, strict=True):
+        # Parts are summed up in another order: a unit in the last place of the dtype for each rounding.
+        error = 4 * torch.finfo(dtype).eps * float(expected)
+        assert abs(float(found) - float(expected)) <= (0 if accumulation == 1 else error) and float(expected) > 0
 
 
 def test_fp16_autocast_is_refused_before_a_weight_is_changed() -> None:

@@ -19,28 +19,36 @@ from slivertune.core.torch_internals import (
     at_end_of_backward,
     running_backward,
     tensor_without_memory,
+    version_of,
 )
 from slivertune.hift.host_gradients import HostGradients
-from slivertune.hift.offloaded_gradient import OffloadedGradient
+from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.piece import Weight
 
 _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"
 
 
 class SteppedGradient(torch.Tensor):
-    """Stands in `.grad` of a weight that was stepped in the backward, until `step`: whoever reads it is told.
+    """Stands in `.grad` of a weight that was stepped in the backward, until `step`.
+
+    It knows its 2-norm, so that the total norm is found; whoever wants more of it is told that it is gone.
 
     Args:
         gradient: What it stands for.
+        norm: Its 2-norm; without dimensions.
         refuse: Called when a backward adds to it; raises.
     """
 
+    _one: tuple[torch.Tensor, int] | None = None
+    """What was last found to be 1, the same tensor for all gradients of a clipping, and its version."""
+
     @staticmethod
-    def __new__(cls, gradient: torch.Tensor, refuse: Callable[[], None]) -> "SteppedGradient":
+    def __new__(cls, gradient: torch.Tensor, norm: torch.Tensor, refuse: Callable[[], None]) -> "SteppedGradient":
         """Make it without memory."""
         return tensor_without_memory(cls, gradient)
 
-    def __init__(self, gradient: torch.Tensor, refuse: Callable[[], None]) -> None:
+    def __init__(self, gradient: torch.Tensor, norm: torch.Tensor, refuse: Callable[[], None]) -> None:
+        self._norm = norm
         self._refuse = refuse
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -60,13 +68,29 @@ class SteppedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse it: the gradient is gone."""
+        """Tell the norm, let a clipping pass that leaves gradients as they are, and refuse all else."""
+        norm_is_asked = func is torch.ops.aten.linalg_vector_norm.default and not kwargs
+        if norm_is_asked and all(value == 2.0 for value in args[1:]):
+            return args[0]._norm.clone()
+        if func is torch.ops.aten.mul_.Tensor and args[0]._is_one(args[1]):
+            return args[0]
         if func is torch.ops.aten.add_.Tensor and running_backward() != NO_BACKWARD:
             args[0]._refuse()
         raise RuntimeError(
             "gradients='stepped' has stepped on this gradient in the backward and dropped it, so that it can't be "
             "clipped, read or changed; leave that out, or set gradients='host', which takes about as little memory"
         )
+
+    @staticmethod
+    def _is_one(factor: Any) -> bool:
+        if not isinstance(factor, torch.Tensor):
+            return False
+        known = SteppedGradient._one
+        if known is not None and known[0] is factor and known[1] == version_of(factor):
+            return True
+        is_one = bool((factor == 1).all())
+        SteppedGradient._one = (factor, version_of(factor)) if is_one else None
+        return is_one
 
 
 class BackwardSteps:
@@ -164,9 +188,13 @@ class BackwardSteps:
         self._stepped.add(weight.name)
         gradient = parameter.grad
         assert gradient is not None
+        norm = None if isinstance(gradient, OffloadedGradient) else norm_of(gradient)
         try:
             self._step_weight(weight)
-            parameter.grad = SteppedGradient(gradient, partial(self._refuse_second, weight))
+            if isinstance(gradient, OffloadedGradient):
+                norm = norm_of(torch.stack(gradient.part_norms))
+            assert norm is not None
+            parameter.grad = SteppedGradient(gradient, norm, partial(self._refuse_second, weight))
         except BaseException as error:
             self._broken = (
                 f"the update failed at {weight.name} ({type(error).__name__}), after {len(self._stepped) - 1} other "

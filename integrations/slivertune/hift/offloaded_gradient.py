@@ -56,6 +56,8 @@ class OffloadedGradient(torch.Tensor):
         """What it is to be multiplied by when it is used: clipping's coefficient."""
         self.norm_on_device: torch.Tensor | None = None
         """Its 2-norm, computed on the device before it left."""
+        self.part_norms: list[torch.Tensor] = []
+        """The 2-norms of the parts that were stepped."""
         self._arriving: torch.Tensor | None = None
         """What the last backward has added, which is still on the device: the step adds it, piece by piece."""
 
@@ -136,6 +138,12 @@ class OffloadedGradient(torch.Tensor):
             part.mul_(factor)
         if self._arriving is not None:
             part.add_(self._arriving if part.shape == self.shape else self._arriving.view(-1)[start:stop])
+        return part
+
+    def complete_for_step(self, part: torch.Tensor, start: int, stop: int | None) -> torch.Tensor:
+        """As `complete`, for a part that is stepped; keeps its norm, since the whole will never be on the device."""
+        part = self.complete(part, start, stop)
+        self.part_norms.append(norm_of(part))
         return part
 
     def write(self, start: int, stop: int, values: torch.Tensor) -> None:

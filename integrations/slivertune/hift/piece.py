@@ -9,7 +9,7 @@ import torch
 
 from slivertune.core.hyperparameters import differs, in_form_of, own_copy
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.offloaded_gradient import OffloadedGradient
+from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.rotation import LearningRate
 
 ParamGroups = Sequence[dict[str, Any]]
@@ -89,6 +89,7 @@ class Slice:
         gradient = self.weight.parameter.grad
         if part is None and isinstance(gradient, OffloadedGradient):
             part = gradient.copy_on_device(self.start, None if self.is_whole else self.stop)
+            gradient.part_norms.append(norm_of(part))
         if part is not None:
             if self.is_weight:
                 self.weight.drop_gradient()  # in whose place it comes

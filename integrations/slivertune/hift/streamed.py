@@ -275,7 +275,7 @@ class StreamedGroup(ResidentGroup):
         part = loaded.gradients[position] if loaded is not None and loaded.gradients is not None else None
         if part is None:
             return None
-        return gradient.complete(part, one.start, None if one.is_whole else one.stop)
+        return gradient.complete_for_step(part, one.start, None if one.is_whole else one.stop)
 
     def _drop_loaded(self) -> None:
         """Give up what was loaded, also where an error has left a piece half stepped."""
