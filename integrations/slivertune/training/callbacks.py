@@ -136,11 +136,6 @@ class NonFiniteGuard(TrainerCallback):
                 "--learning_rate or --max_grad_norm, look for broken rows, or raise --non_finite_limit"
             )
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Leave out the norm of gradients that were gone when the Trainer took it."""
-        if self._stops:
-            kwargs["logs"].pop("grad_norm", None)
-
     def _find(self, model: nn.Module, *, judge_gradients: bool) -> str | None:
         """What is not finite, or None."""
         signs = [("loss", loss.float().sum()) for loss in self._losses]
