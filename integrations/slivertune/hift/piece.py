@@ -31,14 +31,15 @@ class Weight:
     param_group: int
     """Index of the param group that holds its hyperparameters."""
 
-    def drop_gradient(self) -> None:
-        """Drop the gradient that was stepped, also what is known of it elsewhere."""
-        if isinstance(self.parameter.grad, OffloadedGradient):
-            self.parameter.grad.close()
-        self.parameter.grad = None
-
     def take_gradient(self) -> None:
         """Let `parameter` hold what `trained` does, its gradient included; asked for where it is another tensor."""
+
+
+def drop_gradient(weight: Weight) -> None:
+    """Drop a weight's gradient that was stepped, also what is known of it elsewhere."""
+    if isinstance(weight.parameter.grad, OffloadedGradient):
+        weight.parameter.grad.close()
+    weight.parameter.grad = None
 
 
 class Slice:
@@ -92,7 +93,7 @@ class Slice:
             gradient.part_norms.append(norm_of(part))
         if part is not None:
             if self.is_weight:
-                self.weight.drop_gradient()  # in whose place it comes
+                drop_gradient(self.weight)  # in whose place it comes
             self.leaf.grad = part.to(self.leaf.dtype)
             return
         if self.is_weight or gradient is None:
@@ -109,7 +110,7 @@ class Slice:
         """Drop the leaf's gradient, and the weight's once its last slice is stepped."""
         self.leaf.grad = None
         if self.stop == self.weight.parameter.numel():
-            self.weight.drop_gradient()
+            drop_gradient(self.weight)
 
 
 PARAM_GROUP = "slivertune_param_group"

@@ -34,7 +34,7 @@ from slivertune.hift.offload_buffer import (
     waiting_bytes,
 )
 from slivertune.hift.offloaded_gradient import OffloadedGradient
-from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight
+from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Slice, Weight, drop_gradient
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, ResidentGroup, WeightState
 from slivertune.hift.rotation import LearningRate
@@ -108,7 +108,7 @@ class StreamedGroup(ResidentGroup):
             self.release()
             raise
         for weight in weights:
-            weight.drop_gradient()
+            drop_gradient(weight)
 
     @override
     def load_gradients(self) -> None:
