@@ -20,6 +20,8 @@ class LlamaSizes:
     batch_size: int
     length: int
     """Tokens of a sequence."""
+    kv_heads: int | None = None
+    """Heads of keys and values; None for as many as heads."""
 
 
 def build_llama(sizes: LlamaSizes, *, dtype: torch.dtype, device: torch.device, seed: int) -> LlamaForCausalLM:
@@ -40,6 +42,7 @@ def build_llama(sizes: LlamaSizes, *, dtype: torch.dtype, device: torch.device, 
         intermediate_size=sizes.intermediate,
         num_hidden_layers=sizes.blocks,
         num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads or sizes.heads,
         max_position_embeddings=sizes.length,
         tie_word_embeddings=False,
         use_cache=False,

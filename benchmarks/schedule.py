@@ -71,9 +71,44 @@ ROWS = (
         settings={"seq_length": 2048, "batch_size": 2, "layers_per_group": 8, "gradients": "stepped"},
     ),
     Row(
+        name="m = 8, 4,096 tokens, stepped in the backward, split masters",
+        target=None,
+        settings={
+            "seq_length": 2048,
+            "batch_size": 2,
+            "layers_per_group": 8,
+            "gradients": "stepped",
+            "master": "split",
+        },
+    ),
+    Row(
         name="m = 8, 4,096 tokens, clipped",
         target=None,
         settings={"seq_length": 2048, "batch_size": 2, "layers_per_group": 8, "gradients": "host"},
+        max_grad_norm=1.0,
+    ),
+    Row(
+        name="m = 8, 4,096 tokens, clipped, updated in the forward",
+        target=None,
+        settings={
+            "seq_length": 2048,
+            "batch_size": 2,
+            "layers_per_group": 8,
+            "gradients": "host",
+            "update": "forward",
+        },
+        max_grad_norm=1.0,
+    ),
+    Row(
+        name="all layers, 4 x 8,192 tokens, clipped",
+        target=None,
+        settings={**ALL_LAYERS, "gradient_accumulation_steps": 4, "gradients": "host"},
+        max_grad_norm=1.0,
+    ),
+    Row(
+        name="all layers, 4 x 8,192 tokens, clipped, updated in the forward",
+        target=None,
+        settings={**ALL_LAYERS, "gradient_accumulation_steps": 4, "gradients": "host", "update": "forward"},
         max_grad_norm=1.0,
     ),
     Row(

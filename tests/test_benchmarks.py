@@ -73,7 +73,7 @@ def test_overhead_writes_times_and_their_ratios(tmp_path: Path) -> None:
     assert cycle["num_groups"] == len(times["hift"]) == 4 and len(times["dense"]) == 2
     ratio = sum(one["cpu"] for one in times["hift"]) / 2 / sum(one["cpu"] for one in times["dense"])
     assert cycle["median_ratio"]["cpu"] == pytest.approx(ratio)
-    assert cycle["within_limit"] == (ratio <= 0.58)
+    assert cycle["within_limit"] == (ratio <= 0.55)
 
 
 def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
@@ -212,8 +212,14 @@ def check_gpu_result(result: dict[str, Any]) -> None:
 
 
 def test_gpu_runs_dry_on_a_cpu_and_says_so(tmp_path: Path) -> None:
-    result = run("gpu.py", tmp_path / "gpu.json", "--device=cpu", "--resident_blocks=1", *TINY_GPU)
+    options = ("--device=cpu", "--resident_blocks=1", "--card=4090", *TINY_GPU)
+    result = run("gpu.py", tmp_path / "gpu.json", *options)
     check_gpu_result(result)
+    simulated = result["simulated"]
+    assert simulated["card"] == "GeForce RTX 4090" and len(simulated["groups"]) == 4
+    assert simulated["mean_ms"] == pytest.approx(sum(group["ms"] for group in simulated["groups"]) / 4)
+    assert simulated["bus_bandwidth"] == pytest.approx(1e9 * result["host_memory"]["inbound_gb_per_second"])
+    assert 0 < simulated["mean_exposed_ms"] < simulated["mean_ms"]
     assert result["dry_run"] is True and result["device"] == "cpu"
     # What only a device can tell is left out, not made up.
     assert result["summary"]["peak_bytes"] is None and result["dense"]["peak_bytes"] is None

@@ -45,6 +45,7 @@ def llama(*, dropout: float = 0.1) -> nn.Module:
         num_hidden_layers=BLOCKS,
         num_attention_heads=4,
         attention_dropout=dropout,
+        use_cache=False,  # as under checkpointing; a cache lays keys out otherwise, and attention may round otherwise
     )
     return LlamaForCausalLM(config).train()
 

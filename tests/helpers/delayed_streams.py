@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slivertune.core.copy_streams import CopyStreams, Direction
+from slivertune.core.copy_streams import CopyStreams, Direction, streams_made_by
 
 _POISON = 0xFF
 
@@ -98,3 +98,16 @@ class DelayedStreams(CopyStreams):
             self._queued[direction][self._done[direction]] = ([], [])
             self._done[direction] += 1
             self.num_late += 1
+
+
+@contextmanager
+def delayed(seed: int | None) -> Iterator[list[DelayedStreams]]:
+    """Streams whose copies are late; those that were made."""
+    made: list[DelayedStreams] = []
+
+    def make(device: torch.device) -> DelayedStreams:
+        made.append(DelayedStreams(device, seed))
+        return made[-1]
+
+    with streams_made_by(make):
+        yield made

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from transformers import get_cosine_schedule_with_warmup
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from slivertune import HiFT, HiFTConfig
-from tests.helpers.models import twin
+from tests.helpers.models import LAYERS, token_batches, twin
 from tests.helpers.reference import NaiveHiFT, naive_groups
 
 
@@ -74,6 +74,49 @@ def warm_cosine(step: int, total: int) -> float:
     """A schedule that never is zero before its end and changes at every tick."""
     progress = step / total
     return 0.25 + progress if progress < 0.25 else 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+UPDATES = 2 * LAYERS + 2
+"""Two cycles of one layer a step, and a little of the third."""
+
+
+def run(
+    model: Any,
+    stepping: Any,
+    updates: int = UPDATES,
+    *,
+    accumulation: int = 1,
+    clip: float | None = None,
+    start: int = 0,
+    hift: HiFT | None = None,
+) -> list[torch.Tensor]:
+    """So many updates; the norm is clipped as any script does it.
+
+    Args:
+        model: A causal language model.
+        stepping: Its optimizer.
+        updates: How many.
+        accumulation: Micro-batches of an update.
+        clip: The norm to clip to.
+        start: Updates that were made before, whose batches are passed over.
+        hift: Told which backward passes are not their update's last.
+
+    Returns:
+        The losses of all micro-batches.
+    """
+    losses = []
+    batches = token_batches((start + updates) * accumulation, vocab=int(model.config.vocab_size))
+    for update in range(start, start + updates):
+        for index in range(accumulation):
+            loss = model(**batches[update * accumulation + index]).loss / accumulation
+            with nullcontext() if index == accumulation - 1 or hift is None else hift.accumulating():
+                loss.backward()
+            losses.append(loss.detach())
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        stepping.step()
+        stepping.zero_grad()
+    return losses
 
 
 def hift_over(model: nn.Module, optimizer: Any, **settings: Any) -> tuple[Any, HiFT]:

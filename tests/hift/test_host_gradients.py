@@ -4,7 +4,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger, TokenTune
+from slivertune.core.copy_streams import CopyStreams, Direction, Event
 from slivertune.hift import host_room
-from slivertune.hift.host_gradients import OffloadedGradient
+from slivertune.hift.host_gradients import HostGradients, OffloadedGradient
 from tests.helpers.accelerator import one_device
+from tests.helpers.delayed_streams import delayed
 from tests.helpers.models import (
     LAYERS,
     assert_all_moved,
@@ -26,35 +28,10 @@ from tests.helpers.models import (
     twin,
     weights,
 )
-from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, hift_over
+from tests.hift.cases import BIG_VOCAB, OPTIMIZERS, UPDATES, hift_over, run
 from tests.hift.test_ordering import pretended
-from tests.hift.test_prefetch import delayed
 
 STREAM_BYTES = 20_000
-UPDATES = 2 * LAYERS + 2
-
-
-def run(
-    model: nn.Module,
-    stepping: Any,
-    updates: int = UPDATES,
-    *,
-    accumulation: int = 1,
-    clip: float | None = None,
-    start: int = 0,
-    hift: HiFT | None = None,
-) -> None:
-    """So many updates; the norm is clipped as any script does it."""
-    batches = token_batches((start + updates) * accumulation, vocab=int(model.config.vocab_size))  # type: ignore[union-attr, arg-type]
-    for update in range(start, start + updates):
-        for index in range(accumulation):
-            last = index == accumulation - 1
-            with nullcontext() if last or hift is None else hift.accumulating():
-                (model(**batches[update * accumulation + index]).loss / accumulation).backward()
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        stepping.step()
-        stepping.zero_grad()
 
 
 def trained(model: nn.Module, name: str, *, accumulation: int = 1, clip: float | None = None, **config: Any) -> Any:
@@ -244,17 +221,46 @@ def test_all_copies_come_after_what_they_depend_on(gradients: str, prefetch_byte
     assert streams.violations == []
 
 
-@pytest.mark.parametrize("stream_bytes", [2**18])
-def test_the_device_holds_as_much_for_all_layers_as_for_one(stream_bytes: int) -> None:
+class NotedStreams(CopyStreams):
+    """Copies with ends, for which the computation waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.waits = 0
+
+    def record(self, direction: Direction | None = None) -> Event:
+        return object()
+
+    def compute_after(self, event: Event) -> None:
+        self.waits += 1
+
+
+def test_a_small_gradient_does_not_wait_for_a_large_one_that_leaves() -> None:
+    large, small, medium = (nn.Parameter(torch.zeros(count)) for count in (1000, 2, 20))
+    weights: Any = [SimpleNamespace(parameter=each) for each in (large, small, medium)]
+    streams = NotedStreams(torch.device("cpu"))
+    gradients = HostGradients(streams, in_flight_bytes=80, num_bytes=2**14)
+    gradients.begin_turn(weights)
+    waits = []
+    for parameter in (large, small, medium):
+        parameter.grad = torch.ones_like(parameter)
+        gradients.take(parameter)
+        waits.append(streams.waits)
+    # Beside the large one 8 bytes are on their way, and then 88.
+    assert waits == [0, 0, 1]
+    # Each with its norm, which the stream writes.
+    assert sum(gradient.nbytes for _, (gradient, _) in gradients._leaving) == 88
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["all kept", "reentrant", "not reentrant"])
+def test_the_device_holds_as_much_for_all_layers_as_for_one(checkpointing: bool | None) -> None:
     found = {}
     for layers_per_group in (1, LAYERS):
-        model, hift = hift_over(
-            tiny_llama(torch.bfloat16, vocab=4001),
-            "AdamW",
-            gradients="host",
-            stream_bytes=stream_bytes,
-            layers_per_group=layers_per_group,
-        )
+        model = tiny_llama(torch.bfloat16, vocab=4001)
+        if checkpointing is not None:
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        model, hift = hift_over(model, "AdamW", gradients="host", stream_bytes=2**18, layers_per_group=layers_per_group)
         with Ledger(model) as ledger:
             run(model, hift, 2 * hift.num_groups, accumulation=2)
             hift.step()
@@ -504,6 +510,22 @@ def test_too_little_host_memory_is_said_before_anything_is_allocated(
         hift.zero_grad()
         run(model, hift, 1)
     assert hift.updates == 1
+
+
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_state_that_was_loaded_lies_on_the_host_already_and_needs_no_more_of_it(
+    gradients: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, saving = hift_over(tiny_llama(torch.bfloat16), "AdamW", gradients=gradients)
+    run(model, saving, LAYERS)
+    other, loading = hift_over(twin(model), "AdamW", gradients=gradients)
+    loading.load_state_dict(copy.deepcopy(saving.state_dict()))
+    largest = max(sum(weight.parameter.nbytes for weight in saving.weights_of(group)) for group in range(LAYERS))
+    # Room for the gradients, with the gaps between them, and for nothing else.
+    monkeypatch.setattr(host_room, "available_host_bytes", lambda: 2 * largest if gradients == "host" else 0)
+    run(other, loading, 2, start=LAYERS)
+    run(model, saving, 2, start=LAYERS)
+    assert_same_bits(other, model)
 
 
 def test_dropping_the_optimizer_frees_its_host_memory() -> None:

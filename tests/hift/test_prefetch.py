@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger
-from slivertune.core.copy_streams import streams_made_by
 from slivertune.hift import prefetch
-from tests.helpers.delayed_streams import DelayedStreams
+from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
 from tests.helpers.reference import train
 from tests.hift.cases import BIG_VOCAB, hift_over
@@ -55,19 +53,6 @@ def test_no_room_changes_a_bit(name: str, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize("config", [{}, {"master": "split", "steps_per_group": 2}, {"gradients": "stepped"}])
 def test_all_copies_are_in_order_with_room(config: dict[str, Any], prefetch_bytes: int) -> None:
     assert_in_order("AdamW", torch.bfloat16, stream_bytes=STREAM_BYTES, prefetch_bytes=prefetch_bytes, **config)
-
-
-@contextmanager
-def delayed(seed: int | None) -> Iterator[list[DelayedStreams]]:
-    """Streams whose copies are late; those that were made."""
-    made: list[DelayedStreams] = []
-
-    def make(device: torch.device) -> DelayedStreams:
-        made.append(DelayedStreams(device, seed))
-        return made[-1]
-
-    with streams_made_by(make):
-        yield made
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])

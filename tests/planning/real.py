@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy
+from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.kept_activations import keep_activations
 from slivertune.core.ledger import Ledger, claim
 from slivertune.hift import HiFT, HiFTConfig
@@ -149,10 +150,21 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             master=request.master_kind,
             stream_bytes=request.stream_bytes,
             gradients=request.gradients,
+            update=request.update,
             prefetch_bytes=request.prefetch_bytes,
         ),
         **arguments,
     )
+
+
+class StreamsWithEvents(CopyStreams):
+    """As on a GPU, where a copy's end is an event, and what it reads is kept until the computation waits for that."""
+
+    def record(self, direction: Direction | None = None) -> Event:
+        return (direction,)
+
+    def compute_after(self, event: Event) -> None:
+        assert event is None or isinstance(event, tuple)
 
 
 def run_for_real(
@@ -170,6 +182,13 @@ def run_for_real(
         The ledger that counted it.
     """
     model, batch = real_model(request, config), real_batch(request, config)
+    with streams_made_by(StreamsWithEvents):
+        return _counted(request, model, batch, num_steps, first)
+
+
+def _counted(
+    request: PlanRequest, model: nn.Module, batch: dict[str, torch.Tensor], num_steps: int | None, first: int
+) -> Ledger:
     optimizer = real_optimizer(request, model)
     attach_hooks(request, model)
     # SFT's tables of bias corrections outlive a run; here they are to be counted in each.
@@ -183,13 +202,16 @@ def run_for_real(
         for step in range(num_steps):
             if step == first:
                 ledger.reset_peak()
-            autocast: Any = nullcontext()
-            if request.has_autocast:
-                autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-            with autocast:
-                loss = model(**batch).loss
-            loss.backward()
-            del loss
+            for index in range(request.gradient_accumulation_steps):
+                autocast: Any = nullcontext()
+                if request.has_autocast:
+                    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+                with autocast:
+                    loss = model(**batch).loss
+                is_last = index == request.gradient_accumulation_steps - 1
+                with nullcontext() if is_last or not isinstance(optimizer, HiFT) else optimizer.accumulating():
+                    loss.backward()
+                del loss
             optimizer.step()
             optimizer.zero_grad()
             _claim_state(optimizer)

@@ -39,6 +39,7 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
         {"precision": "mixed_hi", "state": "disk"},
         {"precision": "bf16", "state": "device"},
         {"gradients": "stepped"},
+        {"gradients": "host", "update": "forward"},
         {"method": "sft", "precision": "bf16", "density": 0.0125, "selection": "momentum"},
         {"method": "sft", "precision": "bf16", "load_in_4bit": True},
         {"method": "sft", "reselection_interval": 6, "estimation_steps": 4, "replacement_rate": 0.5},
@@ -63,7 +64,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
     }
     if request.method == "hift":
         config = arguments.method.options.config(seed=0)
-        names = ("layers_per_group", "stream_bytes", "state", "gradients")
+        names = ("layers_per_group", "stream_bytes", "state", "gradients", "update")
         understood |= {name: getattr(config, name) for name in names}
         assert not (request.gradients == "stepped" and training.max_grad_norm)
         assert request.precision in ("fp32", "mixed") or config.master == request.master_kind

@@ -29,6 +29,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "master": "split",
         "stream_bytes": 2**25,
         "gradients": "stepped",
+        "update": "forward",
         "prefetch_bytes": 2**30,
         "density": 0.5,
         "selection": "momentum",

@@ -121,6 +121,17 @@ def test_no_piece_is_stepped_before_it_is_loaded_or_loaded_into_what_has_not_lef
     assert not [each for each in entries if isinstance(each, Synchronize)]
 
 
+@pytest.mark.parametrize("gradients", ["device", "stepped"])
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_with_room_nothing_is_computed_after_what_leaves(master: str, gradients: str) -> None:
+    entries = in_cycle(record(master=master, gradients=gradients, prefetch_bytes=2**30))
+    leaving = {each.event for each in entries if isinstance(each, Record) and each.stream == "outbound"}
+    assert leaving
+    assert not [
+        each for each in entries if isinstance(each, Wait) and each.stream == "computing" and each.event in leaving
+    ]
+
+
 def test_the_forward_computes_what_its_products_do() -> None:
     batch, length = 2, 48
     schedule = record(batch_size=batch, seq_length=length, chunked_cross_entropy=False)

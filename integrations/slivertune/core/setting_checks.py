@@ -1,5 +1,7 @@
 """Checks of settings, for `__post_init__` of a configuration."""
 
+from typing import Literal
+
 
 def check_integer(name: str, value: object, minimum: int | None = None) -> None:
     """Refuse a setting that is no integer, or less than the minimum.
@@ -31,3 +33,19 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def integer_or_auto(name: str, text: str) -> int | Literal["auto"]:
+    """Read a number that may be left to be chosen.
+
+    Args:
+        name: The setting, in the error.
+        text: As it was typed.
+
+    Raises:
+        ValueError: Naming the setting and its value, if it is neither.
+    """
+    try:
+        return "auto" if text == "auto" else int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} must be an integer or 'auto'") from None

@@ -80,6 +80,9 @@ class Sliver(torch.optim.Optimizer, ABC):
             ValueError: If the state is of another run, or is damaged; nothing is changed.
         """
 
+    def flush(self) -> None:
+        """Apply what is left of the last update; nothing where `step` applies all of it."""
+
     @abstractmethod
     def detach(self) -> None:
         """Take everything off the model."""

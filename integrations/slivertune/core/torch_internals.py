@@ -172,6 +172,11 @@ def compiled_call_of(module: nn.Module) -> Any:
     return module._compiled_call_impl
 
 
+def apply_of(module: nn.Module) -> Callable[..., Any]:
+    """What `to`, `half`, `cuda` and their like call to change a module's parameters."""
+    return module._apply
+
+
 def uncompiled_module(module: nn.Module) -> nn.Module:
     """The module that `torch.compile` has put another around; itself where it is none of these."""
     return children_of(module).get("_orig_mod") or module

@@ -11,6 +11,7 @@ Order = Literal["bottom2up", "top2down", "random"]
 StatePlace = Literal["host", "device", "disk", "discard"]
 MasterKind = Literal["fp32", "none", "split"]
 GradientPlace = Literal["device", "host", "stepped"]
+UpdateMoment = Literal["step", "forward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +57,18 @@ class HiFTConfig:
     """Where the active group's gradients wait for their step; all three give the same bits.
 
     * `device`: in `.grad`, as ever.
-    * `host`: each leaves for host memory as soon as it is complete, so that the device holds those that are leaving (at
-      most `stream_bytes`, or one) whatever `layers_per_group` is. `.grad` then holds a tensor that lies on the host and
-      computes on the device; it is added to, clipped and zeroed as any other. No GradScaler.
+    * `host`: each leaves for host memory as soon as it is complete, so that the device holds those that are leaving
+      (the largest, and at most `stream_bytes` of others) whatever `layers_per_group` is. `.grad` then holds a tensor
+      that lies on the host and computes on the device; it is added to, clipped and zeroed as any other. No GradScaler.
     * `stepped`: nowhere; each tensor is stepped inside the backward, as soon as its gradient is complete, and the
       gradient is dropped, so that about one is alive at a time. Nothing may come between gradients and step: no
       clipping, no GradScaler, no closure, and no base optimizer that needs the whole group at once. With accumulation,
       what earlier backward passes bring waits on the host."""
+    update: UpdateMoment = "step"
+    """When `step` applies an update. `forward`: each layer's just before it runs next, so that its state passes through
+    the device beside the layers below; with `gradients="host"`, on one device, uncompiled. The same bits for whatever
+    reads the weights by a forward, `state_dict`, saving, copying or loading; before anything else that reads or writes
+    them (an average of weights, `p.data`, the end of a plain loop) call `HiFT.flush`."""
     max_grad_norm: float | None = None
     """Scale the active group's gradients down to this 2-norm in `step`, as `clip_grad_norm_` does, which a script may
     call as well; None does not. The norm before is `HiFT.grad_norm`."""
@@ -96,6 +102,7 @@ class HiFTConfig:
             ("state", StatePlace),
             ("master", MasterKind),
             ("gradients", GradientPlace),
+            ("update", UpdateMoment),
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         if self.state == "disk" and self.state_dir is None:
@@ -107,6 +114,11 @@ class HiFTConfig:
         self._check_gradients()
 
     def _check_gradients(self) -> None:
+        if self.update == "forward" and (self.gradients != "host" or self.state == "discard"):
+            raise ValueError(
+                f'update="forward" needs gradients and state that wait on the host, not gradients="{self.gradients}" '
+                f'and state="{self.state}"; use gradients="host" with state="host", or update="step"'
+            )
         if self.gradients == "host" and self.state == "device":
             raise ValueError(
                 'gradients="host" brings gradients back with their piece of the state, which state="device" does not '

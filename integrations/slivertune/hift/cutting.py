@@ -14,7 +14,7 @@ class WeightSize:
 
     num_elements: int
     bytes_per_element: float
-    """Master, state and temporaries."""
+    """Master, state, temporaries, and what waits of the gradient."""
     cuttable: bool = True
     """Whether its elements lie one after the other in memory."""
 
@@ -127,6 +127,8 @@ def _size(weight: Weight, meter: StepMeter) -> WeightSize:
         bytes_per_element += 4 + 4  # the master, and the gradient cast to fp32
         if meter.config.master == "split":
             bytes_per_element += 2 + 4  # the lower bits, and the same widened to 32
+    if meter.config.gradients != "device":
+        bytes_per_element += parameter.itemsize  # what comes back of the gradient from the host
     return WeightSize(
         num_elements=parameter.numel(),
         bytes_per_element=max(bytes_per_element, 1.0),

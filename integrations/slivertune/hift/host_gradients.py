@@ -16,7 +16,8 @@ from slivertune.hift.piece import Weight
 class HostGradients:
     """Owns the place in host memory where the active group's gradients wait.
 
-    A gradient leaves on a side stream; at most `in_flight_bytes` of gradients that are leaving stay on the device.
+    A gradient leaves on a side stream; of those that are leaving, the largest and at most `in_flight_bytes` of others
+    stay on the device.
 
     Args:
         streams: Of the device where the gradients are made.
@@ -73,7 +74,7 @@ class HostGradients:
             offloaded.part_on_host(0, None).copy_(values, non_blocking=True)
             norm_of(values, norm)
             offloaded.stored = self.streams.record("outbound")
-        self._keep_until(offloaded.stored, values)
+        self._keep_until(offloaded.stored, values, norm)
 
     def accumulate(self, offloaded: OffloadedGradient, gradient: torch.Tensor) -> None:
         """Add a gradient on the device to one on the host; the sum is the device's."""
@@ -90,7 +91,7 @@ class HostGradients:
             host.copy_(total, non_blocking=True)
             norm_of(total, norm)
             offloaded.stored = self.streams.record("outbound")
-        self._keep_until(offloaded.stored, gradient, total)
+        self._keep_until(offloaded.stored, gradient, total, norm)
 
     def store(self, host: torch.Tensor, values: torch.Tensor) -> Event:
         """Copy values of the device to a part of a place; when they have arrived."""
@@ -143,16 +144,17 @@ class HostGradients:
         if left is None:
             return
         self._leaving.append((left, tensors))
-        # One may be larger than all that is allowed.
-        while len(self._leaving) > 1 and self._bytes_leaving() > self._in_flight_bytes:
+        # One may be larger than all that is allowed; then a norm's, which comes right after it, need not wait for it.
+        while self._bytes_beside_largest() > self._in_flight_bytes:
             self._settle_first()
 
     def _settle_first(self) -> None:
         self.streams.compute_after(self._leaving[0][0])
         self._leaving.popleft()
 
-    def _bytes_leaving(self) -> int:
-        return sum(each.nbytes for _, kept in self._leaving for each in kept)
+    def _bytes_beside_largest(self) -> int:
+        sizes = [sum(each.nbytes for each in kept) for _, kept in self._leaving]
+        return sum(sizes) - max(sizes, default=0)
 
 
 def bytes_of(weights: Sequence[Weight]) -> int:

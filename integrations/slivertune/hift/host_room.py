@@ -7,28 +7,29 @@ from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.torch_internals import is_without_data
 from slivertune.hift.host_gradients import bytes_of
 from slivertune.hift.offload_buffer import waiting_bytes
-from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter
+from slivertune.hift.residency import ResidentGroup
 
 
-def check_host_room(groups: Sequence[Sequence[Weight]], meter: StepMeter) -> None:
-    """Refuse a host without room for all groups' masters and state, and for the largest group's gradients.
+def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter) -> None:
+    """Refuse a host without room for the groups' masters and state to come, and for the largest group's gradients.
 
     Args:
-        groups: What each group trains.
-        meter: Knows what its steps need, and HiFT's settings.
+        groups: All groups' owners of state; what was loaded lies on the host already, and needs no more of it.
+        meter: Knows what their steps need, and HiFT's settings.
 
     Raises:
         MemoryError: Before anything is allocated, with the bytes needed and those that are free.
     """
-    available = available_host_bytes()
-    if available is None or is_without_data():
+    available = None if is_without_data() else available_host_bytes()
+    if available is None:
         return
     needed: Counter[str] = Counter()
     if meter.config.state == "host":
-        needed["masters and state"] = sum(sum(waiting_bytes(weights, meter).values()) for weights in groups)
+        coming = [group.weights for group in groups if not group.is_offloaded]
+        needed["masters and state"] = sum(sum(waiting_bytes(weights, meter).values()) for weights in coming)
     if meter.config.gradients == "host":
-        needed["gradients"] = max(bytes_of(weights) for weights in groups)
+        needed["gradients"] = max(bytes_of(group.weights) for group in groups)
     if needed.total() > available:
         parts = " and ".join(f"{num_bytes / 1e9:.1f} GB for {what}" for what, num_bytes in needed.items())
         raise MemoryError(

@@ -18,9 +18,9 @@ from slivertune.core.torch_internals import (
     NO_BACKWARD,
     at_end_of_backward,
     running_backward,
-    tensor_without_memory,
     version_of,
 )
+from slivertune.hift.gradient_placeholder import GradientPlaceholder
 from slivertune.hift.host_gradients import HostGradients
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.piece import Weight
@@ -28,7 +28,7 @@ from slivertune.hift.piece import Weight
 _WAY_OUT = "continue from the last checkpoint (load_state_dict of the model and of the optimizer), or start again"
 
 
-class SteppedGradient(torch.Tensor):
+class SteppedGradient(GradientPlaceholder):
     """Stands in `.grad` of a weight that was stepped in the backward, until `step`.
 
     It knows its 2-norm, so that the total norm is found; whoever wants more of it is told that it is gone.
@@ -42,27 +42,9 @@ class SteppedGradient(torch.Tensor):
     _one: tuple[torch.Tensor, int] | None = None
     """What was last found to be 1, the same tensor for all gradients of a clipping, and its version."""
 
-    @staticmethod
-    def __new__(cls, gradient: torch.Tensor, norm: torch.Tensor, refuse: Callable[[], None]) -> "SteppedGradient":
-        """Make it without memory."""
-        return tensor_without_memory(cls, gradient)
-
     def __init__(self, gradient: torch.Tensor, norm: torch.Tensor, refuse: Callable[[], None]) -> None:
         self._norm = norm
         self._refuse = refuse
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Shape and dtype."""
-        return f"SteppedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Nothing of it lies anywhere."""
-        return [], None
-
-    @staticmethod
-    def __tensor_unflatten__(*ignored: Any) -> torch.Tensor:
-        """It can't be made of anything else."""
-        raise NotImplementedError("a gradient that was stepped can't be traced")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

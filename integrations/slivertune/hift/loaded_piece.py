@@ -8,6 +8,7 @@ import torch
 
 from slivertune.core.copy_streams import Event
 from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.core.torch_internals import storage_key
 from slivertune.hift.device_slots import Slot
 from slivertune.hift.masters import join_master
 from slivertune.hift.offload_buffer import LOW, TIES, Copy
@@ -36,17 +37,22 @@ def moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) ->
     Returns:
         The copies out of the slot, and True; or the given ones and False, where a tensor has no place there.
     """
-    places = {key: tensor.data_ptr() for key, tensor in loaded.items()}
+    places = {key: _place_of(tensor) for key, tensor in loaded.items()}
     for key, value, _ in copies:
         place = loaded.get(key)
         if place is None or (place.shape, place.dtype) != (value.shape, value.dtype):
             return copies, False
-        if value.data_ptr() != places[key] and value.data_ptr() in places.values():
+        if _place_of(value) != places[key] and _place_of(value) in places.values():
             return copies, False  # the optimizer has changed two tensors' places
-    made = [(key, value) for key, value, _ in copies if value.data_ptr() != places[key]]
+    made = [(key, value) for key, value, _ in copies if _place_of(value) != places[key]]
     for key, value in made:
         loaded[key].copy_(value)
     return [(key, loaded[key], target) for key, _, target in copies], True
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where it lies; tensors without data have addresses that count from the beginning of their storage."""
+    return storage_key(tensor.untyped_storage()), tensor.data_ptr()
 
 
 def leaf_data(one: Slice, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> torch.Tensor:

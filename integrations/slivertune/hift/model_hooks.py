@@ -35,6 +35,7 @@ class ModelHooks:
         listeners: Called when the backward of an outermost forward begins, before anything is recomputed. What they do
             at the end of the backward comes before this looks for gradients.
         on_forward: Called when an outermost forward begins, with its arguments if it records a graph, else with None.
+        on_forward_end: Called when an outermost forward has ended without an error.
         on_lack_of_memory: Called when the device's memory did not suffice for a forward, and where the last backward
             did not end.
         checks_model: Whether each outermost forward that records a graph begins with `check`.
@@ -48,6 +49,7 @@ class ModelHooks:
         listeners: Sequence[Callable[[], None]] = (),
         *,
         on_forward: Callable[[Any], None] = lambda inputs: None,
+        on_forward_end: Callable[[], None] = lambda: None,
         on_lack_of_memory: Callable[[], None] = lambda: None,
         checks_model: bool = True,
     ) -> None:
@@ -66,6 +68,7 @@ class ModelHooks:
         self._gradient_hooks: list[RemovableHandle] = []
         self._active: dict[int, nn.Parameter] = {}
         self._on_forward = on_forward
+        self._on_forward_end = on_forward_end
         self._on_lack_of_memory = on_lack_of_memory
         self._ran = self._reached = self._is_scaled = self._runs_backward = False
         self._arrived: weakref.ref[torch.Tensor] | None = None
@@ -257,6 +260,8 @@ class ModelHooks:
         self._outermost = None
         if isinstance(sys.exception(), torch.OutOfMemoryError):
             self._on_lack_of_memory()
+        if sys.exception() is None:
+            self._on_forward_end()
         if output is None or not torch.is_grad_enabled():
             return None
         for tensor in tensors_of(output):

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from slivertune.core.copy_streams import CopyStreams, Event
-from slivertune.core.torch_internals import arguments_of, multi_tensor_norm, tensor_without_memory, tree_map
+from slivertune.core.torch_internals import arguments_of, multi_tensor_norm, tree_map
+from slivertune.hift.gradient_placeholder import GradientPlaceholder
 
 _aten = torch.ops.aten
 _Factor = torch.Tensor | float
@@ -33,7 +34,7 @@ class GradientOwner(Protocol):
         """Copy values of the device to a part of a place; when they have arrived."""
 
 
-class OffloadedGradient(torch.Tensor):
+class OffloadedGradient(GradientPlaceholder):
     """A gradient that lies in host memory, in place of the one that autograd has made on the device.
 
     Args:
@@ -41,11 +42,6 @@ class OffloadedGradient(torch.Tensor):
         host: Of the same shape and dtype; where it is to lie.
         owner: Copies it.
     """
-
-    @staticmethod
-    def __new__(cls, gradient: torch.Tensor, host: torch.Tensor, owner: "GradientOwner") -> "OffloadedGradient":
-        """Make it without memory."""
-        return tensor_without_memory(cls, gradient)
 
     def __init__(self, gradient: torch.Tensor, host: torch.Tensor, owner: "GradientOwner") -> None:
         self._host: torch.Tensor | None = host
@@ -61,10 +57,6 @@ class OffloadedGradient(torch.Tensor):
         self._arriving: torch.Tensor | None = None
         """What the last backward has added, which is still on the device: the step adds it, piece by piece."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Shape and dtype; the values would have to be copied."""
-        return f"OffloadedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, in host memory)"
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """An ordinary tensor on the device."""
         return self.clone()
@@ -72,15 +64,6 @@ class OffloadedGradient(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary tensor."""
         return self.clone().__reduce_ex__(protocol)
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Nothing of it lies on the device."""
-        return [], None
-
-    @staticmethod
-    def __tensor_unflatten__(*ignored: Any) -> torch.Tensor:
-        """It can't be made of anything else."""
-        raise NotImplementedError("a gradient in host memory can't be traced")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -98,7 +81,7 @@ class OffloadedGradient(torch.Tensor):
         many = any(isinstance(each, (list, tuple)) and _any_offloaded(each) for each in args)
         if many or func.is_view:
             raise RuntimeError(
-                f"{func} on a gradient that waits in host memory (gradients={GRADIENTS_ON_HOST!r}) is not supported: "
+                f"{func} on a gradient that waits in host memory (gradients='host') is not supported: "
                 "it would bring many to the device at once, or give a view of what is not there; take a copy first "
                 "(parameter.grad.clone()), or set gradients='device'"
             )
@@ -212,10 +195,6 @@ class OffloadedGradient(torch.Tensor):
                 "(parameter.grad.clone()) before step() if it is to be kept"
             )
         return self._host
-
-
-GRADIENTS_ON_HOST = "host"
-"""What the setting is called."""
 
 
 def _any_offloaded(values: Sequence[Any]) -> bool:

@@ -25,6 +25,7 @@ from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
+from slivertune.hift.forward_updates import ForwardUpdates
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
@@ -173,13 +174,21 @@ class HiFT(CheckpointedSliver):
             else StreamedGroup(own, self._meter, slots_of)
             for own in ([weights[name] for name in group.parameter_names] for group in self.groups)
         ]
+        layers = [layer for group in self.groups for layer in group.layers]
+        own = weakref.proxy(self)
+        self._forward_updates: ForwardUpdates | None = None
+        if self.config.update == "forward":
+            self._forward_updates = ForwardUpdates(
+                layers, _while_it_lives(self._load_next_group), _while_it_lives(self._end_of_update)
+            )
         self._hooks = ModelHooks(
             model,
-            [layer for group in self.groups for layer in group.layers],
+            layers,
             self.trained_weights,
             self._backward_listeners,
-            on_forward=partial(HiFT._begin_forward, weakref.proxy(self)),
-            on_lack_of_memory=partial(HiFT._note_lack_of_memory, weakref.proxy(self)),
+            on_forward=partial(HiFT._begin_forward, own),
+            on_forward_end=partial(HiFT.flush, own),
+            on_lack_of_memory=partial(HiFT._note_lack_of_memory, own),
             checks_model=checks_model,
         )
         self._attach()
@@ -191,6 +200,9 @@ class HiFT(CheckpointedSliver):
         if self._in_backward is not None:
             self._in_backward.attach(self._hooks.model)
             attached.callback(self._in_backward.release)
+        if self._forward_updates is not None:
+            self._forward_updates.attach(self._hooks.model)
+            attached.callback(self._forward_updates.release)
         take(self._parameters_of_state(), self)
         # When the optimizer is dropped, too.
         self._take_off = weakref.finalize(self, attached.close)
@@ -210,6 +222,7 @@ class HiFT(CheckpointedSliver):
 
     def _offload_gradient(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, torch.nn.Parameter)
+        self.flush()  # which complains if it is of this weight
         self._gradients_on_host().take(parameter)
         self._residencies[self.active_group].prefetch(in_backward=True)
 
@@ -256,8 +269,29 @@ class HiFT(CheckpointedSliver):
         return self._num_accumulating > 0 or is_accumulating_by_accelerate()
 
     def _begin_forward(self, inputs: Any) -> None:
-        if not self.is_detached:
-            self._prefetcher.begin_forward(self._residencies[self.active_group], self.active_group, inputs)
+        if self.is_detached:
+            return
+        updates, residency = self._forward_updates, self._residencies[self.active_group]
+        if updates is None:
+            self._prefetcher.begin_forward(residency, self.active_group, inputs)
+            return
+        if inputs is None or not self._hooks.model.training:
+            updates.flush()
+        with updates.gradients_in_place():
+            self._prefetcher.begin_forward(updates.residency or residency, self.active_group, inputs)
+        updates.begin_forward(self._hooks.model)
+
+    def _load_next_group(self) -> None:
+        self._residencies[self.active_group].prefetch()
+
+    def flush(self) -> None:
+        """With `update="forward"`, apply what waits for the next forward; else there is nothing.
+
+        To be called before weights are read or written by other than a forward, `state_dict`, `load_state_dict`,
+        a copy or `pickle` of the model.
+        """
+        if self._forward_updates is not None:
+            self._forward_updates.flush()
 
     def _note_lack_of_memory(self) -> None:
         self._prefetcher.note_lack_of_memory(self._residencies[self.active_group])
@@ -333,6 +367,7 @@ class HiFT(CheckpointedSliver):
             RuntimeError: With stepped gradients, if there is a closure, or the update is only half done.
         """
         self._check_step()
+        self.flush()
         if closure is None and not self._hooks.has_brought_gradient() and self._is_initialising():
             return None
         if self.is_detached:
@@ -358,12 +393,13 @@ class HiFT(CheckpointedSliver):
             is_stepped = self._step_from_gradients()
         if not is_stepped and not missed:
             return
-        if is_stepped:
-            residency.end()
-        else:
+        if not is_stepped:
             rotation.warn_of_skip(self.groups)
-        if self._host_gradients is not None:
-            self._host_gradients.end_update()
+        is_applied = self._forward_updates is None or self._forward_updates.residency is None
+        if is_applied:
+            if is_stepped:
+                residency.end()
+            self._end_host_gradients()
         if self.config.state == "discard" and rotation.ends_turn:
             residency.discard()
         if is_stepped:
@@ -371,10 +407,22 @@ class HiFT(CheckpointedSliver):
         else:
             rotation.skip(scheduled_lr(self.param_groups))
         if self._residencies[self.active_group] is not residency:
-            residency.release()  # of a turn that was skipped
+            if not is_stepped:
+                residency.release()
             self._activate()
-        self._prefetcher.end_update(self._residencies[self.active_group], ends_cycle=rotation.starts_cycle)
+        self._prefetcher.end_update(
+            self._residencies[self.active_group] if is_applied else None, ends_cycle=rotation.starts_cycle
+        )
         rotation.warn_of_unreached(self.groups)
+
+    def _end_host_gradients(self) -> None:
+        if self._host_gradients is not None:
+            self._host_gradients.end_update()
+
+    def _end_of_update(self) -> None:
+        """An update is applied, in a forward after its step."""
+        self._end_host_gradients()
+        self._load_next_group()
 
     def _step_from_gradients(self) -> bool:
         weights = self._residencies[self.active_group].weights
@@ -388,7 +436,11 @@ class HiFT(CheckpointedSliver):
                 [weight.parameter for weight in weights], self.config.max_grad_norm
             )
         self._begin_update()
-        self._residencies[self.active_group].step(weights, self.param_groups, self._applying)
+        residency = self._residencies[self.active_group]
+        if self._forward_updates is not None:
+            self._forward_updates.hold(residency, self.param_groups, self._applying)
+        else:
+            residency.step(weights, self.param_groups, self._applying)
         return True
 
     def _check_step(self) -> None:
@@ -418,7 +470,7 @@ class HiFT(CheckpointedSliver):
 
     def _check_host_memory(self) -> None:
         if not self._has_host_memory:
-            check_host_room([residency.weights for residency in self._residencies], self._meter)
+            check_host_room(self._residencies, self._meter)
             self._has_host_memory = True
 
     @torch.no_grad()
@@ -451,6 +503,7 @@ class HiFT(CheckpointedSliver):
         """
         if self._engine is not None or self.is_detached:
             return
+        self.flush()
         self._take_off()
         self._prefetcher.load_ahead(self._residencies[self.active_group], 0)
         release(self._parameters_of_state(), self)
@@ -548,6 +601,7 @@ class HiFT(CheckpointedSliver):
             RuntimeError: With stepped gradients, between a backward and its `step`.
         """
         self._check_not_delegated()
+        self.flush()
         if self._in_backward is not None and self._in_backward.is_open:
             raise RuntimeError("an update is open: a backward has stepped weights; call step() before state_dict()")
         state, own = export_state(self._residencies)
@@ -567,6 +621,8 @@ class HiFT(CheckpointedSliver):
         self._check_not_delegated()
         check_header(state_dict, self._header())
         check_weights(state_dict["state"], self.trained_weights, self._meter)
+        if self._forward_updates is not None:
+            self._forward_updates.forget()
         if self._in_backward is not None:
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
@@ -587,7 +643,12 @@ class HiFT(CheckpointedSliver):
         """Why this HiFT can't be trained under a layout, and the way out; None if it can."""
         config = self.config
         return clash_with_layout(
-            layout, self.base, state=config.state, master=config.master, gradients=config.gradients
+            layout,
+            self.base,
+            state=config.state,
+            master=config.master,
+            gradients=config.gradients,
+            update=config.update,
         )
 
     def facts(self) -> dict[str, object]:
@@ -607,3 +668,15 @@ class HiFT(CheckpointedSliver):
             "order": [self.config.order, *self.rotation.order],
             "steps_per_group": self.rotation.steps_per_group,
         }
+
+
+def _while_it_lives(method: Callable[[], None]) -> Callable[[], None]:
+    """What calls a method as long as its object lives, which it does not keep alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        bound = reference()
+        if bound is not None:
+            bound()
+
+    return call

@@ -10,7 +10,7 @@ from slivertune.hift.residency import ResidentGroup
 
 PrefetchBytes = int | Literal["auto"]
 
-_MARGIN_SHARE = 16
+MARGIN_SHARE = 16
 """The sixteenth part of the device stays free: batches of one size do not take the same bytes every time."""
 
 
@@ -26,7 +26,7 @@ def unused_bytes(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     # What the allocator has given back since belongs to the next highest moment.
     returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
-    return max(0, free - returned - total // _MARGIN_SHARE)
+    return max(0, free - returned - total // MARGIN_SHARE)
 
 
 class PrefetchBudget:
@@ -132,11 +132,11 @@ class Prefetcher:
             self._budget.fail()
             self.load_ahead(residency, 0)
 
-    def end_update(self, residency: ResidentGroup, *, ends_cycle: bool) -> None:
+    def end_update(self, residency: ResidentGroup | None, *, ends_cycle: bool) -> None:
         """Begin to load what the next update steps.
 
         Args:
-            residency: The owner of state of the group whose turn it is now.
+            residency: The owner of state of the group whose turn it is now; None where another is still to be stepped.
             ends_cycle: Whether every group has had its turn: then what is left is measured.
         """
         if self._budget is None:
@@ -144,4 +144,5 @@ class Prefetcher:
         if ends_cycle:
             for device, slots in self.slots.items():
                 self._budget.end_cycle(device, slots.held_bytes)
-        self.load_ahead(residency, self._budget.num_bytes)
+        if residency is not None:
+            self.load_ahead(residency, self._budget.num_bytes)

@@ -72,6 +72,16 @@ class StreamedGroup(ResidentGroup):
         self._stored: dict[int, Event] = {}
         """By piece: when it has been written back."""
 
+    @property
+    @override
+    def is_offloaded(self) -> bool:
+        return self._offloaded is not None
+
+    @property
+    @override
+    def has_loaded_all(self) -> bool:
+        return self._to_load == []
+
     @override
     def prefetch(self, *, in_backward: bool = False) -> None:
         self._follow_the_model()
@@ -233,7 +243,7 @@ class StreamedGroup(ResidentGroup):
     def _load(self, index: int, at_least: int) -> bool:
         """Queue the copies of a piece's waiting tensors into a slot; whether there was one."""
         slots, start = self._slots, 0
-        slot = slots.take(max(self._slot_bytes, self._bytes_on_device(index)), at_least)
+        slot = slots.take(self._slot_bytes, at_least)
         if slot is None:
             return False
         tensors = []
@@ -289,6 +299,7 @@ class StreamedGroup(ResidentGroup):
         """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
         assert self._offloaded is not None
         piece, loaded = self._pieces[index], self._loaded.get(index)
+        assert loaded is not None or self._is_first_turn, "a piece with state is stepped from what was loaded"
         if loaded is not None:
             self._slots.streams.compute_after(loaded.ready)
         states = []

@@ -2,13 +2,19 @@
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
 
 def clash_with_layout(
-    layout: Layout, base: BaseOptimizer, *, state: StatePlace, master: MasterKind, gradients: GradientPlace
+    layout: Layout,
+    base: BaseOptimizer,
+    *,
+    state: StatePlace,
+    master: MasterKind,
+    gradients: GradientPlace,
+    update: UpdateMoment = "step",
 ) -> str | None:
     """Why HiFT can't train so under a layout.
 
@@ -18,6 +24,7 @@ def clash_with_layout(
         state: As in `HiFTConfig`.
         master: As in `HiFTConfig`.
         gradients: As in `HiFTConfig`.
+        update: As in `HiFTConfig`.
 
     Returns:
         The reason and the way out; None if the two go together.
@@ -25,6 +32,8 @@ def clash_with_layout(
     if layout == "single":
         return None
     name = _NAMES[layout]
+    if update == "forward":
+        return f"update='forward' is for one device, and not for {name}; set update='step'"
     if gradients == "stepped":
         return (
             f"gradients='stepped' updates a tensor before the other ranks' gradients have arrived; under {name}, set "

@@ -205,7 +205,9 @@ class KeepState(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compare the ranks. A collective."""
+        """Apply what is left of the last update, and compare the ranks. A collective."""
+        if self._attachment.optimizer is not None:
+            self._attachment.optimizer.flush()
         compare_now(self._attachment.trainer.accelerator)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from slivertune import __version__
 from slivertune.planning.configs import ModelFigures
+from slivertune.planning.layers_per_group import LayersChoice
 from slivertune.planning.methods import given_arguments, planned
 from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.plan import Limits, MemoryRequirement
@@ -98,6 +99,8 @@ class Answer:
     """What there is; None where nothing was said of it."""
     found: Found | None = None
     """How the settings came about; None where they were given."""
+    choice: LayersChoice | None = None
+    """How the number of layers a step came about; None where it was given."""
 
     @property
     def command(self) -> TrainCommand:
@@ -113,6 +116,8 @@ class Answer:
             "command": None if command.arguments is None else shlex.join(command.arguments),
             "command_notes": list(command.notes),
         }
+        if self.choice is not None:
+            values["layers_choice"] = self.choice.to_json()
         if self.limits is not None:
             values["fit"] = {
                 "limit_bytes": self.limits.device_bytes,

@@ -3,10 +3,13 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from slivertune.core.setting_checks import integer_or_auto
 from slivertune.planning.byte_text import parse_bytes
+from slivertune.planning.cards import known_cards
 from slivertune.planning.methods import planned_methods
 from slivertune.planning.request import KINDS, PlanRequest, kinds_of, option
 from slivertune.planning.shipped import SHIPPED_MODELS
@@ -57,6 +60,17 @@ class PlanArguments:
             names=("--model", "--model_name_or_path"),
             metavar="MODEL",
             required=True,
+        ),
+    )
+    chooses_layers: bool = False
+    """Whether `layers_per_group` was given as `auto`; `given` does not have it then."""
+    gpu: str | None = field(
+        default=None,
+        metadata=option(
+            _QUESTION,
+            f"with --layers_per_group auto: the card, one of {', '.join(known_cards())}; by default the one that is "
+            "here",
+            metavar="NAME",
         ),
     )
     fit_bytes: int | None = field(
@@ -115,6 +129,10 @@ class PlanArguments:
                 raise ValueError(f"--{name} is read by the search of --fit alone, without --sweep; leave it out")
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value} must be {rule}")
+        if self.gpu is not None and not self.chooses_layers:
+            raise ValueError(f"--gpu {self.gpu} is read with --layers_per_group auto alone; leave it out")
+        if self.chooses_layers and self.sweep is not None:
+            raise ValueError("--layers_per_group auto chooses for one run, without --sweep; give a number")
         if self.sweep is not None and self.sweep.field in self.given:
             name = self.sweep.field
             raise ValueError(f"--{name} {self.given[name]} and --sweep {name}=... both set it; leave out one")
@@ -153,7 +171,10 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     # What was not typed is absent.
     values = vars(make_parser().parse_args(list(argv)))
     given = {name: values.pop(name) for name in tuple(values) if name in KINDS}
-    return PlanArguments(given=given, **values)
+    chooses_layers = given.get("layers_per_group") == "auto"
+    if chooses_layers:
+        del given["layers_per_group"]
+    return PlanArguments(given=given, chooses_layers=chooses_layers, **values)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -195,6 +216,8 @@ def _add(group: argparse._ArgumentGroup, item: Any, kind: Any) -> None:
         more = {"choices": get_args(kind) or planned_methods()}
     elif read is not None:
         more = {**more, "type": _reader(read)}
+    elif item.metadata["or_auto"]:
+        more = {"type": _reader(partial(integer_or_auto, item.name)), "metavar": "N|auto"}
     elif kind in (int, float):
         more = {"type": kind, "metavar": "N" if kind is int else "SHARE"}
     group.add_argument(*names, dest=item.name, help=text, **more)

@@ -6,6 +6,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal, get_args
 
+import torch
+
 from slivertune.core.setting_checks import check_choice
 
 Duplex = Literal["full", "half"]
@@ -49,6 +51,8 @@ class Card:
     """A graphics card by its vendor's figures."""
 
     name: str
+    device_names: tuple[str, ...]
+    """As torch has them from the driver."""
     peak_flops: float
     """Dense bf16 operations a second with sums in fp32."""
     memory_bandwidth: float
@@ -89,7 +93,10 @@ class Card:
 def known_cards() -> dict[str, Card]:
     """The cards of `cards.toml` by short name."""
     text = files("slivertune.planning").joinpath("cards.toml").read_text(encoding="utf-8")
-    return {key: Card(**figures) for key, figures in tomllib.loads(text).items()}
+    return {
+        key: Card(**{**figures, "device_names": tuple(figures["device_names"])})
+        for key, figures in tomllib.loads(text).items()
+    }
 
 
 def card_named(name: str) -> Card:
@@ -100,3 +107,24 @@ def card_named(name: str) -> Card:
     """
     check_choice("card", name, tuple(known_cards()))
     return known_cards()[name]
+
+
+def find_card(name: str | None) -> Card:
+    """A known card, or the one that is here.
+
+    Args:
+        name: Its short name; None for the CUDA device that torch takes by default.
+
+    Raises:
+        ValueError: If there is none of that name, or none here that is known.
+    """
+    if name is not None:
+        return card_named(name)
+    choices = f"name one by --gpu ({', '.join(known_cards())}), or give a number in place of auto"
+    if not torch.cuda.is_available():
+        raise ValueError(f"there is no CUDA device here whose rates could be taken; {choices}")
+    present = torch.cuda.get_device_name()
+    found = next((card for card in known_cards().values() if present in card.device_names), None)
+    if found is None:
+        raise ValueError(f"the rates of {present} are not known; {choices}")
+    return found

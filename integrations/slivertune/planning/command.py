@@ -15,13 +15,15 @@ from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.arguments import PlanArguments, Sweep, parse_plan_arguments
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import all_candidates
+from slivertune.planning.cards import find_card
 from slivertune.planning.configs import ModelFigures, find_model
+from slivertune.planning.layers_per_group import check_has_copies, choose_layers_per_group
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.plot import draw, require_matplotlib
 from slivertune.planning.report import line_printer, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.search import Tell, search, start_of_search
+from slivertune.planning.search import Found, Tell, search, start_of_search
 
 _WIDTH_WITHOUT_TERMINAL = 120
 
@@ -65,17 +67,39 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer:
         if arguments.sweep is not None:
             requirements = _sweep(model, given, arguments.sweep, line_printer(console))
             return SweepAnswer(model=model, field=arguments.sweep.field, requirements=requirements, limits=limits)
+        if arguments.chooses_layers:
+            return _chosen(arguments, given, limits, model, line_printer(console))
         if limits is None:
             return Answer(model=model, requirement=_estimate(PlanRequest(**given), model))
-        found = search(
-            start_of_search(given),
-            all_candidates(arguments.min_seq_length),
-            limits,
-            lambda request: _estimate(request, model),
-            fixed=arguments.given,
-            tell=line_printer(console),
-        )
+        found = _search(arguments, given, limits, model, line_printer(console))
         return Answer(model=model, requirement=found.requirement, limits=limits, found=found)
+
+
+def _search(arguments: PlanArguments, given: dict[str, Any], limits: Limits, model: ModelFigures, tell: Tell) -> Found:
+    return search(
+        start_of_search(given),
+        all_candidates(arguments.min_seq_length),
+        limits,
+        lambda request: _estimate(request, model),
+        fixed=arguments.given,
+        tell=tell,
+    )
+
+
+def _chosen(
+    arguments: PlanArguments, given: dict[str, Any], limits: Limits | None, model: ModelFigures, tell: Tell
+) -> Answer:
+    """With `--fit`, other settings are found for one layer a step, and then the most layers under these."""
+    card, found, request = find_card(arguments.gpu), None, PlanRequest(**given)
+    check_has_copies(request)
+    if limits is None:
+        limits = Limits(device_bytes=card.memory_bytes)
+    else:
+        found = _search(arguments, given, limits, model, tell)
+        request = found.requirement.plan.request
+    prefetch_bytes = given.get("prefetch_bytes")
+    choice = choose_layers_per_group(request, model.config, card, limits, prefetch_bytes=prefetch_bytes, tell=tell)
+    return Answer(model=model, requirement=choice.chosen.requirement, limits=limits, found=found, choice=choice)
 
 
 def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:

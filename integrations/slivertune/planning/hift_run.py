@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
+from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
@@ -20,6 +22,18 @@ from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step import Forward, GradientMeter, StepPeak, group_plan, largest_of, measure_step
+
+
+class SlowStreams(CopyStreams):
+    """Copies of which nobody knows when they end: what leaves stays alive until HiFT lets the computation wait."""
+
+    @override
+    def record(self, direction: Direction | None = None) -> Event:
+        return object()
+
+    @override
+    def compute_after(self, event: Event) -> None:
+        pass
 
 
 class HiFTRun:
@@ -49,12 +63,14 @@ class HiFTRun:
             master=request.master_kind,
             stream_bytes=request.stream_bytes,
             gradients=request.gradients,
+            update=request.update,
             prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
         )
         with FakeOverrides():
             self.optimizer = HiFT(model, optimizer_class, config=self._config, **arguments)
         self._at_start = self.optimizer.state_dict()
 
+    @streams_made_by(SlowStreams)
     def measure(self, group: Group, forward: Forward) -> StepPeak:
         """The larger peak of a group's first turn and of a later one; the state of all other groups is gone.
 
@@ -104,7 +120,9 @@ class HiFTRun:
 class PlannedHiFT(PlannedMethod):
     """HiFT: of groups alike, the one with the largest peak is run."""
 
-    settings = frozenset({"layers_per_group", "state", "master", "stream_bytes", "gradients", "prefetch_bytes"})
+    settings = frozenset(
+        {"layers_per_group", "state", "master", "stream_bytes", "gradients", "update", "prefetch_bytes"}
+    )
     bf16_precision = "mixed_hi"
     trains_in_groups = True
     averages_in_buckets = True
@@ -137,7 +155,7 @@ class PlannedHiFT(PlannedMethod):
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Groups, and where their state waits."""
         arguments = given_arguments(
-            request, ("layers_per_group", "state", "stream_bytes", "gradients", "prefetch_bytes")
+            request, ("layers_per_group", "state", "stream_bytes", "gradients", "update", "prefetch_bytes")
         )
         if request.state == "disk":
             arguments += ["--state_dir", "state"]

@@ -76,6 +76,7 @@ def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm
             stream_bytes=request.stream_bytes,
             prefetch_bytes=request.prefetch_bytes,
             gradients=request.gradients,
+            update=request.update,
             max_grad_norm=max_grad_norm,
         )
         with FakeOverrides():

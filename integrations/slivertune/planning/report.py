@@ -43,6 +43,9 @@ def print_answer(answer: Answer, console: Console) -> None:
     _print_head(answer.model, plan, say)
     if answer.found is not None:
         _print_search(answer.found, say)
+    if answer.choice is not None:
+        for line in answer.choice.lines():
+            say(line)
     console.print(_parts_table(answer.requirement, answer.limits))
     if len(plan.groups) > 1:
         console.print(_groups_table(plan))

@@ -9,7 +9,7 @@ from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
 from slivertune.core.setting_checks import check_choice, check_integer
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.byte_text import parse_bytes
 from slivertune.planning.methods import clash_with_method, clash_with_zero3, planned, planned_methods
@@ -28,6 +28,7 @@ def option(
     names: tuple[str, ...] = (),
     least: int = 1,
     read: Callable[[str], Any] | None = None,
+    or_auto: bool = False,
     **more: Any,
 ) -> dict[str, Any]:
     """Metadata of a field that the command line asks for.
@@ -38,9 +39,11 @@ def option(
         names: What it is called there, if not by its own name alone.
         least: The smallest integer that it takes.
         read: Reads it, if it is not written as its type is.
+        or_auto: Whether the command line takes `auto` in place of an integer, and chooses.
         more: For argparse.
     """
-    return {"text": text, "group": group, "names": names, "least": least, "read": read, "more": more}
+    about = {"text": text, "group": group, "names": names, "least": least}
+    return {**about, "read": read, "or_auto": or_auto, "more": more}
 
 
 _RUN, _METHODS, _LAYOUT = "the run", "methods", "layout"
@@ -111,7 +114,15 @@ class PlanRequest:
             "any method: share of the tokens that keep activations and gradients (TokenTune), in (0, 1], or else all",
         ),
     )
-    layers_per_group: int = field(default=1, metadata=option(_METHODS, "hift: layers that an update trains (m)"))
+    layers_per_group: int = field(
+        default=1,
+        metadata=option(
+            _METHODS,
+            "hift: layers that an update trains (m); auto: the most whose state is copied behind the computation on "
+            "--gpu, and that fit there",
+            or_auto=True,
+        ),
+    )
     stream_bytes: int = field(
         default=128 * 2**20,
         metadata=option(
@@ -138,6 +149,13 @@ class PlanRequest:
             _METHODS,
             "hift: where gradients wait for their step; host: in host memory; stepped: nowhere, each tensor is stepped "
             "inside the backward, without clipping",
+        ),
+    )
+    update: UpdateMoment = field(
+        default="step",
+        metadata=option(
+            _METHODS,
+            "hift: when an update is applied; forward: each layer's just before it runs next, with gradients=host",
         ),
     )
     prefetch_bytes: int = field(
@@ -304,6 +322,10 @@ class PlanRequest:
                 self.gradients == "host" and self.state == "device",
                 "gradients='host' come back with the state, which state='device' does not move; take state='host'",
             ),
+            (
+                self.update == "forward" and (self.gradients != "host" or self.state == "discard"),
+                "update='forward' needs gradients='host' and state that waits; take these, or update='step'",
+            ),
         )
 
     def _clashes_with_layout(self) -> tuple[tuple[object, str], ...]:
@@ -345,6 +367,7 @@ class PlanRequest:
             state=self.state,
             master="fp32" if self.precision in ("fp32", "mixed") else self.master_kind,
             gradients=self.gradients,
+            update=self.update,
         )
         return f"{clash} (precision='mixed_hi')" if clash is not None and "master=" in clash else clash
 

@@ -59,15 +59,7 @@ class CompiledRows(NumberedRows):
         first, second = [part.transpose(1, 2) for part in parts] if layout == "heads" else parts
         return first, second
 
-    def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: TokenLayout) -> torch.Tensor:
-        """Put two parts together; arguments and results as those of `Rows.merge`."""
-        if layout == "heads":
-            others = None if others is None else others.transpose(1, 2)
-            return self.merge(selected.transpose(1, 2), others, "tokens").transpose(1, 2)
-        if layout == "tokens":
-            others = None if others is None else others.flatten(0, 1)
-            flat = self.merge(selected.flatten(0, 1), others, "flat")
-            return flat.view(self.batch, self.length, *flat.shape[1:])
+    def _merge_flat(self, selected: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
         return merge(selected, others, self._selected.flatten(), self.others)
 
     def mask(self, key: tuple[object, ...], full: torch.Tensor | None, make: MakeMask) -> torch.Tensor | None:

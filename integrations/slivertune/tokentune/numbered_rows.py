@@ -52,6 +52,30 @@ class NumberedRows:
             return "flat"
         return None
 
+    def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: TokenLayout) -> torch.Tensor:
+        """Put two parts together.
+
+        Args:
+            selected: Selected rows.
+            others: The other rows, laid out in the same way; None leaves zeros.
+            layout: How both are laid out.
+
+        Returns:
+            All rows, laid out in the same way; gradients go to the selected ones.
+        """
+        if layout == "heads":
+            others = None if others is None else others.transpose(1, 2)
+            return self.merge(selected.transpose(1, 2), others, "tokens").transpose(1, 2)
+        if layout == "tokens":
+            others = None if others is None else others.flatten(0, 1)
+            flat = self.merge(selected.flatten(0, 1), others, "flat")
+            return flat.view(self.batch, self.length, *flat.shape[1:])
+        return self._merge_flat(selected, others)
+
+    def _merge_flat(self, selected: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
+        """All rows of a flat tensor, of its two parts."""
+        raise NotImplementedError
+
     def constant_others(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself, whose other rows get no gradient.
 

@@ -102,23 +102,10 @@ class Rows(NumberedRows):
 
     @uncompiled
     def merge(self, selected: torch.Tensor, others: torch.Tensor | None, layout: TokenLayout) -> torch.Tensor:
-        """Put two parts together.
+        """Put two parts together; see `NumberedRows.merge`."""
+        return super().merge(selected, others, layout)
 
-        Args:
-            selected: Selected rows.
-            others: The other rows, laid out in the same way; None leaves zeros.
-            layout: How both are laid out.
-
-        Returns:
-            All rows, laid out in the same way; gradients go to the selected ones.
-        """
-        if layout == "heads":
-            others = None if others is None else others.transpose(1, 2)
-            return self.merge(selected.transpose(1, 2), others, "tokens").transpose(1, 2)
-        if layout == "tokens":
-            others = None if others is None else others.flatten(0, 1)
-            flat = self.merge(selected.flatten(0, 1), others, "flat")
-            return flat.view(self.batch, self.length, *flat.shape[1:])
+    def _merge_flat(self, selected: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
         merged = merge(selected, others, self.selected, self.others)
         if others is not None:
             self._remember(merged, selected, others)

@@ -1,6 +1,7 @@
 """From checked arguments to a run that is ready to train: model, data, method, Trainer and callbacks."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +25,7 @@ from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.display import Display
 from slivertune.training.output.folders import read_facts
 from slivertune.training.output.ledger_lines import LedgerLines
+from slivertune.training.planned_request import plan_request
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import settle_layout
 from slivertune.training.tasks.prepare import prepare_task
@@ -158,6 +160,12 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     # The display takes the place of either.
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
+    method.settle(
+        partial(plan_request, arguments, trainer, task, layout, is_chunked=arguments.run.chunked_cross_entropy),
+        source.config,
+        display.say,
+    )
+    facts.update(method.facts())
     # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
     method.attach(trainer)
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
@@ -201,6 +209,10 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
 
 def _facts(arguments: TrainArguments) -> dict[str, Any]:
     """What checkpoints should carry; for a resumed run, what its checkpoint carries, if the method is the same."""
+    checkpoint = arguments.folder.checkpoint
+    saved = None if checkpoint is None else read_facts(checkpoint)
+    if saved is not None:
+        arguments.method.follow(saved)
     # What is off is None, as it is where an older checkpoint does not know of it.
     facts: dict[str, Any] = {
         "method": arguments.method.name,
@@ -209,10 +221,8 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
         "token_ratio": arguments.tokens.token_ratio,
         "token_pattern": arguments.tokens.token_pattern,
     }
-    checkpoint = arguments.folder.checkpoint
-    if checkpoint is None:
+    if saved is None:
         return facts
-    saved = read_facts(checkpoint)
     for name, value in facts.items():
         if saved.get(name) != value:
             raise ValueError(

@@ -17,7 +17,7 @@ from slivertune.core.ledger import Ledger
 from slivertune.hift import prefetch
 from slivertune.parallel.zero.schedule import GroupSchedule
 from slivertune.parallel.zero.state_mover import StateMover
-from tests.helpers.delayed_streams import DelayedStreams
+from tests.helpers.delayed_streams import DelayedStreams, delayed
 from tests.helpers.models import differing
 from tests.helpers.ranks import asked_for, quick, run_ranks
 from tests.helpers.streams import PretendedStreams, Streams
@@ -197,18 +197,6 @@ BROKEN: Layout = "zero2"
 MISSING = ("wait", "memory", "host")
 IN_ORDER = [(layout, room) for layout in ZERO for room in (0, LARGE)]
 UNORDERED = ("wait", "memory", "host", "release", "moment")
-
-
-@contextmanager
-def delayed(seed: int | None) -> Iterator[list[DelayedStreams]]:
-    made: list[DelayedStreams] = []
-
-    def make(device: torch.device) -> DelayedStreams:
-        made.append(DelayedStreams(device, seed))
-        return made[-1]
-
-    with streams_made_by(make):
-        yield made
 
 
 def with_room(case: HiFTCase, prefetch_bytes: int | str) -> HiFTCase:

@@ -10,6 +10,7 @@ from slivertune.training.options.parse import parse_train_arguments
 from tests.conftest import CHECKOUT
 from tests.helpers.models import LAYERS, tiny_llama
 from tests.training.test_callbacks import make_trainer
+from tests.training.tiny_runs import assert_same_bits, train
 
 
 def attached(folder: Path, **settings: int) -> HiFTMethod:
@@ -24,7 +25,7 @@ def test_a_rate_that_nobody_chose_for_hift_is_pointed_at(tmp_path: Path) -> None
     assert note.startswith(f"HiFT updates a parameter once in {LAYERS} updates here")
     assert "--learning_rate was not given, so 5e-05 is used" in note
     assert method.notes(tiny_llama(), learning_rate=None) == []
-    assert attached(tmp_path, layers_per_group=LAYERS).notes(tiny_llama(), learning_rate=5e-5) == []
+    assert attached(tmp_path, layers_per_group=str(LAYERS)).notes(tiny_llama(), learning_rate=5e-5) == []
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 8])
@@ -50,7 +51,7 @@ def test_a_number_of_layers_that_was_not_searched_has_the_rate_of_the_next_small
     monkeypatch.chdir(tmp_path)
     for m, like in (("3", "2"), ("7", "4"), ("20", "8")):
         mine, other = (parse_train_arguments(["--layers_per_group", each]) for each in (m, like))
-        assert mine.method.options.layers_per_group == int(m)
+        assert mine.method.options.num_layers == int(m)
         assert mine.training.learning_rate == other.training.learning_rate
         assert mine.training.max_steps == other.training.max_steps
     with pytest.raises(ValueError, match="layers_per_group=0 must be"):
@@ -68,3 +69,27 @@ def test_a_line_takes_as_many_whole_rounds_as_make_eight_updates(
 def test_it_says_so_when_it_is_asked_before_it_is_attached(method: SliverMethod) -> None:
     with pytest.raises(RuntimeError, match=f"{method.name} is attached to no Trainer; call attach first"):
         method.lines()
+
+
+def test_an_update_in_the_forward_ends_with_the_same_bits(tiny_base: Path, texts: Path, tmp_path: Path) -> None:
+    more = ("--gradients", "host", "--max_length", "32", "--save_steps", "3", "--weight_decay", "0.1")
+    results = [
+        train(tiny_base, texts, tmp_path / update, *more, "--update", update, "--gradient_accumulation_steps", "2")
+        for update in ("step", "forward")
+    ]
+    assert results[0]["after"] == results[1]["after"]
+    assert_same_bits(tmp_path / "forward", tmp_path / "step")
+    resumed = ("--resume_from_checkpoint", str(tmp_path / "forward" / "checkpoint-3"))
+    train(
+        *(tiny_base, texts, tmp_path / "resumed", *more, "--update", "forward"),
+        *("--gradient_accumulation_steps", "2", *resumed),
+    )
+    assert_same_bits(tmp_path / "resumed", tmp_path / "step")
+
+
+def test_an_update_in_the_forward_does_not_go_with_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="--update forward does not go with --torch_compile"):
+        parse_train_arguments(["--update", "forward", "--gradients", "host", "--torch_compile", "true"])
+    with pytest.raises(ValueError, match="needs gradients and state that wait on the host"):
+        parse_train_arguments(["--update", "forward"])

@@ -61,7 +61,7 @@ def test_no_two_arguments_share_a_name() -> None:
                 "model.model_name_or_path": None,
                 "data.dataset": None,
                 "data.packing": True,
-                "method.options.layers_per_group": 4,
+                "method.options.num_layers": 4,
                 "training.learning_rate": 1e-3,
                 "training.warmup_steps": 0.05,
                 "training.max_steps": 352,
@@ -94,15 +94,15 @@ def test_no_two_arguments_share_a_name() -> None:
         pytest.param("--method dense", {"training.max_steps": 480}, id="other methods have a length of their own"),
         pytest.param(
             "--dataset rows.csv",
-            {"method.options.layers_per_group": 4, "training.learning_rate": 1e-3, "training.max_steps": -1},
+            {"method.options.num_layers": 4, "training.learning_rate": 1e-3, "training.max_steps": -1},
             id="the embedded model learns other data as long as the library says",
         ),
         pytest.param(
             "--model_name_or_path gpt2",
-            {"method.options.layers_per_group": 1, "training.max_steps": 480},
+            {"method.options.num_layers": 1, "training.max_steps": 480},
             id="another model on the language reference has the paper's groups",
         ),
-        pytest.param("--layers-per-group 3", {"method.options.layers_per_group": 3}, id="both spellings are taken"),
+        pytest.param("--layers-per-group 3", {"method.options.num_layers": 3}, id="both spellings are taken"),
         pytest.param(
             "--method dense --optim galore_adamw",
             {"training.optim": "galore_adamw"},
@@ -194,7 +194,7 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
     ("arguments", "message"),
     [
         (["--layers_per_group", "0"], "layers_per_group=0 must be at least 1"),
-        (["--layers_per_group", "many"], "invalid int value: 'many'"),
+        (["--layers_per_group", "many"], "layers_per_group='many' must be an integer or 'auto'"),
         (["--order", "sideways"], "invalid choice: 'sideways'"),
         (["--keep_activations", "2"], "--keep_activations 2 spares blocks that --gradient_checkpointing would compute"),
         (["--keep_activations", "0"], "add --gradient_checkpointing true, or leave --keep_activations out"),

@@ -1,15 +1,21 @@
 """`--method hift`: one group of layers an update."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from transformers import TrainerState, TrainingArguments
+from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
-from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace
+from slivertune.core.host_memory import available_host_bytes
+from slivertune.core.setting_checks import integer_or_auto
+from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, UpdateMoment
 from slivertune.interop.methods import check_base_optimizer
+from slivertune.planning.cards import Card, find_card, known_cards
+from slivertune.planning.layers_per_group import choose_layers_per_group
+from slivertune.planning.plan import Limits
+from slivertune.planning.request import PlanRequest
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
 
 RATE_HINT = (
@@ -34,8 +40,19 @@ class HiFTArguments:
         ValueError: If the settings are out of range or contradict each other.
     """
 
-    layers_per_group: int = field(
-        default=_DEFAULTS.layers_per_group, metadata={"help": "hift: layers that an update trains (m in the paper)."}
+    layers_per_group: str = field(
+        default=str(_DEFAULTS.layers_per_group),
+        metadata={
+            "help": "hift: layers that an update trains (m in the paper); auto, on one GPU: the most whose state is "
+            "copied behind the computation, and that fit, found by simulating the run; minutes for a 7B model."
+        },
+    )
+    gpu: str | None = field(
+        default=None,
+        metadata={
+            "help": f"hift: the card for which --layers_per_group auto chooses, one of {', '.join(known_cards())}; by "
+            "default the one that is here."
+        },
     )
     steps_per_group: int = field(
         default=_DEFAULTS.steps_per_group, metadata={"help": "hift: updates before the next group's turn."}
@@ -65,6 +82,13 @@ class HiFTArguments:
             "the backward, with --max_grad_norm 0. The last two without --fp16."
         },
     )
+    update: UpdateMoment = field(
+        default=_DEFAULTS.update,
+        metadata={
+            "help": "hift: when an update is applied. step; forward: each layer's just before it runs next, so that "
+            "its state is copied beside the layers below; with --gradients host, on one GPU."
+        },
+    )
     prefetch_bytes: str = field(
         default="auto",
         metadata={
@@ -77,13 +101,20 @@ class HiFTArguments:
         # Contradictions should show before a model is loaded.
         self.config(seed=0)
 
+    @property
+    def num_layers(self) -> int | None:
+        """`layers_per_group`; None where it is to be chosen."""
+        number = integer_or_auto("layers_per_group", self.layers_per_group)
+        return None if number == "auto" else number
+
     def config(self, seed: int) -> HiFTConfig:
-        """The same settings as HiFT takes them.
+        """The same settings as HiFT takes them; with one layer a group until their number is chosen.
 
         Args:
             seed: The run's seed.
         """
-        given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "gpu"}
+        given["layers_per_group"] = 1 if self.num_layers is None else self.num_layers
         if self.prefetch_bytes.isdecimal():
             given["prefetch_bytes"] = int(self.prefetch_bytes)
         return HiFTConfig(**given, seed=seed)
@@ -102,14 +133,22 @@ class HiFTMethod(SliverMethod):
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         """Layers a group; the best rate for as many, and on the embedded data a length that takes the same time."""
-        layers_per_group = given.get("layers_per_group", EMBEDDED_LAYERS_PER_GROUP)
-        measured = max((each for each in _EMBEDDED_RATES if each <= layers_per_group), default=1)
+        layers_per_group = given.get("layers_per_group", str(EMBEDDED_LAYERS_PER_GROUP))
+        # What is no number is another's to complain of; what is to be chosen begins from the default's rate.
+        number = int(layers_per_group) if layers_per_group.isdecimal() else EMBEDDED_LAYERS_PER_GROUP
+        measured = max((each for each in _EMBEDDED_RATES if each <= number), default=1)
         defaults = {"layers_per_group": layers_per_group, "learning_rate": _EMBEDDED_RATES[measured]}
         return defaults if "dataset" in given else {**defaults, "max_steps": _EMBEDDED_STEPS[measured]}
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
         """Refuse optimizers that can't be rotated, and what comes between the gradients and a step in the backward."""
         check_base_optimizer(training)
+        self._check_choice(training)
+        if self.options.update == "forward" and training.torch_compile:
+            raise ValueError(
+                "--update forward does not go with --torch_compile, which does not wait for a layer's update; leave "
+                "out one of the two"
+            )
         if self.options.gradients == "device":
             return
         for is_asked, name, reason, way_out in (
@@ -127,6 +166,51 @@ class HiFTMethod(SliverMethod):
                     "the former"
                 )
 
+    def _check_choice(self, training: TrainingArguments) -> None:
+        options = self.options
+        if options.num_layers is not None:
+            if options.gpu is not None:
+                raise ValueError(f"--gpu {options.gpu} is read with --layers_per_group auto alone; leave it out")
+            return
+        if training.world_size > 1:
+            raise ValueError(
+                f"--layers_per_group auto chooses for one GPU, and this run has {training.world_size} processes; give "
+                "a number"
+            )
+        try:
+            find_card(options.gpu)
+        except ValueError as error:
+            raise ValueError(f"--layers_per_group auto: {error}") from None
+
+    def follow(self, facts: Mapping[str, Any]) -> None:
+        """The number of layers that was chosen for the first run."""
+        chosen = facts.get("hift", {}).get("layers_per_group")
+        if self.options.num_layers is None and chosen is not None:
+            self.options = replace(self.options, layers_per_group=str(chosen), gpu=None)
+
+    def settle(self, request: Callable[[], PlanRequest], config: PreTrainedConfig, say: Callable[[str], None]) -> None:
+        """The number of layers a group, if it was left to be chosen."""
+        options = self.options
+        if options.num_layers is not None:
+            return
+        card = find_card(options.gpu)
+        say(f"choosing layers_per_group for a {card.name}: plans and simulates the run, with fewer and fewer layers")
+        try:
+            # A plan builds models, whose initial weights must not move the run's random state.
+            with torch.random.fork_rng(devices=[]):
+                choice = choose_layers_per_group(
+                    request(),
+                    config,
+                    card,
+                    Limits(device_bytes=_usable_bytes(card, options.gpu), host_bytes=available_host_bytes()),
+                    prefetch_bytes=None if options.prefetch_bytes == "auto" else int(options.prefetch_bytes),
+                    tell=say,
+                )
+        except ValueError as error:
+            raise ValueError(f"--layers_per_group auto: {error}") from error
+        self.options = replace(options, layers_per_group=str(choice.chosen.layers_per_group))
+        say(choice.lines()[0])
+
     @property
     def steps_in_backward(self) -> bool:
         """As it was asked for."""
@@ -134,13 +218,20 @@ class HiFTMethod(SliverMethod):
 
     def facts(self) -> dict[str, Any]:
         """What decides whose turn it is."""
-        names = ("layers_per_group", "steps_per_group", "order")
-        return {"hift": {name: getattr(self.options, name) for name in names}}
+        options = self.options
+        return {
+            "hift": {
+                "layers_per_group": options.num_layers,
+                "steps_per_group": options.steps_per_group,
+                "order": options.order,
+            }
+        }
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
-        names = ("layers_per_group", "state", "stream_bytes", "gradients")
+        names = ("state", "stream_bytes", "gradients", "update")
         settings = {name: getattr(self.options, name) for name in names}
+        settings["layers_per_group"] = self.options.num_layers or 1
         settings["prefetch_bytes"] = 0 if self.options.prefetch_bytes == "auto" else int(self.options.prefetch_bytes)
         if precision == "bf16" and self.options.master != "none":
             settings |= {"precision": "mixed_hi", "master": self.options.master}
@@ -172,4 +263,13 @@ class HiFTMethod(SliverMethod):
 
     def settings(self) -> dict[str, Any]:
         """All of HiFT's settings, and the number of groups that they made."""
-        return {**asdict(self.options), "num_groups": self.optimizer.num_groups}
+        chosen = {"layers_per_group": self.options.num_layers, "num_groups": self.optimizer.num_groups}
+        return {**asdict(self.options), **chosen}
+
+
+def _usable_bytes(card: Card, asked: str | None) -> int:
+    """What the card has; of the one that is here, what others leave of it."""
+    if asked is not None:
+        return card.memory_bytes
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved()

@@ -1,17 +1,18 @@
 """What a method of `slivertune train` has to say and do."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainerState, TrainingArguments
 
 from slivertune.core import atomic
 from slivertune.interop import attach
 from slivertune.interop.methods import TrainerMethod
+from slivertune.planning.request import PlanRequest
 from slivertune.training.models import Bf16Use, LoadedModel
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.ranks.coordinator import LaunchCoordinator
@@ -100,6 +101,25 @@ class TrainingMethod:
     def facts(self) -> dict[str, Any]:
         """What a resumed run must share with the first, beside the method's name; plain JSON."""
         return {}
+
+    def follow(self, facts: Mapping[str, Any]) -> None:
+        """Take over from a checkpoint what was left to be chosen; nothing by default.
+
+        Args:
+            facts: What it carries.
+        """
+
+    def settle(self, request: Callable[[], PlanRequest], config: PreTrainedConfig, say: Callable[[str], None]) -> None:
+        """Choose what was left to be chosen, before `attach`; nothing by default.
+
+        Args:
+            request: Makes what `slivertune plan` would be asked for the run.
+            config: The model's configuration.
+            say: Told of what is tried and what was chosen.
+
+        Raises:
+            ValueError: If it can't be chosen.
+        """
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Change what the Trainer gets.

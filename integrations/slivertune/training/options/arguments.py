@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from slivertune.core.kept_activations import NumKept, check_num_kept
+from slivertune.core.setting_checks import integer_or_auto
 from slivertune.tokentune.config import Pattern
 
 LedgerUse = Literal["every_cycle", "first_cycles", "off"]
@@ -81,12 +82,7 @@ class RunArguments:
     @property
     def num_kept(self) -> NumKept | None:
         """`keep_activations` as `slivertune.keep_activations` takes it; None where it was not asked for."""
-        if self.keep_activations is None or self.keep_activations == "auto":
-            return self.keep_activations  # type: ignore[return-value]
-        try:
-            return int(self.keep_activations)
-        except ValueError:
-            raise ValueError(f"keep_activations={self.keep_activations!r} must be an integer or 'auto'") from None
+        return None if self.keep_activations is None else integer_or_auto("keep_activations", self.keep_activations)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

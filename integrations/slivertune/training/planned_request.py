@@ -1,0 +1,117 @@
+"""What `slivertune plan` would be asked for a run of `slivertune train`."""
+
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers import Trainer, TrainingArguments
+
+from slivertune.planning.optimizers import OptimizerName
+from slivertune.planning.request import PlanRequest, PrecisionName
+from slivertune.training.methods.registry import TRAIN_METHODS
+from slivertune.training.options.arguments import enum_value
+from slivertune.training.options.parse import TrainArguments
+from slivertune.training.tasks.task import Task
+
+_OPTIMIZERS: dict[str, OptimizerName] = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+    "adagrad": "adagrad",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_8bit": "adamw8bit",
+}
+"""Names of `TrainingArguments.optim` that a plan knows."""
+
+
+def plan_request(
+    arguments: TrainArguments, trainer: Trainer, task: Task, layout: str, *, is_chunked: bool
+) -> PlanRequest:
+    """What to plan for a run.
+
+    Args:
+        arguments: The run's settings.
+        trainer: Made of them.
+        task: What is learned, with the data.
+        layout: How the processes share the work.
+        is_chunked: Whether the loss is computed in chunks, where the model allows it.
+
+    Raises:
+        ValueError: If the run has settings that a plan has no word for.
+    """
+    _check(arguments, layout)
+    training = arguments.training
+    settings: dict[str, Any] = {
+        "layout": layout,
+        "num_gpus": training.world_size,
+        "offload_parameters": _offloads(trainer, layout),
+        "method": arguments.method.name,
+        "precision": _precision(arguments, trainer.model),
+        "task": arguments.data.task,
+        "batch_size": training.per_device_train_batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        "seq_length": _longest_row(task),
+        "gradient_checkpointing": training.activation_checkpointing,
+        "keep_activations": arguments.run.num_kept or 0,
+        "chunked_cross_entropy": is_chunked,
+        "token_ratio": arguments.tokens.token_ratio,
+        "load_in_4bit": arguments.model.load_in_4bit,
+    }
+    if task.id2label is not None:
+        settings["num_labels"] = len(task.id2label)
+    if not arguments.method.is_optimizer:
+        settings["optimizer"] = _optimizer(training)
+    return PlanRequest(**settings | arguments.method.plan_settings(settings["precision"]))
+
+
+def _offloads(trainer: Trainer, layout: str) -> bool:
+    """Whether the run's parameters wait on the host."""
+    state = trainer.accelerator.state
+    if layout == "zero3":
+        settings = state.deepspeed_plugin.deepspeed_config["zero_optimization"].get("offload_param") or {}
+        return str(settings.get("device", "none")) != "none"
+    return layout == "fsdp2" and isinstance(state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+
+
+def _check(arguments: TrainArguments, layout: str) -> None:
+    method = arguments.method
+    others = [f"--{name}" for name in method.not_planned if name in arguments.given]
+    planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
+    for is_unknown, reason in (
+        (
+            arguments.data.task == "prompt_classification",
+            "a plan knows causal_lm and classification, not prompt_classification",
+        ),
+        (arguments.run.num_kept == "auto", "--keep_activations auto fills what the device has left"),
+        (arguments.training.torch_compile, "a plan can't see into what torch.compile makes"),
+        (others, f"a plan has no word for {', '.join(others)}"),
+        (
+            layout != "single" and not method.is_planned_on_ranks,
+            f"on several GPUs this line knows {planned}; for {method.name} see slivertune plan --layout",
+        ),
+    ):
+        if is_unknown:
+            raise ValueError(reason)
+
+
+def _optimizer(training: TrainingArguments) -> OptimizerName:
+    optim = enum_value(training.optim)
+    if optim not in _OPTIMIZERS:
+        raise ValueError(f"a plan does not know --optim {optim}, but {', '.join(_OPTIMIZERS)}")
+    has_momentum = optim == "sgd" and "momentum=" in (training.optim_args or "")
+    return "sgd_momentum" if has_momentum else _OPTIMIZERS[optim]
+
+
+def _precision(arguments: TrainArguments, model: Any) -> PrecisionName:
+    """From what the weights are really held in: `--weights_dtype auto` may follow the checkpoint."""
+    if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+        return "bf16"
+    return "fp32" if arguments.precision.autocast == "no" else "mixed"
+
+
+def _longest_row(task: Task) -> int:
+    """Tokens of the longest row that is trained on; rows of a batch are padded to it at most."""
+    chunks = task.train_dataset.data.column("input_ids").chunks
+    longest = [int(chunk.value_lengths().to_numpy(zero_copy_only=False).max()) for chunk in chunks if len(chunk)]
+    return min([task.max_length, *([max(longest)] if longest else [])])

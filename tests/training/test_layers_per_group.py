@@ -1,0 +1,110 @@
+"""`slivertune train --layers_per_group auto`: the number is chosen once, said, and kept by the checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune.planning.cards import card_named
+from slivertune.training.methods import hift
+from slivertune.training.options.parse import parse_train_arguments
+from tests.training.tiny_runs import TINY_CYCLE, assert_same_bits, complaint, train, train_arguments
+
+AUTO = ("--layers_per_group", "auto", "--gpu", "4090")
+SLOW = replace(card_named("4090"), peak_flops=1e6)
+"""On such a card all copies hide."""
+
+
+def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
+    tiny_base: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[Any] = []
+    choose = hift.choose_layers_per_group
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        asked.append((args, kwargs))
+        return choose(*args, **kwargs)
+
+    monkeypatch.setattr(hift, "find_card", lambda name: {"4090": SLOW}[name])
+    monkeypatch.setattr(hift, "choose_layers_per_group", noted)
+    more = ("--max_length", "32", "--save_steps", "3", "--weight_decay", "0.1")
+    results = train(tiny_base, texts, tmp_path / "auto", *more, *AUTO)
+    said = " ".join(capsys.readouterr().out.split())
+    assert results["settings"]["layers_per_group"] == TINY_CYCLE and results["settings"]["num_groups"] == 1
+    assert "choosing layers_per_group for a GeForce RTX 4090" in said
+    assert f"chose {TINY_CYCLE} layers_per_group" in said and "all layers" in said
+    ((request, config, card, limits), settings) = asked.pop()
+    assert (request.batch_size, request.seq_length, request.layers_per_group) == (2, 32, 1)
+    assert config.num_hidden_layers == TINY_CYCLE - 2 and card is SLOW
+    assert limits.device_bytes == SLOW.memory_bytes and 2**20 < limits.host_bytes < 2**50
+    assert settings["prefetch_bytes"] is None
+
+    train(tiny_base, texts, tmp_path / "given", *more, "--layers_per_group", str(TINY_CYCLE))
+    assert_same_bits(tmp_path / "auto", tmp_path / "given")
+    resumed = ("--resume_from_checkpoint", str(tmp_path / "auto" / "checkpoint-3"))
+    train(tiny_base, texts, tmp_path / "resumed", *more, *AUTO, *resumed)
+    assert asked == []
+    assert_same_bits(tmp_path / "resumed", tmp_path / "given")
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (
+            AUTO[:2],
+            "--layers_per_group auto: there is no CUDA device here whose rates could be taken; name one by --gpu",
+        ),
+        ((*AUTO[:3], "none"), "--layers_per_group auto: card='none' must be one of '3090', '4090'"),
+        (("--gpu", "4090"), "--gpu 4090 is read with --layers_per_group auto alone"),
+        (("--layers_per_group", "-1"), "layers_per_group=-1 must be at least 1"),
+    ],
+)
+def test_what_can_not_be_chosen_is_said_before_anything_is_loaded(
+    words: tuple[str, ...],
+    part: str,
+    tiny_base: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    error = complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "out", *words))
+    assert part in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--state", "discard"), "state='discard' others or none decide; give a number, or take state='host'"),
+        (("--optim", "rmsprop"), "a plan does not know --optim rmsprop"),
+    ],
+)
+def test_a_run_that_can_not_be_planned_is_not_chosen_for(
+    words: tuple[str, ...],
+    part: str,
+    tiny_base: Path,
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "out", *AUTO, *words))
+    assert "slivertune train: error: --layers_per_group auto: " in error and part in error
+
+
+def test_several_processes_and_what_others_leave_of_the_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = parse_train_arguments(["--output_dir", "nowhere", *AUTO]).method
+    with pytest.raises(ValueError, match="chooses for one GPU, and this run has 2 processes; give a number"):
+        method.check(frozenset(), SimpleNamespace(world_size=2, optim="adamw_torch", optim_target_modules=None))  # type: ignore[arg-type]
+    assert hift._usable_bytes(SLOW, "4090") == 24 * 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 100)
+    assert hift._usable_bytes(SLOW, None) == 800
