@@ -15,12 +15,11 @@ from tests.helpers.ranks import run_ranks
 from tests.parallel.contract.hift import HiFTCase
 from tests.parallel.contract.runs import CPU, ZERO, quiet, running
 
-
-PROCESSES = "from slivertune.parallel.consistency import processes; processes.let_threads_finish_at_exit()"
+AT_EXIT = "from slivertune.parallel.consistency import processes; processes.let_threads_finish_at_exit()"
 
 
 # The control imports nothing of ours: what torch does when Python ends gives way to the thread in every other run.
-@pytest.mark.parametrize(("at_exit", "printed"), [(PROCESSES, b"finished"), ("", b"")])
+@pytest.mark.parametrize(("at_exit", "printed"), [(AT_EXIT, b"finished"), ("", b"")])
 def test_a_thread_that_waits_for_python_gets_it_before_python_ends(at_exit: str, printed: bytes) -> None:
     # In place of gloo's thread, which aborts the process where this one prints nothing.
     script = f"""
