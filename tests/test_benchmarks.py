@@ -84,6 +84,18 @@ def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["overhead.json"]
 
 
+def test_plan_time_writes_planned_and_measured_seconds(tmp_path: Path) -> None:
+    result = run("plan_time.py", tmp_path / "plan_time.json", "--quick")
+    assert_names_the_machine(result["environment"])
+    dense, *others = result["rows"]
+    assert abs(dense["error"]) < 1e-6 and dense["is_met"] is None, "it is what calibrates"
+    assert [row["settings"]["method"] for row in others] == ["hift", "hift", "sft", "lora", "dense"]
+    for row in others:
+        planned, measured = sum(row["planned_seconds"].values()), sum(row["measured_seconds"].values())
+        assert row["error"] == pytest.approx(planned / measured - 1)
+        assert row["is_met"] == (abs(row["error"]) <= result["target"])
+
+
 @pytest.mark.parametrize(
     ("script", "option"),
     [
@@ -92,6 +104,7 @@ def test_parts_that_are_not_run_stay_in_the_result(tmp_path: Path) -> None:
         ("tokentune.py", "--quick"),
         ("sft.py", "--quick"),
         ("schedule.py", "--quick"),
+        ("plan_time.py", "--quick"),
     ],
 )
 def test_a_trial_is_never_written_among_the_results(script: str, option: str) -> None:

@@ -182,7 +182,7 @@ def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(tiny_
         time.sleep(0.05)
     time.sleep(0.5)  # into the midst of some later save, as likely as not
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=180)
     assert process.returncode == 130 and "Traceback" not in error
     checkpoint, _ = newest_whole(output)
     assert checkpoint is not None and f"the last whole checkpoint is {checkpoint}" in error

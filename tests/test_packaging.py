@@ -77,7 +77,7 @@ def test_the_wheel_holds_the_package_the_presets_and_nothing_else(wheel: Path, c
     expected = {
         f"slivertune/{path.relative_to(package).as_posix()}"
         for path in package.rglob("*")
-        if path.suffix in (".py", ".typed", ".toml")
+        if path.suffix in (".py", ".typed", ".toml", ".json")
     }
     for folder in ("launch", "ds_configs"):
         here = {f"slivertune/{folder}/{path.name}" for path in (checkout / folder).iterdir()}

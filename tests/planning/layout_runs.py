@@ -1,4 +1,4 @@
-"""Real runs of a tiny Llama on two ranks of each layout, counted by the ledger from before the model is made.
+"""Real runs of tiny models on two ranks of each layout, counted by the ledger from before the model is made.
 
 Inside a rank. Engines take and free the memory of some tensors under them (their storage is resized), which no operator
 shows; these are looked at before every operator.
@@ -46,15 +46,15 @@ class _Look(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def all_peaks_on_rank(rank: int, num_ranks: int, requests: list[PlanRequest]) -> list[list[int]]:
+def all_peaks_on_rank(rank: int, num_ranks: int, requests: list[PlanRequest], config: Any = LLAMA) -> list[list[int]]:
     """`peaks_on_rank` of several runs, one after the other."""
-    return [peaks_on_rank(rank, num_ranks, request) for request in requests]
+    return [peaks_on_rank(rank, num_ranks, request, config) for request in requests]
 
 
-def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest) -> list[int]:
+def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest, config: Any = LLAMA) -> list[int]:
     """The bytes alive at the peak of each group's turn, in the second cycle."""
     gradient_sync.BUCKET_BYTES = BUCKET_BYTES
-    model = real_model(request, LLAMA)
+    model = real_model(request, config)
     optimizer: Any = real_optimizer(request, model)
     attach_hooks(request, model)
     if request.method == "sft":
@@ -67,7 +67,7 @@ def peaks_on_rank(rank: int, num_ranks: int, request: PlanRequest) -> list[int]:
             peaks = []
             for update in range(2 * optimizer.num_groups):
                 torch.manual_seed(1000 * update + rank)
-                batch = real_batch(request, LLAMA)
+                batch = real_batch(request, model.config)
                 ledger.track(resized())
                 ledger.reset_peak()
                 step(batch)
@@ -86,7 +86,7 @@ def _sparse_peaks(rank: int, request: PlanRequest, model: nn.Module, optimizer: 
             peaks = []
             for update in range(2 * request.estimation_steps):
                 torch.manual_seed(1000 * update + rank)
-                batch = real_batch(request, LLAMA)
+                batch = real_batch(request, model.config)
                 ledger.reset_peak()
                 step(batch)
                 peaks.append(ledger.peak.device)
@@ -146,9 +146,9 @@ def _on_zero(request: PlanRequest, model: nn.Module, optimizer: Any) -> Iterator
             "bf16": {"enabled": request.precision == "mixed_hi"},
             "zero_optimization": {
                 "stage": int(request.layout.removeprefix("zero")),
-                "reduce_bucket_size": LLAMA.hidden_size**2,
-                "stage3_prefetch_bucket_size": int(0.9 * LLAMA.hidden_size**2),
-                "stage3_param_persistence_threshold": 10 * LLAMA.hidden_size,
+                "reduce_bucket_size": model.config.hidden_size**2,
+                "stage3_prefetch_bucket_size": int(0.9 * model.config.hidden_size**2),
+                "stage3_param_persistence_threshold": 10 * model.config.hidden_size,
             },
         },
     )

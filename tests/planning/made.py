@@ -69,7 +69,9 @@ def group(index: int, name: str, peak: Moment, *, num_alike: int = 1, num_parame
     )
 
 
-def plan(request: PlanRequest, *groups: GroupPlan, host_bytes: int = 0, notes: tuple[str, ...] = ()) -> Plan:
+def plan(
+    request: PlanRequest, *groups: GroupPlan, host_bytes: int = 0, disk_bytes: int = 0, notes: tuple[str, ...] = ()
+) -> Plan:
     """A plan of these groups."""
     peak = max((each.peak for each in groups), key=lambda each: each.total)
     return Plan(
@@ -83,11 +85,11 @@ def plan(request: PlanRequest, *groups: GroupPlan, host_bytes: int = 0, notes: t
         state_bytes=13,
         residual_bytes=peak.residual,
         host_bytes=host_bytes,
-        disk_bytes=0,
+        disk_bytes=disk_bytes,
         notes=notes,
     )
 
 
-def simple_plan(request: PlanRequest, peak: Moment, *, host_bytes: int = 0) -> Plan:
+def simple_plan(request: PlanRequest, peak: Moment, *, host_bytes: int = 0, disk_bytes: int = 0) -> Plan:
     """A plan with one group."""
-    return plan(request, group(0, "all", peak), host_bytes=host_bytes)
+    return plan(request, group(0, "all", peak), host_bytes=host_bytes, disk_bytes=disk_bytes)

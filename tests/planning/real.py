@@ -8,13 +8,16 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
     LlamaConfig,
     PreTrainedConfig,
     RobertaConfig,
 )
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy
+from slivertune.core.adapter_casts import skip_needless_casts
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.kept_activations import keep_activations
 from slivertune.core.ledger import Ledger, claim
@@ -43,14 +46,22 @@ ROBERTA = RobertaConfig(
     attention_probs_dropout_prob=0.0,
 )
 
+PLACEHOLDER = 500
+"""The token that stands for an image in the tiny models; those above it have other meanings."""
+MODELS: dict[str, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "classification": AutoModelForSequenceClassification,
+    "image_text": AutoModelForImageTextToText,
+    "speech": AutoModelForSpeechSeq2Seq,
+}
+
 
 def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
     """A model with weights, as a script of the library would set it up."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if request.precision in ("bf16", "mixed_hi") else torch.float32
-    auto: Any = AutoModelForCausalLM if request.task == "causal_lm" else AutoModelForSequenceClassification
-    model = auto.from_config(config, dtype=dtype)
-    model.config.use_cache = False
+    model = MODELS[request.task].from_config(config, dtype=dtype)
+    model.config.use_cache = model.config.get_text_config().use_cache = False
     if request.load_in_4bit:
         quantise(model)
     if request.gradient_checkpointing:
@@ -59,7 +70,7 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
         from peft import LoraConfig, get_peft_model
 
         adapters = LoraConfig(
-            task_type="CAUSAL_LM" if request.task == "causal_lm" else "SEQ_CLS",
+            task_type={"classification": "SEQ_CLS", "speech": None}.get(request.task, "CAUSAL_LM"),
             r=request.lora_rank,
             lora_alpha=32,
             target_modules="all-linear",
@@ -68,6 +79,7 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             # PEFT 0.21 asks by the name that transformers 5.23 retires.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             model = get_peft_model(model, adapters)
+        skip_needless_casts(model)
     return model.train()
 
 
@@ -77,7 +89,7 @@ def attach_hooks(request: PlanRequest, model: Any) -> None:
         keep_activations(model, request.keep_activations)
     if request.token_ratio is not None:
         TokenTune(ratio=request.token_ratio).attach(model)
-    if request.task == "causal_lm" and request.chunked_cross_entropy:
+    if request.task in ("causal_lm", "image_text") and request.chunked_cross_entropy:
         attach_chunked_cross_entropy(model)
 
 
@@ -104,15 +116,48 @@ def quantise(model: Any) -> None:
 
 
 def real_batch(request: PlanRequest, config: Any) -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, config.vocab_size, (request.batch_size, request.seq_length))
+    shape = request.batch_size, request.seq_length
+    if request.task == "image_text":
+        return batch_of_images(request, config)
+    ids = torch.randint(2, config.vocab_size, shape)
+    if request.task == "speech":
+        dtype = torch.bfloat16 if request.precision in ("bf16", "mixed_hi") else torch.float32
+        sound = torch.randn(request.batch_size, config.num_mel_bins, 2 * config.max_source_positions, dtype=dtype)
+        return {"input_features": sound, "labels": ids}
     return {"input_ids": ids, "labels": ids if request.task == "causal_lm" else ids[:, 0] % 2}
+
+
+def batch_of_images(request: PlanRequest, config: Any) -> dict[str, torch.Tensor]:
+    """Images as a model's processor cuts them, three tokens between two; those of text come before `PLACEHOLDER`."""
+    ids = torch.randint(2, PLACEHOLDER, (request.batch_size, request.seq_length))
+    batch, num_images = {"input_ids": ids, "labels": ids.clone()}, request.batch_size * request.images
+    kinds = torch.zeros_like(ids)
+    if request.images:
+        dtype = torch.bfloat16 if request.precision in ("bf16", "mixed_hi") else torch.float32
+        vision = config.vision_config
+        if config.model_type == "qwen2_5_vl":
+            side = (request.image_size or 0) // 14
+            num_tokens = side**2 // 4
+            batch["pixel_values"] = torch.randn(num_images * side**2, 3 * 2 * 14 * 14, dtype=dtype)
+            batch["image_grid_thw"] = torch.tensor([[1, side, side]] * num_images)
+        else:
+            num_tokens = 4
+            batch["pixel_values"] = torch.randn(num_images, 3, vision.image_size, vision.image_size, dtype=dtype)
+        for index in range(request.images):
+            kinds[:, index * (num_tokens + 3) :][:, :num_tokens] = 1
+        ids[kinds == 1] = config.image_token_id
+    if config.model_type == "gemma3":
+        batch |= {"token_type_ids": kinds, "attention_mask": torch.ones_like(ids)}
+    elif request.images and config.model_type == "qwen2_5_vl":
+        batch["mm_token_type_ids"] = kinds
+    return batch
 
 
 def base_optimizer(request: PlanRequest) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     if request.optimizer == "adamw":
         return torch.optim.AdamW, {"lr": 1e-3, "fused": True}
     if request.optimizer == "adagrad":
-        return torch.optim.Adagrad, {"lr": 1e-3, "foreach": True}
+        return torch.optim.Adagrad, {"lr": 1e-3, "foreach": request.kernels == "gpu"}
     if request.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -121,7 +166,8 @@ def base_optimizer(request: PlanRequest) -> tuple[type[torch.optim.Optimizer], d
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit, {"lr": 1e-3}
-    return torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9 * (request.optimizer == "sgd_momentum"), "foreach": True}
+    momentum = 0.9 if request.optimizer == "sgd_momentum" else 0.0
+    return torch.optim.SGD, {"lr": 1e-3, "momentum": momentum, "foreach": request.kernels == "gpu"}
 
 
 def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimizer:
@@ -147,7 +193,8 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
         config=HiFTConfig(
             layers_per_group=request.layers_per_group,
             state=request.state,
-            master=request.master_kind,
+            # What fp32 weights don't need, and ZeRO keeps for all.
+            master="fp32" if request.precision in ("fp32", "mixed") else request.master_kind,
             stream_bytes=request.stream_bytes,
             gradients=request.gradients,
             update=request.update,
@@ -182,7 +229,7 @@ def run_for_real(
         The ledger that counted it.
     """
     model, batch = real_model(request, config), real_batch(request, config)
-    with streams_made_by(StreamsWithEvents):
+    with streams_made_by(StreamsWithEvents) if request.kernels == "gpu" else nullcontext():
         return _counted(request, model, batch, num_steps, first)
 
 

@@ -1,5 +1,6 @@
+import random
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,12 +10,88 @@ from transformers import Trainer
 from slivertune.core.layout import Layout
 from slivertune.core.presets import preset_path
 from slivertune.planning.answer import DATASET, train_command
-from slivertune.planning.methods import planned_methods
+from slivertune.planning.arguments import parse_plan_arguments
+from slivertune.planning.kernels import Kernels
+from slivertune.planning.methods import planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
 from slivertune.planning.request import PlanRequest, PrecisionName
 from slivertune.planning.search import start_of_search
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
+from tests.training.made_runs import planned_back
+
+NUM_RANDOM = 40
+"""Requests of each method; a tenth of a second each."""
+
+
+RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
+    "method": ("hift", "dense", "sft", "lora"),
+    "task": ("causal_lm", "classification"),
+    "optimizer": get_args(OptimizerName),
+    "precision": get_args(PrecisionName),
+    "batch_size": (1, 6),
+    "gradient_accumulation_steps": (1, 3),
+    "seq_length": (512, 77),
+    "attn_implementation": (None, "eager"),
+    "gradient_checkpointing": (False, True),
+    "keep_activations": (0, 2),
+    "chunked_cross_entropy": (True, False),
+    "token_ratio": (None, 0.3),
+    "layers_per_group": (1, 3),
+    "steps_per_group": (1, 2),
+    "stream_bytes": (128 * 2**20, 0),
+    "state": ("host", "device", "disk", "discard"),
+    "master": (None, "fp32", "split", "none"),
+    "gradients": ("device", "host", "stepped"),
+    "update": ("step", "forward"),
+    "prefetch_bytes": (0, 2**20),
+    "selection": ("accumulated_gradient", "momentum"),
+    "density": (None, 0.25),
+    "num_weights": (None, 9),
+    "equivalent_lora_rank": (None, 2),
+    "sft_target_modules": (None, ("q_proj", "k_proj")),
+    "train_embeddings": (False, True),
+    "redistribute": (False, True),
+    "packed": (False, True),
+    "sft_momentum": (0.0, 0.5),
+    "reselection_interval": (20, 6, 0),
+    "estimation_steps": (5, 2),
+    "replacement_rate": (0.2, 0.5),
+    "lora_rank": (16, 4),
+    "lora_dropout": (0.0, 0.1),
+    "lora_target_modules": (None, ("q_proj",), ("all-linear",)),
+    "load_in_4bit": (False, True),
+}
+"""Values of every field that a command on one GPU can say; the default is first."""
+
+
+def random_request(method: str, seed: int) -> PlanRequest:
+    """A request of which some fields that its method reads are not the default."""
+    generator = random.Random(f"{method} {seed}")
+    of_others = frozenset().union(*(planned(name).settings for name in planned_methods())) - planned(method).settings
+    settings: dict[str, Any] = {"method": method}
+    for name, (_, *others) in RANDOM_VALUES.items():
+        if name in of_others or name == "method" or generator.random() > 0.4:
+            continue
+        try:
+            value = generator.choice(others)
+            PlanRequest(**{**settings, name: value})
+        except ValueError:
+            continue  # does not go with the others
+        settings[name] = value
+    return as_trained(PlanRequest(**settings))
+
+
+def as_trained(request: PlanRequest) -> PlanRequest:
+    """The request without what makes no difference to a run, and which the command therefore leaves out."""
+    settings: dict[str, Any] = {"master": request.master_kind if request.precision == "mixed_hi" else None}
+    if not request.has_phases:
+        settings["estimation_steps"] = 5
+    if request.reselection_interval == 0:
+        settings |= {"replacement_rate": 0.2, "redistribute": False}
+    if request.task == "classification":
+        settings["chunked_cross_entropy"] = True
+    return replace(request, **settings)
 
 
 def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
@@ -76,6 +153,40 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
     assert understood == {name: getattr(request, name) for name in understood}
 
 
+def test_random_requests_reach_every_field() -> None:
+    requests = [random_request(method, seed) for method in planned_methods() for seed in range(NUM_RANDOM)]
+    default = PlanRequest()
+    others = {"num_labels", "layout", "num_gpus", "offload_parameters", "kernels", "images", "image_size"}
+    assert RANDOM_VALUES.keys() | others == {item.name for item in fields(PlanRequest)}
+    for name in RANDOM_VALUES:
+        assert any(getattr(request, name) != getattr(default, name) for request in requests), name
+
+
+@pytest.mark.parametrize("method", planned_methods())
+def test_a_command_is_planned_back_as_what_it_was_printed_for(method: str, tmp_path: Path) -> None:
+    for seed in range(NUM_RANDOM):
+        request = random_request(method, seed)
+        command = train_command(request, "owner/model").arguments
+        found = planned_back(parsed(request, tmp_path / str(seed)))
+        assert as_trained(replace(found, kernels="gpu")) == request, command  # it is parsed for the CPU
+
+
+def test_a_plan_takes_the_words_of_its_command() -> None:
+    for method in planned_methods():
+        for seed in range(NUM_RANDOM):
+            request = random_request(method, seed)
+            command = list(train_command(request, "owner/model").arguments or ())
+            # These change neither memory nor time, and a plan has none of them.
+            for words in (("--dataset", DATASET), ("--state_dir", "state"), ("--max_grad_norm", "0")):
+                if words[0] in command:
+                    at = command.index(words[0])
+                    assert tuple(command[at : at + 2]) == words
+                    del command[at : at + 2]
+            arguments = parse_plan_arguments(command[2:])
+            assert arguments.model == "owner/model"
+            assert as_trained(PlanRequest(**arguments.given)) == request, command
+
+
 @pytest.mark.parametrize("precision", get_args(PrecisionName))
 @pytest.mark.parametrize("method", planned_methods())
 def test_the_command_has_the_weights_and_the_autocast_of_the_plan(method: Any, precision: Any, tmp_path: Path) -> None:
@@ -85,6 +196,13 @@ def test_the_command_has_the_weights_and_the_autocast_of_the_plan(method: Any, p
     chosen = parsed(request, tmp_path).precision
     loading = "bf16" if request.precision in ("bf16", "mixed_hi") else "fp32"
     assert (chosen.loading, chosen.autocast) == (loading, "bf16" if request.has_autocast else "no")
+
+
+def test_a_run_on_the_cpu_says_so() -> None:
+    for kernels in get_args(Kernels):
+        command = train_command(PlanRequest(kernels=kernels), "x")
+        assert command.arguments is not None
+        assert ("--use_cpu" in command.arguments) == (kernels == "cpu")
 
 
 @pytest.mark.parametrize("optimizer", get_args(OptimizerName))

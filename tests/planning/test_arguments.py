@@ -16,10 +16,13 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "optimizer": "sgd",
         "precision": "mixed",
         "task": "classification",
+        "images": 2,
+        "image_size": 112,
         "num_labels": 5,
         "batch_size": 3,
         "gradient_accumulation_steps": 2,
         "seq_length": 64,
+        "attn_implementation": "eager",
         "gradient_checkpointing": True,
         "keep_activations": 2,
         "chunked_cross_entropy": False,
@@ -27,28 +30,37 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "layers_per_group": 4,
         "state": "disk",
         "master": "split",
+        "steps_per_group": 3,
         "stream_bytes": 2**25,
         "gradients": "stepped",
         "update": "forward",
         "prefetch_bytes": 2**30,
         "density": 0.5,
+        "num_weights": 77,
+        "equivalent_lora_rank": 4,
+        "sft_target_modules": ("q_proj", "bias"),
+        "train_embeddings": True,
+        "redistribute": True,
+        "packed": True,
+        "sft_momentum": 0.5,
         "selection": "momentum",
         "reselection_interval": 7,
         "estimation_steps": 3,
         "replacement_rate": 0.5,
         "lora_rank": 8,
+        "lora_dropout": 0.25,
+        "lora_target_modules": ("v_proj",),
         "load_in_4bit": True,
+        "kernels": "cpu",
         "layout": "zero3",
         "num_gpus": 4,
         "offload_parameters": True,
     }
     assert typed.keys() == {item.name for item in fields(PlanRequest)}
-    assert (
-        parse_plan_arguments(
-            [*MODEL, *[word for name, value in typed.items() for word in (f"--{name}", str(value).lower())]]
-        ).given
-        == typed
-    )
+    words = list(MODEL)
+    for name, value in typed.items():
+        words += [f"--{name}", *(value if isinstance(value, tuple) else [str(value).lower()])]
+    assert parse_plan_arguments(words).given == typed
     assert parse_plan_arguments(MODEL).given == {}
 
 
@@ -57,7 +69,7 @@ def test_names_of_the_hf_trainer_switches_and_sizes_are_understood() -> None:
         [
             *("--model_name_or_path", "x", "--per_device_train_batch_size", "8", "--max_length", "9"),
             *("--gradient_checkpointing", "--no_chunked_cross_entropy", "--load_in_4bit", "no", "--stream_bytes", "0"),
-            *("--fit", "24GiB", "--fit_host", "64 GB", "--min_seq_length", "128", "--json"),
+            *("--fit", "24GiB", "--fit_host", "64 GB", "--fit_disk", "1TiB", "--min_seq_length", "128", "--json"),
         ]
     )
     assert arguments.given == {
@@ -68,8 +80,9 @@ def test_names_of_the_hf_trainer_switches_and_sizes_are_understood() -> None:
         "load_in_4bit": False,
         "stream_bytes": 0,
     }
-    found = (arguments.model, arguments.fit_bytes, arguments.fit_host_bytes, arguments.min_seq_length)
-    assert found == ("x", 24 * 2**30, 64 * 10**9, 128)
+    sizes = (arguments.fit_bytes, arguments.fit_host_bytes, arguments.fit_disk_bytes)
+    assert sizes == (24 * 2**30, 64 * 10**9, 2**40)
+    assert (arguments.model, arguments.min_seq_length) == ("x", 128)
     assert (arguments.json, arguments.sweep) == (True, None)
 
 
@@ -104,10 +117,14 @@ def test_every_numeric_field_can_be_swept() -> None:
         ([*MODEL, "--gradient_checkpointing", "maybe"], "'maybe' is neither true nor false"),
         ([*MODEL, "--fit", "24G"], "'24G' is no size; write it as 24GiB"),
         ([*MODEL, "--fit", "0"], "--fit 0 must be more than 0"),
-        ([*MODEL, "--fit_host", "1GiB"], "--fit_host is read by the search of --fit alone"),
-        ([*MODEL, "--min_seq_length", "1"], "--min_seq_length is read by the search of --fit alone"),
+        ([*MODEL, "--fit", "24"], "'24' has no unit, and would be 24 bytes; did you mean 24GiB?"),
+        ([*MODEL, "--fit", "24GiB", "--fit_host", "64"], "did you mean 64GiB?"),
+        ([*MODEL, "--fit", "24GiB", "--fit_disk", "1.5"], "did you mean 1.5GiB?"),
+        ([*MODEL, "--fit_host", "1GiB"], "--fit_host is read with --fit alone; give --fit the size"),
+        ([*MODEL, "--fit_disk", "1GiB"], "--fit_disk is read with --fit alone"),
+        ([*MODEL, "--min_seq_length", "1"], "--min_seq_length is read with --fit alone"),
         ([*MODEL, "--fit", "1GiB", "--min_seq_length", "0"], "--min_seq_length 0 must be at least 1"),
-        ([*MODEL, "--fit", "1GiB", "--fit_host", "1GiB", "--sweep", "batch_size=1"], "alone, without --sweep"),
+        ([*MODEL, "--fit", "1GiB", "--min_seq_length", "9", "--sweep", "batch_size=1"], "alone, without --sweep"),
         ([*MODEL, "--sweep", "method=hift"], "'method=hift' is no sweep; write FIELD=V1,V2,... with one of batch_size"),
         ([*MODEL, "--sweep", "seq_length"], "'seq_length' is no sweep"),
         ([*MODEL, "--sweep", "seq_length=1,two"], "has a value that seq_length can't take"),

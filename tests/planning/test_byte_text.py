@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from slivertune.planning.byte_text import common_unit, format_bytes, parse_bytes
+from slivertune.planning.byte_text import common_unit, format_bytes, parse_bytes, parse_memory_size
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,14 @@ def test_a_size_is_read_to_the_byte(text: str, num_bytes: int) -> None:
 def test_what_is_no_size_or_could_be_two_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{text!r} is no size; write it as 24GiB")):
         parse_bytes(text)
+
+
+def test_a_memory_of_a_few_bytes_wants_a_unit() -> None:
+    sizes = {"24GiB": 24 * 2**30, "1048576": 2**20, "24KiB": 24 * 2**10, "24B": 24, "0": 0}
+    assert {text: parse_memory_size(text) for text in sizes} == sizes
+    for text in ("24", " 24 ", "1048575", "1.5"):
+        with pytest.raises(ValueError, match=re.escape(f"did you mean {text.strip()}GiB?")):
+            parse_memory_size(text)
 
 
 def test_sizes_are_written_in_the_largest_unit_of_which_there_is_one() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from slivertune.cli import main
-from slivertune.planning import command
+from slivertune.planning import command, limits
 from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES
+from slivertune.planning.plan import CUBLAS_WORKSPACE_BYTES, CUDA_CONTEXT_BYTES, Plan
 from slivertune.planning.request import PlanRequest
-from tests.planning.made import write_config
+from tests.planning.made import moment, simple_plan, write_config
 
 SMALL = ("--batch_size", "2", "--seq_length", "64")
 
@@ -136,6 +136,22 @@ def test_a_fit_is_found_for_a_real_model_and_its_command_is_what_was_planned(
     assert found["fit"]["need_bytes_as_asked"] == wide["need_bytes"]
 
 
+def test_on_the_machine_that_trains_its_free_memory_is_a_limit(
+    tiny: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_up(request: PlanRequest, config: Any) -> Plan:
+        waiting = {"host_bytes": 2000} if request.state == "host" else {"disk_bytes": 2000}
+        return simple_plan(request, moment(parameters=1), **waiting)
+
+    monkeypatch.setattr(command, "make_plan", make_up)
+    monkeypatch.setattr(command, "trains_here", lambda gpu: gpu is None)
+    monkeypatch.setattr(limits, "available_host_bytes", lambda: 1000)
+    fit = plan_json(capfd, tiny, "--fit", "8GiB")["fit"]
+    assert (fit["host_limit_bytes"], fit["assumed"]) == (1000, ["disk_limit_bytes", "host_limit_bytes"])
+    assert [step["changes"] for step in fit["steps"]] == [{"state": {"from": "host", "to": "disk"}}]
+    assert fit["fits_host"] and fit["fits_disk"] and fit["host_bytes_as_asked"] == 2000
+
+
 @pytest.mark.slow
 def test_an_impossible_fit_is_code_2_and_the_size_that_it_names_fits(
     tiny: Path, capfd: pytest.CaptureFixture[str]
@@ -200,7 +216,7 @@ def test_bad_input_is_one_line_and_code_2(
 
 def test_a_configuration_that_is_no_transformer_is_code_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for name, figures, part in (
-        ("resnet", {"model_type": "resnet"}, "neither a causal language model's head nor a classifier's"),
+        ("resnet", {"model_type": "resnet"}, "which has no head for one of causal_lm"),
         ("unet", {"_class_name": "UNet2DConditionModel"}, "is no configuration of a transformer"),
         ("mamba", {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}, ""),
     ):
@@ -252,7 +268,7 @@ def test_matplotlib_is_imported_by_a_plot_alone(tiny: Path) -> None:
 
 
 def test_help_is_printed_and_the_list_of_commands_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, part in ((["plan", "--help"], "--fit SIZE"), (["--help"], "settings that fit a GPU")):
+    for words, part in ((["plan", "--help"], "--fit [SIZE]"), (["--help"], "settings that fit a GPU")):
         with pytest.raises(SystemExit) as stop:
             main(words)
         assert stop.value.code == 0

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from slivertune.core.ledger import Ledger
 from slivertune.planning.fake import without_data
-from slivertune.planning.kernels import GpuKernels, attend, pick_kernel
+from slivertune.planning.kernels import GpuKernels, Kernels, attend, pick_kernel
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 40, 16
 
@@ -43,6 +43,18 @@ def test_what_is_kept_are_inputs_output_and_logarithms(dtype: torch.dtype, key_h
     assert out.shape == (BATCH, HEADS, LENGTH, SIZE)
     # The inputs were there before; no scores, which would take LENGTH elements a row.
     assert kept == out.numel() * dtype.itemsize + 4 * BATCH * HEADS * rows
+
+
+def test_of_the_cpu_it_is_the_cpus_own_which_stores_no_scores_for_shared_keys() -> None:
+    kept = {}
+    for kernels in get_args(Kernels):
+        with without_data(kernels):
+            query, key, value = inputs(torch.float32, 2)
+            with Ledger() as ledger:
+                out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+                kept[kernels] = ledger.current().residual
+        del out
+    assert kept["cpu"] < BATCH * HEADS * LENGTH * LENGTH * 4 < kept["gpu"]
 
 
 def test_the_output_is_laid_out_so_that_no_copy_follows() -> None:

@@ -118,7 +118,7 @@ def test_runs_without_copies_over_one_bus_are_refused(settings: dict[str, Any], 
 
 def test_the_card_that_is_here_is_found_by_the_name_that_torch_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"no CUDA device here .* --gpu \(3090, 4090, .* a number in place of auto"):
+    with pytest.raises(ValueError, match=r"no CUDA device here .* name one by --gpu \(3090, "):
         find_card(None)
     assert find_card("4090") is known_cards()["4090"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -188,8 +188,7 @@ def test_a_search_finds_settings_for_one_layer_and_then_the_most_layers_under_th
     ("words", "part"),
     [
         (("--layers_per_group", "auto"), "there is no CUDA device here whose rates could be taken; name one by --gpu"),
-        (("--layers_per_group", "auto", "--gpu", "5090x"), "card='5090x' must be one of '3090', '4090'"),
-        (("--gpu", "4090"), "--gpu 4090 is read with --layers_per_group auto alone"),
+        (("--layers_per_group", "auto", "--gpu", "5090x"), "card='5090x' must be one of '3090', '4060Ti-16GB', '4090'"),
         (("--layers_per_group", "auto", "--sweep", "seq_length=8,9"), "for one run, without --sweep"),
         (("--layers_per_group", "many"), "layers_per_group='many' must be an integer or 'auto'"),
         (("--layers_per_group", "auto", "--gpu", "4090", "--method", "dense"), "method='hift', not 'dense'"),

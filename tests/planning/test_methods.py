@@ -8,9 +8,11 @@ from transformers import LlamaConfig
 
 from slivertune.core.layers import find_layers
 from slivertune.hift.rotation import cut_groups
+from slivertune.planning.alike_groups import alike
+from slivertune.planning.batches import make_batch
 from slivertune.planning.fake import without_data
-from slivertune.planning.hift_run import HiFTRun, alike
-from slivertune.planning.make import attached, build_model, give_sizes, make_batch, make_plan
+from slivertune.planning.hift_run import HiFTRun
+from slivertune.planning.make import attached, build_model, give_sizes, make_plan
 from slivertune.planning.request import PlanRequest
 from tests.planning.real import LLAMA
 
@@ -108,7 +110,7 @@ def every_peak(request: PlanRequest) -> dict[int, int]:
     with without_data():
         give_sizes(model)
         with attached(request, model):
-            batch = make_batch(request)
+            batch = make_batch(request, LLAMA)
             run = HiFTRun(model, request)
             return {
                 group.index: run.measure(group, lambda: model(**batch).loss).census.device
@@ -149,6 +151,36 @@ def test_the_state_of_all_groups_stays_on_the_device_if_it_is_asked_to() -> None
     assert plan.host_bytes == 0
     # AdamW's two moments and the master, 12 bytes a parameter; and a step count a tensor.
     assert plan.peak.state >= 12 * plan.num_parameters
+
+
+def test_state_that_is_thrown_away_after_a_turn_waits_for_one_group_at_a_time() -> None:
+    request = PlanRequest(method="hift", precision="mixed_hi", batch_size=2, seq_length=64)
+    groups = make_plan(request, LLAMA).groups
+    largest = max(group.state_bytes + group.master_bytes for group in groups)
+    # After a single update it is gone; in a longer turn the second update meets it.
+    assert make_plan(replace(request, state="discard"), LLAMA).host_bytes == 0
+    waiting = make_plan(replace(request, state="discard", steps_per_group=3), LLAMA).host_bytes
+    assert waiting == pytest.approx(largest, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "changes"),
+    [
+        ({"method": "sft", "density": 0.1}, {"packed": True}),
+        ({"method": "sft", "density": 0.1}, {"sft_target_modules": ("q_proj",)}),
+        ({"method": "lora"}, {"lora_target_modules": ("q_proj", "v_proj")}),
+    ],
+)
+def test_settings_that_spare_memory_do_so_in_a_plan(settings: dict[str, Any], changes: dict[str, Any]) -> None:
+    request = PlanRequest(precision="bf16", batch_size=2, seq_length=64, **settings)
+    assert make_plan(replace(request, **changes), LLAMA).peak_bytes < make_plan(request, LLAMA).peak_bytes
+
+
+def test_modules_that_are_not_there_get_no_adapters() -> None:
+    request = PlanRequest(method="lora", lora_target_modules=("nowhere",), batch_size=1, seq_length=8)
+    with pytest.raises(ValueError, match=r"lora_target_modules=\['nowhere'\] does not fit LlamaForCausalLM"):
+        make_plan(request, LLAMA)
 
 
 def test_what_waits_in_files_is_as_much_as_would_wait_on_the_host() -> None:

@@ -39,3 +39,8 @@ def test_a_requirement_fits_to_the_byte_and_says_what_lacks() -> None:
         limits = Limits(device_bytes=requirement.device_bytes, host_bytes=host_bytes)
         assert requirement.missing_host_bytes(limits) == missing
         assert requirement.fits(limits) == (missing == 0)
+
+
+def test_a_run_on_the_cpu_has_no_context_of_a_gpu() -> None:
+    allowance = add_allowance(simple_plan(PlanRequest(kernels="cpu"), moment(residual=1000))).allowance
+    assert allowance.total == allowance.fragmentation == 50

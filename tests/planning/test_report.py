@@ -79,8 +79,25 @@ def test_a_limit_has_its_verdict() -> None:
     spare = (24 * GIB - REQUIREMENT.device_bytes) / GIB
     assert row_of(text, "a GPU must have")[2] == f"fits 24.00 GiB, {spare:.2f} GiB to spare"
     assert "--fit 24GiB finds" not in text
+    assert row_of(text, "waits in host memory")[2] == ""
+    assert (
+        "\nwarning: needs 75.00 GiB of host memory, and no limit was given; --fit_host 64GiB makes it a limit\n" in text
+    )
     text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT, limits=Limits(device_bytes=10 * GIB)))
     assert row_of(text, "a GPU must have")[2] == f"{REQUIREMENT.device_bytes / GIB - 10:.2f} GiB more than 10.00 GiB"
+
+
+def test_what_waits_has_a_verdict_where_there_is_a_limit() -> None:
+    limits = Limits(device_bytes=24 * GIB, host_bytes=64 * GIB)
+    text = text_of(Answer(model=tiny_model(), requirement=REQUIREMENT, limits=limits))
+    assert row_of(text, "waits in host memory")[2] == "11.00 GiB more than 64.00 GiB"
+    assert "warning" not in text
+    on_disk = add_allowance(plan(REQUEST, BLOCKS, disk_bytes=75 * GIB))
+    limits = Limits(device_bytes=24 * GIB, disk_bytes=100 * GIB, assumed=frozenset({"disk_bytes"}))
+    text = text_of(Answer(model=tiny_model(), requirement=on_disk, limits=limits))
+    verdict = "fits 100.0 GiB that this machine has free, 25.00 GiB to spare"
+    assert row_of(text, "waits on disk")[2] == verdict
+    assert "warning" not in text
 
 
 def test_a_run_without_groups_has_no_table_of_them_and_one_on_several_gpus_has_nccl() -> None:
@@ -164,8 +181,10 @@ def test_the_json_has_the_plan_the_allowance_the_command_and_the_search() -> Non
     assert values["model"] == "tiny"
     assert values["command"].startswith("slivertune train --model_name_or_path owner/tiny --dataset")
     fit = values["fit"]
-    names = ("limit_bytes", "host_limit_bytes", "fits", "num_plans", "host_bytes_as_asked")
-    assert [fit[name] for name in names] == [3 * GIB, 10 * GIB, True, found.num_plans, 9 * GIB]
+    names = ("limit_bytes", "host_limit_bytes", "disk_limit_bytes", "num_plans", "host_bytes_as_asked")
+    assert [fit[name] for name in names] == [3 * GIB, 10 * GIB, None, found.num_plans, 9 * GIB]
+    assert [fit[name] for name in ("fits", "fits_device", "fits_host", "fits_disk")] == [True, True, True, None]
+    assert (fit["assumed"], fit["warnings"]) == ([], [])
     assert [step["changes"] for step in fit["steps"]] == [{"gradient_checkpointing": {"from": False, "to": True}}]
     assert fit["need_bytes_as_asked"] > limits.device_bytes >= values["need_bytes"]
     assert {"title": "8-bit optimizer state", "reason": "--optimizer was set"} in fit["skipped"]
@@ -184,6 +203,7 @@ def sweep() -> SweepAnswer:
         field="seq_length",
         requirements=requirements,
         limits=Limits(device_bytes=2 * GIB + GIB // 4),
+        times=(None, None),
     )
 
 

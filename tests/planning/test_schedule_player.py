@@ -38,6 +38,13 @@ def test_an_operator_takes_its_operations_or_its_bytes_whichever_is_longer() -> 
     assert time.total == 2 + 2 * 3 and time.exposed == 0
 
 
+def test_what_only_passes_over_memory_is_fused_where_the_model_is_compiled_but_for_the_step() -> None:
+    both = Work("computing", {(2, 0): 1, (0, 30): 1})
+    entries = [Begin(0, 0, "forward"), both, Begin(0, 0, "step"), both]
+    assert play(entries, rates())[0].seconds == {"forward": 5, "step": 5}
+    assert play(entries, rates(is_compiled=True))[0].seconds == {"forward": 2, "step": 5}
+
+
 def test_computation_that_waits_for_a_load_stands_still_for_it() -> None:
     time = one_step(load(8), Record("inbound", 1), Wait("computing", 1), work(1))
     assert time.total == 3 and time.exposed_by == {("step", "inbound"): 2}

@@ -39,18 +39,24 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
     backward = moment(parameters=weights, gradients=gradients if request.gradient_accumulation_steps > 1 else 0,
                       residual=activations)  # fmt: skip
     step = moment(phase="step", parameters=weights, gradients=gradients, state=state)
+    on_disk = request.state == "disk"
     return add_allowance(
         simple_plan(
-            request, max(backward, step, key=lambda each: each.total), host_bytes=0 if request.state == "disk" else host
+            request,
+            max(backward, step, key=lambda each: each.total),
+            host_bytes=0 if on_disk else host,
+            disk_bytes=host if on_disk else 0,
         )
     )
 
 
-def find(limit: int, *, host: int | None = None, min_seq_length: int | None = None, **given: Any) -> Found:
+def find(
+    limit: int, *, host: int | None = None, disk: int | None = None, min_seq_length: int | None = None, **given: Any
+) -> Found:
     return search(
         start_of_search(given),
         all_candidates(min_seq_length),
-        Limits(device_bytes=limit, host_bytes=host),
+        Limits(device_bytes=limit, host_bytes=host, disk_bytes=disk),
         memory_of,
         fixed=given,
     )
@@ -159,6 +165,28 @@ def test_host_memory_is_spared_in_its_own_order(host_gib: int, changes: dict[str
     assert chosen(find(40 * GIB, host=host_gib * GIB)) == changes
 
 
+def test_a_disk_too_small_for_the_state_is_spared_as_the_host_is() -> None:
+    assert chosen(find(40 * GIB, disk=60 * GIB, state="disk")) == {}
+    assert chosen(find(40 * GIB, disk=59 * GIB, state="disk")) == {"master": "split"}
+    # 60 GiB wait; on the disk there is less room than on the host.
+    assert chosen(find(40 * GIB, host=50 * GIB, disk=10 * GIB)) == {"master": "split"}
+    with pytest.raises(DoesNotFitError, match=r"21\.00 GiB short of disk; .*, and 30\.00 GiB of disk, with "):
+        find(40 * GIB, disk=9 * GIB, state="disk", precision="mixed_hi")
+
+
+def test_the_host_is_relieved_of_what_was_moved_there_from_the_gpu() -> None:
+    # 40 GiB of state and 10 of weights wait; on the disk there is room for the state.
+    streamed = {"layout": "fsdp2", "offload_parameters": True}
+    assert chosen(find(4 * GIB, host=44 * GIB, precision="bf16")) == {**streamed, "state": "disk"}
+    assert chosen(find(4 * GIB, host=50 * GIB, precision="bf16")) == streamed
+
+
+def test_what_the_host_has_no_room_for_is_left_where_something_else_fits() -> None:
+    given = {"precision": "bf16", "state": "host", "optimizer": "adamw", "seq_length": 65536}
+    found = find(12 * GIB, host=45 * GIB, min_seq_length=64, **given)
+    assert chosen(found).keys() == {"gradient_checkpointing", "seq_length"}
+
+
 def test_weights_that_do_not_fit_alone_are_streamed_and_nothing_else_is_tried_first() -> None:
     seen: list[PlanRequest] = []
     found = search_noting(seen, {}, 8 * GIB)
@@ -209,6 +237,19 @@ def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does()
 def test_an_impossible_fit_of_the_host_names_what_waits_there() -> None:
     with pytest.raises(DoesNotFitError, match=r"and 60\.00 GiB of host memory, as asked; not changed, as you set it"):
         find(40 * GIB, host=GIB, state="host", master="fp32", precision="mixed_hi", optimizer="adamw")
+
+
+def test_an_impossible_fit_says_where_it_is_short_and_what_was_assumed() -> None:
+    given = {"state": "host", "master": "fp32", "precision": "mixed_hi", "optimizer": "adamw"}
+    limits = Limits(device_bytes=40 * GIB, host_bytes=GIB, assumed=frozenset({"host_bytes"}))
+    lines: list[str] = []
+    with pytest.raises(DoesNotFitError) as caught:
+        search(PlanRequest(**given), all_candidates(), limits, memory_of, fixed=given, tell=lines.append)
+    assert str(caught.value).startswith(
+        "nothing that may be changed makes this fit 40.00 GiB and 1.00 GiB of host memory that this machine has free; "
+        "the run is 59.00 GiB short of host memory; the smallest GPU that would do has "
+    )
+    assert lines[0].endswith("does not fit, 59.00 GiB short of host memory")
 
 
 def test_a_setting_that_can_not_be_planned_is_passed_over_with_the_reason() -> None:

@@ -18,11 +18,12 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import slivertune
 from slivertune import SFT, SFTConfig
 from slivertune.core import parameters
+from slivertune.sft import model_hooks
 from tests.helpers.models import (
     HIDDEN,
     VOCAB,
@@ -369,15 +370,36 @@ def test_a_plain_trainer_after_a_trainer_with_sft_is_refused_until_sft_is_detach
 @pytest.mark.parametrize("form", FORMS)
 def test_a_forgotten_sft_leaves_nothing_behind_once_its_model_is_gone(form: str) -> None:
     gc.collect()
-    num_hooks = len(_global_optimizer_pre_hooks)
+    num_guarded = len(model_hooks._on_models)
     model, optimizer = made(tiny_llama(), form=form)
     train(model, optimizer, token_batches(1))
-    assert len(_global_optimizer_pre_hooks) == num_hooks + 1
+    num_hooks = len(_global_optimizer_pre_hooks)
+    assert len(model_hooks._on_models) == num_guarded + 1
     reference = weakref.ref(model)
     del model, optimizer
     gc.collect()
     assert reference() is None
-    assert len(_global_optimizer_pre_hooks) == num_hooks
+    assert len(model_hooks._on_models) == num_guarded and len(_global_optimizer_pre_hooks) == num_hooks
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_sft_may_be_collected_while_another_optimizer_steps(form: str) -> None:
+    # As when the cell of a notebook runs twice: the garbage collector takes the first when it likes.
+    forgotten = [made(tiny_llama(), form=form)]
+    reference = weakref.ref(forgotten[0][0])
+
+    def forget(*ignored: Any) -> None:
+        forgotten.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(forget)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    try:
+        torch.optim.SGD([parameter], lr=1.0).step()
+    finally:
+        handle.remove()
+    assert reference() is None and torch.equal(parameter.detach(), torch.zeros(3))
 
 
 class OtherOwner:

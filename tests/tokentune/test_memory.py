@@ -1,3 +1,4 @@
+import gc
 from typing import Any
 
 import pytest
@@ -73,3 +74,22 @@ def test_nothing_is_kept_alive_after_the_backward() -> None:
             del loss
         # The last selection alone.
         assert ledger.current().residual == BATCH * round(0.3 * LENGTH) * 8
+
+
+def test_checkpointed_layers_over_a_leaf_leave_nothing_to_the_garbage_collector() -> None:
+    model = llama(2)
+    # As PEFT does for checkpointing: what the first layer gets is a leaf, which gets a gradient.
+    model.enable_input_require_grads()
+    model.model.embed_tokens.requires_grad_(False)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    ids = torch.randint(VOCAB, (BATCH, LENGTH))
+    gc.collect()
+    gc.disable()
+    try:
+        with st.TokenTune(ratio=0.3).attach(model), st.Ledger(model) as ledger:
+            for _ in range(2):
+                model(input_ids=ids, labels=ids).loss.backward()
+                model.zero_grad()
+            assert ledger.current().residual == BATCH * round(0.3 * LENGTH) * 8
+    finally:
+        gc.enable()

@@ -61,7 +61,7 @@ def test_the_number_that_is_chosen_is_trained_and_a_resumed_run_keeps_it(
             AUTO[:2],
             "--layers_per_group auto: there is no CUDA device here whose rates could be taken; name one by --gpu",
         ),
-        ((*AUTO[:3], "none"), "--layers_per_group auto: card='none' must be one of '3090', '4090'"),
+        ((*AUTO[:3], "none"), "--layers_per_group auto: card='none' must be one of '3090', '4060Ti-16GB'"),
         (("--gpu", "4090"), "--gpu 4090 is read with --layers_per_group auto alone"),
         (("--layers_per_group", "-1"), "layers_per_group=-1 must be at least 1"),
     ],

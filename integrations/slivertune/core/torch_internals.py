@@ -4,7 +4,8 @@ Everything else of the library reaches these through this file. `RELIED_ON` says
 test can tell with a clear word which has moved.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -44,6 +45,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "says that a step needs values",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "takes tensor subclasses apart",
+    "torch.utils._python_dispatch._disable_current_modes": "computes with data among tensors without",
     "torch.utils.flop_counter.flop_registry": "counts an operator's floating-point operations",
     "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
     "torch.utils._pytree.tree_map": "replaces the tensors among an operator's arguments",
@@ -52,6 +54,7 @@ RELIED_ON: Mapping[str, str] = {
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
     "torch.ops.aten._unique2.default": "the operator whose result's size depends on values",
     "torch.ops.aten._scaled_dot_product_attention_math.default": "attention as plain products",
+    "torch._grouped_mm": "the experts' products, which torch.nn.functional.grouped_mm calls",
     "torch.ops.aten.add_.Tensor._schema": "tells which arguments an operator writes",
     "torch.Tensor._version": "counts the writes into a tensor",
     "torch.Tensor._base": "finds the tensor of which another is a view",
@@ -77,6 +80,8 @@ READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 """The operator of `tensor.item()`."""
 FINDS_DISTINCT_VALUES = torch.ops.aten._unique2.default
 """The operator of `tensor.unique()`."""
+GROUPED_PRODUCT = torch._grouped_mm
+"""What `torch.nn.functional.grouped_mm` calls; a function mode sees this, and not that."""
 FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
 """By operator (without overload): its floating-point operations, of its arguments and `out_val`, its result."""
 Convolution = nn.modules.conv._ConvNd
@@ -100,6 +105,13 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 def is_without_data() -> bool:
     """Whether tensors that are made now have sizes and no data."""
     return _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+
+
+@contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Let operators compute as if no mode were entered."""
+    with _disable_current_modes():
+        yield
 
 
 def apply_function(function: Any, *args: Any) -> torch.Tensor:

@@ -5,11 +5,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from slivertune import __version__
+from slivertune.planning.cards import Card
 from slivertune.planning.configs import ModelFigures
+from slivertune.planning.largest import Largest
 from slivertune.planning.layers_per_group import LayersChoice
+from slivertune.planning.limits import fit_json, limits_json
 from slivertune.planning.methods import given_arguments, planned
 from slivertune.planning.optimizers import OptimizerName
 from slivertune.planning.plan import Limits, MemoryRequirement
+from slivertune.planning.planned_time import PlannedTime
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found
 
@@ -46,6 +50,9 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
     Returns:
         The command, with a placeholder for the data.
     """
+    if request.task in ("image_text", "speech"):
+        note = f"slivertune train has no task={request.task!r}; a script of your own makes the run (docs/plan.md)"
+        return TrainCommand(arguments=None, notes=(note,))
     is_classifier, method = request.task == "classification", planned(request.method)
     has_all_logits = not request.chunked_cross_entropy and not is_classifier
     # What is bf16 arithmetic to others is autocast to dense fine-tuning.
@@ -63,9 +70,11 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
         *("--method", request.method),
         *precisions[request.precision],
         *(() if request.method == "sft" else _OPTIM[request.optimizer]),
+        *(("--use_cpu",) if request.kernels == "cpu" else ()),
         *("--per_device_train_batch_size", str(request.batch_size)),
         *given_arguments(request, ("gradient_accumulation_steps",)),
         *("--max_length", str(request.seq_length)),
+        *given_arguments(request, ("attn_implementation",)),
         *(("--gradient_checkpointing", "true") if request.gradient_checkpointing else ()),
         *given_arguments(request, ("keep_activations",)),
         *(("--chunked_cross_entropy", "false") if has_all_logits else ()),
@@ -101,6 +110,14 @@ class Answer:
     """How the settings came about; None where they were given."""
     choice: LayersChoice | None = None
     """How the number of layers a step came about; None where it was given."""
+    largest: Largest | None = None
+    """How the value of a setting came about; None where it was given."""
+    card: Card | None = None
+    """On which it trains; None where nothing was said of it."""
+    time: PlannedTime | None = None
+    """How long an update takes there; None without a card, and where the run does not fit it."""
+    num_tokens: float | None = None
+    """That are to be trained on; None where nothing was said of it."""
 
     @property
     def command(self) -> TrainCommand:
@@ -118,11 +135,17 @@ class Answer:
         }
         if self.choice is not None:
             values["layers_choice"] = self.choice.to_json()
+        if self.largest is not None:
+            values["max"] = self.largest.to_json()
+        if self.card is not None:
+            values["gpu"] = self.card.name
+        if self.time is not None:
+            values["time"] = self.time.to_json()
+            if self.num_tokens is not None:
+                values["time"]["hours"] = self.time.hours(self.num_tokens)
         if self.limits is not None:
             values["fit"] = {
-                "limit_bytes": self.limits.device_bytes,
-                "host_limit_bytes": self.limits.host_bytes,
-                "fits": self.requirement.fits(self.limits),
+                **fit_json(self.requirement, self.limits),
                 **({} if self.found is None else self.found.to_json()),
             }
         return values
@@ -140,13 +163,20 @@ class SweepAnswer:
     """Its values, each with what the run takes then."""
     limits: Limits | None = None
     """What there is; None where nothing was said of it."""
+    card: Card | None = None
+    """On which they train; None where nothing was said of it."""
+    times: tuple[PlannedTime | None, ...]
+    """How long an update takes there, for each value; None without a card, and for what does not fit it."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: an array of plans, each with the field's value."""
         points = [{self.field: value, **requirement.to_json()} for value, requirement in self.requirements]
         values = {"field": self.field, "sweep": points, **_source_json(self.model)}
+        for point, time in zip(points, self.times, strict=True):
+            if time is not None:
+                point["time"] = time.to_json()
         if self.limits is not None:
-            values["fit"] = {"limit_bytes": self.limits.device_bytes}
+            values["fit"] = limits_json(self.limits)
             for point, (_, requirement) in zip(points, self.requirements, strict=True):
                 point["fits"] = requirement.fits(self.limits)
         return values

@@ -5,14 +5,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from slivertune.core.setting_checks import integer_or_auto
-from slivertune.planning.byte_text import parse_bytes
-from slivertune.planning.cards import known_cards
+from slivertune.planning.byte_text import parse_memory_size
+from slivertune.planning.cards import EFFICIENCY, known_cards
+from slivertune.planning.largest import LargestField
 from slivertune.planning.methods import planned_methods
 from slivertune.planning.request import KINDS, PlanRequest, kinds_of, option
 from slivertune.planning.shipped import SHIPPED_MODELS
+from slivertune.planning.train_words import WORD_KINDS, TrainWords
 
 SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
     item.name: item.metadata["read"] or KINDS[item.name]
@@ -21,6 +23,8 @@ SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
 }
 """The numeric fields of a request, and how each is read."""
 _QUESTION = "what to find out"
+_OF_CARD = -1
+"""Stands for the memory of the card, while arguments are read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +51,17 @@ def _sweep(text: str) -> Sweep:
     return Sweep(field=name, values=values)
 
 
+def _count(text: str) -> int:
+    """A number of things, such as 3e6 or 3_000_000."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise ValueError(f"{text!r} is no number of at least 1; write it as 3000000 or 3e6")
+    return round(value)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanArguments:
     """Everything `slivertune plan` was asked for."""
@@ -68,30 +83,62 @@ class PlanArguments:
         default=None,
         metadata=option(
             _QUESTION,
-            f"with --layers_per_group auto: the card, one of {', '.join(known_cards())}; by default the one that is "
-            "here",
+            f"the card, one of {', '.join(known_cards())}: say how long an update takes there, and whether the run "
+            "fits its memory, which --fit without a size means, too; by default the one that is here",
             metavar="NAME",
         ),
     )
+    efficiency: float = field(
+        default=EFFICIENCY,
+        metadata=option(_QUESTION, "share of the card's peak that matrix products are taken to reach, in (0, 1]"),
+    )
+    num_tokens: int | None = field(
+        default=None,
+        metadata=option(
+            _QUESTION,
+            "tokens of the data, on all GPUs together (3e6): say how many hours the run takes",
+            names=("--tokens",),
+            read=_count,
+            metavar="N",
+        ),
+    )
+    num_train_epochs: float = field(
+        default=1.0, metadata=option(_QUESTION, "with --tokens: how often they are trained on", metavar="N")
+    )
+    fits_card: bool = False
+    """Whether `--fit` was given without a size."""
     fit_bytes: int | None = field(
         default=None,
         metadata=option(
             _QUESTION,
-            "find settings that fit a GPU of this size (24GiB), the least costly first, and print the command to run; "
-            "what else is given here stays as it is, but for the batch, which may be split. With --sweep: "
-            "mark what fits",
+            "find settings that fit a GPU of this size (24GiB; without one that of --gpu), the least costly first, and "
+            "print the command to run; what else is given here stays as it is, but for the batch, which may be split. "
+            "With --sweep: mark what fits",
             names=("--fit",),
-            read=parse_bytes,
+            read=parse_memory_size,
             metavar="SIZE",
+            nargs="?",
+            const=_OF_CARD,
         ),
     )
     fit_host_bytes: int | None = field(
         default=None,
         metadata=option(
             _QUESTION,
-            "with --fit: what may wait in host memory (64GiB); no limit by default",
+            "with --fit: what may wait in host memory (64GiB), of each process; by default what is free here, if a GPU "
+            "is here, and else no limit, but a warning",
             names=("--fit_host",),
-            read=parse_bytes,
+            read=parse_memory_size,
+            metavar="SIZE",
+        ),
+    )
+    fit_disk_bytes: int | None = field(
+        default=None,
+        metadata=option(
+            _QUESTION,
+            "with --fit: what may wait on disk (500GiB), where --state disk puts it; by default as --fit_host",
+            names=("--fit_disk",),
+            read=parse_memory_size,
             metavar="SIZE",
         ),
     )
@@ -110,6 +157,14 @@ class PlanArguments:
             metavar="FIELD=V1,V2,...",
         ),
     )
+    largest: LargestField | None = field(
+        default=None,
+        metadata=option(
+            _QUESTION,
+            "the largest value of this under which the run fits --gpu or --fit SIZE, all else as it is given",
+            names=("--max",),
+        ),
+    )
     plot: Path | None = field(
         default=None,
         metadata=option(_QUESTION, "draw the parts of the peak; with --sweep by value", read=Path, metavar="FILE.png"),
@@ -120,27 +175,57 @@ class PlanArguments:
     )
 
     def __post_init__(self) -> None:
+        size_rule = "more than 0, such as 24GiB"
         for name, value, rule in (
-            ("fit", self.fit_bytes, "more than 0, such as 24GiB"),
-            ("fit_host", self.fit_host_bytes, "more than 0, such as 24GiB"),
+            ("fit", self.fit_bytes, size_rule),
+            ("fit_host", self.fit_host_bytes, size_rule),
+            ("fit_disk", self.fit_disk_bytes, size_rule),
             ("min_seq_length", self.min_seq_length, "at least 1"),
         ):
-            if value is not None and name != "fit" and (self.fit_bytes is None or self.sweep is not None):
-                raise ValueError(f"--{name} is read by the search of --fit alone, without --sweep; leave it out")
+            if value is not None and name != "fit" and not self.has_limit:
+                raise ValueError(f"--{name} is read with --fit alone; give --fit the size of the GPU, or leave it out")
             if value is not None and value < 1:
                 raise ValueError(f"--{name} {value} must be {rule}")
-        if self.gpu is not None and not self.chooses_layers:
-            raise ValueError(f"--gpu {self.gpu} is read with --layers_per_group auto alone; leave it out")
+        if self.min_seq_length is not None and self.sweep is not None:
+            raise ValueError(
+                f"--min_seq_length {self.min_seq_length} is read by the search of --fit alone, without --sweep; leave "
+                "it out"
+            )
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"--efficiency {self.efficiency} must be in (0, 1], a share of the card's peak")
+        if not 0 < self.num_train_epochs < float("inf"):
+            raise ValueError(f"--num_train_epochs {self.num_train_epochs} must be more than 0")
+        if self.num_train_epochs != 1 and self.num_tokens is None:
+            raise ValueError(
+                f"--num_train_epochs {self.num_train_epochs} is read with --tokens alone, the tokens of an epoch; give "
+                "these, or leave it out"
+            )
         if self.chooses_layers and self.sweep is not None:
             raise ValueError("--layers_per_group auto chooses for one run, without --sweep; give a number")
         if self.sweep is not None and self.sweep.field in self.given:
             name = self.sweep.field
             raise ValueError(f"--{name} {self.given[name]} and --sweep {name}=... both set it; leave out one")
+        if self.largest is not None:
+            self._check_largest(self.largest)
         if self.plot is not None:
             if self.plot.suffix.lower() != ".png":
                 raise ValueError(f"--plot {self.plot} must end in .png")
             if not self.plot.parent.is_dir():
                 raise ValueError(f"--plot {self.plot}: there is no folder {self.plot.parent}; make it first")
+
+    def _check_largest(self, name: str) -> None:
+        if name in self.given:
+            raise ValueError(f"--{name} {self.given[name]} and --max {name} both set it; leave out one")
+        if self.sweep is not None or self.chooses_layers:
+            other = "--layers_per_group auto" if self.chooses_layers else "--sweep"
+            raise ValueError(f"--max {name} is one question, and {other} another; ask one at a time")
+        if self.min_seq_length is not None:
+            raise ValueError(f"--min_seq_length {self.min_seq_length} is read by the search of --fit, not by --max")
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether `--fit` was given."""
+        return self.fit_bytes is not None or self.fits_card
 
 
 class _Parser(argparse.ArgumentParser):
@@ -169,12 +254,26 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
         ValueError: If an argument is unknown or unreadable, or two of these contradict each other.
     """
     # What was not typed is absent.
-    values = vars(make_parser().parse_args(list(argv)))
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(make_parser().parse_args([_with_underscores(word) for word in argv])).items()
+    }
     given = {name: values.pop(name) for name in tuple(values) if name in KINDS}
+    words = TrainWords(**{name: values.pop(name) for name in tuple(values) if name in WORD_KINDS})
+    given = words.settle(given)
     chooses_layers = given.get("layers_per_group") == "auto"
     if chooses_layers:
         del given["layers_per_group"]
-    return PlanArguments(given=given, chooses_layers=chooses_layers, **values)
+    fits_card = values.get("fit_bytes") == _OF_CARD
+    if fits_card:
+        del values["fit_bytes"]
+    return PlanArguments(given=given, chooses_layers=chooses_layers, fits_card=fits_card, **values)
+
+
+def _with_underscores(word: str) -> str:
+    """An option as it is named here; `slivertune train` takes it with hyphens, too."""
+    name, equals, value = word.partition("=")
+    return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -188,7 +287,8 @@ def make_parser() -> argparse.ArgumentParser:
         epilog=(
             "slivertune plan --model llama-2-7b --precision mixed_hi | slivertune plan --model llama-2-7b --batch_size "
             "8 --fit 24GiB | slivertune plan --model llama-3-8b --precision mixed_hi --gradient_checkpointing --sweep "
-            "seq_length=512,2048,8192 --fit 24GiB --plot lengths.png"
+            "seq_length=512,2048,8192 --fit 24GiB --plot lengths.png | slivertune plan --model llama-3-8b --precision "
+            "mixed_hi --gradient_checkpointing --gpu 4090 --tokens 10e6"
         ),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -196,11 +296,11 @@ def make_parser() -> argparse.ArgumentParser:
     groups: dict[str, argparse._ArgumentGroup] = {}
     own_kinds = kinds_of(PlanArguments)
     model, *questions = [item for item in fields(PlanArguments) if item.metadata]
-    for item in (model, *fields(PlanRequest), *questions):
+    for item in (model, *fields(PlanRequest), *fields(TrainWords), *questions):
         title = item.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-        _add(groups[title], item, {**own_kinds, **KINDS}[item.name])
+        _add(groups[title], item, {**own_kinds, **WORD_KINDS, **KINDS}[item.name])
     return parser
 
 
@@ -212,14 +312,16 @@ def _add(group: argparse._ArgumentGroup, item: Any, kind: Any) -> None:
         text += f" ({str(item.default).lower()})"
     if kind is bool:
         more = {"nargs": "?", "const": True, "type": _reader(_true_or_false), "metavar": "true|false"}
-    elif item.name == "method" or get_args(kind):
+    elif item.name == "method" or get_origin(kind) is Literal:
         more = {"choices": get_args(kind) or planned_methods()}
+    elif get_origin(kind) is tuple:
+        more = {"nargs": "+", "metavar": "NAME"}
     elif read is not None:
         more = {**more, "type": _reader(read)}
     elif item.metadata["or_auto"]:
         more = {"type": _reader(partial(integer_or_auto, item.name)), "metavar": "N|auto"}
     elif kind in (int, float):
-        more = {"type": kind, "metavar": "N" if kind is int else "SHARE"}
+        more = {"metavar": "N" if kind is int else "SHARE", **more, "type": kind}
     group.add_argument(*names, dest=item.name, help=text, **more)
     if item.default is True:
         group.add_argument(

@@ -15,6 +15,7 @@ _BYTES_OF_UNIT = {
     "tib": 2**40,
 }
 _BINARY_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_FEWEST_BYTES_MEANT = 2**20
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -39,6 +40,27 @@ def parse_bytes(text: str) -> int:
     # In integers: a float would lose the last digits of a large number of bytes.
     digits = int(whole + fraction)
     return digits * unit // int(10 ** len(fraction))
+
+
+def parse_memory_size(text: str) -> int:
+    """Read the size of a memory or a disk, of which no one means a few bytes.
+
+    Args:
+        text: As `parse_bytes` takes it.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: If it is no size, or a number without a unit that is too small to be meant (`24`).
+    """
+    num_bytes = parse_bytes(text)
+    if text.strip()[-1].isdecimal() and 0 < num_bytes < _FEWEST_BYTES_MEANT:
+        raise ValueError(
+            f"{text!r} has no unit, and would be {num_bytes:,} bytes; did you mean {text.strip()}GiB? Sizes below "
+            "1 MiB need their unit"
+        )
+    return num_bytes
 
 
 def common_unit(largest: int) -> tuple[str, int]:

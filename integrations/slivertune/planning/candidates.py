@@ -69,7 +69,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cost="the same update to the bit; the host keeps the half of a master that its weight lacks",
             fields=("master", "precision"),
             options=_split_masters,
-            cannot_help=_host_is_large_enough,
+            cannot_help=_all_that_waits_has_room,
         ),
         Candidate(
             title="the batch in parts, with accumulation",
@@ -242,6 +242,12 @@ def _host_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str
     return None if requirement.missing_host_bytes(limits) else "it would spare the host, which is large enough"
 
 
+def _all_that_waits_has_room(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    if requirement.missing_disk_bytes(limits):
+        return None
+    return _host_is_large_enough(requirement, limits)
+
+
 def _no_activations_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
     if requirement.plan.peak.phase == "step":
         return "the peak is in the optimizer's step, where no activations live"
@@ -263,7 +269,7 @@ def _no_state_on_device(requirement: MemoryRequirement, limits: Limits) -> str |
 
 
 def _no_state_that_is_too_large(requirement: MemoryRequirement, limits: Limits) -> str | None:
-    if requirement.missing_host_bytes(limits):
+    if _all_that_waits_has_room(requirement, limits) is None:
         return None
     if _comes_in_pieces(requirement.plan.request):
         return f"state is on the GPU in pieces of {_piece(requirement)}, whatever its precision"
@@ -271,7 +277,7 @@ def _no_state_that_is_too_large(requirement: MemoryRequirement, limits: Limits) 
 
 
 def _no_masters_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
-    if requirement.missing_host_bytes(limits):
+    if _all_that_waits_has_room(requirement, limits) is None:
         return None
     if requirement.plan.request.precision == "mixed_hi" and _comes_in_pieces(requirement.plan.request):
         return f"masters are on the GPU in pieces of {_piece(requirement)}, and the weights are bf16 already"

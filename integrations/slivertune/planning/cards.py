@@ -17,6 +17,9 @@ EFFICIENCY = 0.6
 """Share of the peak that the matrix products of training reach; an assumption, to be set."""
 BUS_EFFICIENCY = 0.8
 """Share of the bus's rate that large copies from pinned memory reach; an assumption, to be set."""
+HOST_BANDWIDTH = 40e9
+"""Bytes a second that an optimizer on the host reads and writes, where nothing else is said; an assumption: 80 % of two
+channels of DDR4-3200."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +40,16 @@ class Rates:
     """What the ways share."""
     host_bandwidth: float | None = None
     """Bytes a second that the host's memory gives and takes, of both ways together; None where it bounds nothing."""
+    link_bandwidth: float | None = None
+    """Bytes a second each way between GPUs; None where they speak over the bus."""
+    is_compiled: bool = False
+    """Whether forward and backward are compiled: what only passes over memory between matrix products is then taken to
+    be fused into these, and to cost nothing, which is the least that it can."""
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory_bandwidth", "bus_bandwidth", "host_bandwidth"):
+        for name in ("flops", "memory_bandwidth", "bus_bandwidth", "host_bandwidth", "link_bandwidth"):
             value = getattr(self, name)
-            if not (value is None and name == "host_bandwidth") and not value > 0:
+            if not (value is None and name in ("host_bandwidth", "link_bandwidth")) and not value > 0:
                 raise ValueError(f"{name}={value} must be greater than 0; give the card's rate a second")
         check_choice("duplex", self.duplex, get_args(Duplex))
 
@@ -55,6 +63,8 @@ class Card:
     """As torch has them from the driver."""
     peak_flops: float
     """Dense bf16 operations a second with sums in fp32."""
+    fp32_flops: float
+    """fp32 operations a second, without TF32, which torch leaves off for matrix products."""
     memory_bandwidth: float
     """Bytes a second."""
     memory_bytes: int
@@ -63,29 +73,37 @@ class Card:
     """Bytes a second each way."""
     source: str
     """Where the figures are from."""
+    link_bandwidth: float | None = None
+    """Bytes a second each way between GPUs, by NVLink; None without."""
 
     def rates(
         self,
         *,
+        in_fp32: bool = False,
         efficiency: float = EFFICIENCY,
         bus_bandwidth: float | None = None,
         duplex: Duplex = "full",
         host_bandwidth: float | None = None,
+        is_compiled: bool = False,
     ) -> Rates:
         """What a run is taken to reach on the card.
 
         Args:
+            in_fp32: Whether matrix products are fp32 ones, and not bf16.
             efficiency: Share of the peak.
             bus_bandwidth: Bytes a second each way; None for `BUS_EFFICIENCY` of the bus's rate.
             duplex: Whether the bus has its rate each way.
             host_bandwidth: Bytes a second of the host's memory; None where it bounds nothing.
+            is_compiled: As in `Rates`.
         """
         return Rates(
-            flops=efficiency * self.peak_flops,
+            flops=efficiency * (self.fp32_flops if in_fp32 else self.peak_flops),
             memory_bandwidth=self.memory_bandwidth,
             bus_bandwidth=BUS_EFFICIENCY * self.bus_bandwidth if bus_bandwidth is None else bus_bandwidth,
             duplex=duplex,
             host_bandwidth=host_bandwidth,
+            link_bandwidth=None if self.link_bandwidth is None else BUS_EFFICIENCY * self.link_bandwidth,
+            is_compiled=is_compiled,
         )
 
 
@@ -120,11 +138,18 @@ def find_card(name: str | None) -> Card:
     """
     if name is not None:
         return card_named(name)
-    choices = f"name one by --gpu ({', '.join(known_cards())}), or give a number in place of auto"
+    choices = f"name one by --gpu ({', '.join(known_cards())})"
     if not torch.cuda.is_available():
         raise ValueError(f"there is no CUDA device here whose rates could be taken; {choices}")
-    present = torch.cuda.get_device_name()
-    found = next((card for card in known_cards().values() if present in card.device_names), None)
+    found = card_here()
     if found is None:
-        raise ValueError(f"the rates of {present} are not known; {choices}")
+        raise ValueError(f"the rates of {torch.cuda.get_device_name()} are not known; {choices}")
     return found
+
+
+def card_here() -> Card | None:
+    """The CUDA device that torch takes by default; None where there is none, or none that is known."""
+    if not torch.cuda.is_available():
+        return None
+    present = torch.cuda.get_device_name()
+    return next((card for card in known_cards().values() if present in card.device_names), None)

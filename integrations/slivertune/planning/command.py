@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -15,11 +16,14 @@ from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.arguments import PlanArguments, Sweep, parse_plan_arguments
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import all_candidates
-from slivertune.planning.cards import find_card
+from slivertune.planning.cards import Card, card_here, card_named, find_card
 from slivertune.planning.configs import ModelFigures, find_model
+from slivertune.planning.largest import LargestField, find_largest
 from slivertune.planning.layers_per_group import check_has_copies, choose_layers_per_group
+from slivertune.planning.limits import limits_of, trains_here
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.plot import draw, require_matplotlib
 from slivertune.planning.report import line_printer, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
@@ -61,18 +65,72 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer:
     with _quiet_libraries(), console.status("planning ..."):
         model = find_model(arguments.model)
         given = {"task": _task(model, arguments.given.get("task")), **arguments.given}
-        limits = None
-        if arguments.fit_bytes is not None:
-            limits = Limits(device_bytes=arguments.fit_bytes, host_bytes=arguments.fit_host_bytes)
+        # Bad names are refused before anything is planned.
+        card = card_here() if arguments.gpu is None else card_named(arguments.gpu)
+        if arguments.fits_card or arguments.chooses_layers or arguments.num_tokens is not None:
+            card = find_card(arguments.gpu)
+        limits = _limits(arguments, card, given.get("num_gpus", 1))
+        tell = line_printer(console)
         if arguments.sweep is not None:
-            requirements = _sweep(model, given, arguments.sweep, line_printer(console))
-            return SweepAnswer(model=model, field=arguments.sweep.field, requirements=requirements, limits=limits)
+            requirements = _sweep(model, given, arguments.sweep, tell)
+            times = tuple(_time(arguments, card, requirement, limits, model) for _, requirement in requirements)
+            return SweepAnswer(
+                model=model,
+                field=arguments.sweep.field,
+                requirements=requirements,
+                limits=limits,
+                card=card,
+                times=times,
+            )
         if arguments.chooses_layers:
-            return _chosen(arguments, given, limits, model, line_printer(console))
-        if limits is None:
-            return Answer(model=model, requirement=_estimate(PlanRequest(**given), model))
-        found = _search(arguments, given, limits, model, line_printer(console))
-        return Answer(model=model, requirement=found.requirement, limits=limits, found=found)
+            assert card is not None and limits is not None
+            answer = _chosen(arguments, given, card, limits, model, tell)
+        elif arguments.largest is not None:
+            answer = _largest(arguments.largest, given, card, limits, model, tell)
+        elif arguments.has_limit:
+            assert limits is not None
+            found = _search(arguments, given, limits, model, tell)
+            answer = Answer(model=model, requirement=found.requirement, limits=limits, found=found)
+        else:
+            answer = Answer(model=model, requirement=_estimate(PlanRequest(**given), model), limits=limits)
+        time = _time(arguments, card, answer.requirement, limits, model)
+        return replace(
+            answer,
+            card=card,
+            time=time,
+            num_tokens=None if arguments.num_tokens is None else arguments.num_tokens * arguments.num_train_epochs,
+        )
+
+
+def _limits(arguments: PlanArguments, card: Card | None, num_gpus: int) -> Limits | None:
+    """What `--fit` says, or else what the card has; None where there is neither."""
+    device_bytes = arguments.fit_bytes
+    if device_bytes is None:
+        if card is None:
+            return None
+        device_bytes = card.memory_bytes
+    return limits_of(
+        device_bytes,
+        host_bytes=arguments.fit_host_bytes,
+        disk_bytes=arguments.fit_disk_bytes,
+        here=trains_here(arguments.gpu),
+        num_gpus=num_gpus,
+    )
+
+
+def _time(
+    arguments: PlanArguments,
+    card: Card | None,
+    requirement: MemoryRequirement,
+    limits: Limits | None,
+    model: ModelFigures,
+) -> PlannedTime | None:
+    """How long an update takes, of what fits the card."""
+    if card is None or limits is None or requirement.missing_device_bytes(limits):
+        return None
+    in_fp32 = requirement.plan.request.precision == "fp32"
+    rates = card.rates(efficiency=arguments.efficiency, in_fp32=in_fp32)
+    return plan_time(with_room_ahead(requirement, limits.device_bytes), model.config, rates)
 
 
 def _search(arguments: PlanArguments, given: dict[str, Any], limits: Limits, model: ModelFigures, tell: Tell) -> Found:
@@ -87,19 +145,34 @@ def _search(arguments: PlanArguments, given: dict[str, Any], limits: Limits, mod
 
 
 def _chosen(
-    arguments: PlanArguments, given: dict[str, Any], limits: Limits | None, model: ModelFigures, tell: Tell
+    arguments: PlanArguments, given: dict[str, Any], card: Card, limits: Limits, model: ModelFigures, tell: Tell
 ) -> Answer:
     """With `--fit`, other settings are found for one layer a step, and then the most layers under these."""
-    card, found, request = find_card(arguments.gpu), None, PlanRequest(**given)
+    found, request = None, PlanRequest(**given)
     check_has_copies(request)
-    if limits is None:
-        limits = Limits(device_bytes=card.memory_bytes)
-    else:
+    if arguments.has_limit:
         found = _search(arguments, given, limits, model, tell)
         request = found.requirement.plan.request
     prefetch_bytes = given.get("prefetch_bytes")
     choice = choose_layers_per_group(request, model.config, card, limits, prefetch_bytes=prefetch_bytes, tell=tell)
     return Answer(model=model, requirement=choice.chosen.requirement, limits=limits, found=found, choice=choice)
+
+
+def _largest(
+    field: LargestField,
+    given: dict[str, Any],
+    card: Card | None,
+    limits: Limits | None,
+    model: ModelFigures,
+    tell: Tell,
+) -> Answer:
+    if limits is None:
+        raise ValueError(f"--max {field} needs a limit; name a card by --gpu, or its memory by --fit 24GiB")
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None) if field == "seq_length" else None
+    found = find_largest(
+        PlanRequest(**given), field, limits, lambda request: _estimate(request, model), most=most, tell=tell
+    )
+    return Answer(model=model, requirement=found.requirement, limits=limits, largest=found)
 
 
 def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:

@@ -5,13 +5,15 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     PreTrainedConfig,
 )
@@ -41,7 +43,10 @@ class ModelFigures:
 
     def tasks(self) -> tuple[TaskName, ...]:
         """The tasks for which the model has a head; what it was made for comes first."""
+        # A model of images or speech has a head for text alone as well, which leaves the rest of it out.
         kinds: dict[TaskName, Any] = {
+            "image_text": MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            "speech": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
             "causal_lm": MODEL_FOR_CAUSAL_LM_MAPPING,
             "classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
         }
@@ -61,7 +66,7 @@ def find_model(model: str) -> ModelFigures:
             hub's cache is asked for first.
 
     Returns:
-        The configuration, of a model with a causal or a classifier's head.
+        The configuration, of a model with a head for one of the tasks.
 
     Raises:
         ValueError: If there is no such model, the hub can't be reached, or the configuration is none of a transformer.
@@ -69,8 +74,8 @@ def find_model(model: str) -> ModelFigures:
     figures = _find(model)
     if not figures.tasks():
         raise ValueError(
-            f"{figures.source} is of type {figures.config.model_type!r}, which has neither a causal language model's "
-            "head nor a classifier's; a plan needs a transformer with one of these"
+            f"{figures.source} is of type {figures.config.model_type!r}, which has no head for one of "
+            f"{', '.join(get_args(TaskName))}; a plan needs a transformer with one of these"
         )
     return figures
 

@@ -18,30 +18,35 @@ from slivertune.core.torch_internals import (
     is_without_data,
 )
 from slivertune.core.transformers_internals import has_own
-from slivertune.planning.kernels import GpuKernels
+from slivertune.planning.kernels import Kernels, kernels_of
 
 _MASKS = "sdpa"
 """The implementation of attention whose masks are made."""
 
 
 @contextmanager
-def without_data() -> Iterator[None]:
-    """Every tensor made inside has a size and no data; its operators keep what they keep on a GPU.
+def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
+    """Every tensor made inside has a size and no data; its operators keep what they keep on a GPU, or on the CPU.
 
     Tensors say that they lie on the CPU; "device" is the ledger's word for where the model computes.
+
+    Args:
+        kernels: Whose operators.
 
     Raises:
         ValueError: If the code inside can't go on without knowing a value.
     """
     try:
-        with FakeTensorMode(), GpuKernels(), one_sequence_a_row(), warnings.catch_warnings():
+        with FakeTensorMode(), kernels_of(kernels), one_sequence_a_row(), warnings.catch_warnings():
             # The streamed step compares storages by address, which is right for those without data, too.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"this model's step depends on the values of its tensors ({error}), and a plan has none; models that route "
-            "tokens by value, such as mixtures of experts, can't be planned yet"
+            f"this model's step depends on the values of its tensors ({error}), and a plan has none. Mixtures of "
+            "experts that transformers multiplies in groups (Mixtral, Qwen3-MoE, GPT-OSS, DeepSeek-V3) can be planned; "
+            "those that look up the tokens of one expert after the other can't: plan a dense model of the same sizes "
+            "for a bound, or run a few steps of slivertune train with the memory ledger"
         ) from error
 
 

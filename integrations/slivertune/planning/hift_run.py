@@ -1,6 +1,7 @@
 """HiFT's groups: which differ, and a step of each that does."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +15,15 @@ from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import Group
+from slivertune.planning.alike_groups import alike, measure_alike
 from slivertune.planning.fake import FakeOverrides
-from slivertune.planning.kept_groups import measure_alike
+from slivertune.planning.hift_schedule import record_sample
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
+from slivertune.planning.schedule_recorder import ScheduleRecorder
 from slivertune.planning.step import Forward, GradientMeter, StepPeak, group_plan, largest_of, measure_step
 
 
@@ -49,12 +52,13 @@ class HiFTRun:
     def __init__(self, model: nn.Module, request: PlanRequest, *, is_shared: bool = False) -> None:
         self._model = model
         self._request = request
-        optimizer_class, arguments = optimizer_of(request.optimizer)
+        optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
         self._learning_rate = arguments["lr"]
         self._meter = GradientMeter(model)
         # Two updates a turn: the first makes a group's state, the second meets it where it waits. What is thrown away
         # after each turn is never met again.
-        self._num_updates = 1 if request.state == "discard" or is_shared else 2
+        throws_away = request.state == "discard" and request.steps_per_group == 1
+        self._num_updates = 1 if throws_away or is_shared else 2
         self._config = HiFTConfig(
             layers_per_group=request.layers_per_group,
             steps_per_group=self._num_updates,
@@ -70,7 +74,6 @@ class HiFTRun:
             self.optimizer = HiFT(model, optimizer_class, config=self._config, **arguments)
         self._at_start = self.optimizer.state_dict()
 
-    @streams_made_by(SlowStreams)
     def measure(self, group: Group, forward: Forward) -> StepPeak:
         """The larger peak of a group's first turn and of a later one; the state of all other groups is gone.
 
@@ -79,17 +82,25 @@ class HiFTRun:
             forward: The model's forward.
 
         Returns:
-            The peak; `after` is of the last update.
+            The peak; `after` is of the last update, or of the first of a turn that throws its state away.
         """
+        # On the CPU copies are made in order, one after the other.
+        with streams_made_by(SlowStreams) if self._request.kernels == "gpu" else nullcontext():
+            return self._measure(group, forward)
+
+    def _measure(self, group: Group, forward: Forward) -> StepPeak:
         turn = {"updates": group.index * self._num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**self._at_start, "hift": {**self._at_start["hift"], **turn}})
         peaks = []
         with Ledger(self._model) as ledger:
             for _ in range(self._num_updates):
                 peaks.append(measure_step(ledger, forward, self.optimizer, num_backwards=self._request.num_backwards))
-                if self.optimizer.skipped_turns:
+                # Sequences of text reach no image tower, whose turns pass without an update.
+                if self.optimizer.skipped_turns and (self._request.task != "image_text" or self._request.images):
                     raise RuntimeError(f"group {group.index} lost its turn: no gradient reached its parameters")
-        return replace(largest_of(peaks), after=peaks[-1].after)
+        # What a turn throws away at its end waits between the updates before.
+        last = 0 if self._request.state == "discard" else -1
+        return replace(largest_of(peaks), after=peaks[last].after)
 
     def plan_of(self, peak: StepPeak, members: Sequence[Group]) -> GroupPlan:
         """The plan of groups alike, the first of which was measured last.
@@ -121,7 +132,16 @@ class PlannedHiFT(PlannedMethod):
     """HiFT: of groups alike, the one with the largest peak is run."""
 
     settings = frozenset(
-        {"layers_per_group", "state", "master", "stream_bytes", "gradients", "update", "prefetch_bytes"}
+        {
+            "layers_per_group",
+            "steps_per_group",
+            "state",
+            "master",
+            "stream_bytes",
+            "gradients",
+            "update",
+            "prefetch_bytes",
+        }
     )
     bf16_precision = "mixed_hi"
     trains_in_groups = True
@@ -134,7 +154,7 @@ class PlannedHiFT(PlannedMethod):
     def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
         """Run two updates of each distinct group."""
         run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
-        groups, waiting = [], 0
+        groups, waiting = list[GroupPlan](), list[int]()
         with attached(request, model) as notes:
             for members in alike(run.optimizer.groups, model):
                 peak = measure_alike(partial(run.measure, forward=forward), members, request)
@@ -144,18 +164,27 @@ class PlannedHiFT(PlannedMethod):
                     both = (peak.before_step, run.measure(members[1], forward).before_step)
                     peak = replace(peak, before_step=max(both, key=lambda census: census.device))
                 groups.append(run.plan_of(peak, members))
-                waiting += peak.after.host * len(members)
+                waiting.extend([peak.after.host] * len(members))
         if request.state == "device":
             groups = _with_state_of_others(groups)
+        # Of state that is thrown away, one group's is there at a time.
+        num_bytes = max(waiting) if request.state == "discard" else sum(waiting)
         on_disk = request.state == "disk"
         return MeasuredSteps(
-            groups=groups, host_bytes=0 if on_disk else waiting, disk_bytes=waiting if on_disk else 0, notes=notes
+            groups=groups, host_bytes=0 if on_disk else num_bytes, disk_bytes=num_bytes if on_disk else 0, notes=notes
         )
+
+    def record(
+        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
+    ) -> Mapping[int, float]:
+        """Record turns from which the mean over a cycle follows."""
+        return record_sample(request, model, forward, recorder)
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Groups, and where their state waits."""
         arguments = given_arguments(
-            request, ("layers_per_group", "state", "stream_bytes", "gradients", "update", "prefetch_bytes")
+            request,
+            ("layers_per_group", "steps_per_group", "state", "stream_bytes", "gradients", "update", "prefetch_bytes"),
         )
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
@@ -176,25 +205,3 @@ def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:
         )
         for group in groups
     ]
-
-
-def alike(groups: Sequence[Group], model: nn.Module) -> list[list[Group]]:
-    """Sort groups by what they hold: kinds of layers, and shapes and dtypes of the parameters that train.
-
-    Of groups alike, the lowest has the largest peak: its backward goes through all blocks that those of the others go
-    through, and more, and their updates are the same.
-
-    Args:
-        groups: All groups, from the bottom up.
-        model: The model.
-
-    Returns:
-        The groups in lists of those alike, each from the bottom up.
-    """
-    named = dict(model.named_parameters())
-    found: dict[Any, list[Group]] = {}
-    for group in groups:
-        kinds = tuple(layer.kind for layer in group.layers)
-        sizes = tuple((tuple(named[name].shape), named[name].dtype) for name in group.parameter_names)
-        found.setdefault((kinds, sizes), []).append(group)
-    return list(found.values())

@@ -1,7 +1,6 @@
 """The schedule of HiFT's steps, recorded from a run without data."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +10,19 @@ from transformers import PreTrainedConfig
 
 from slivertune.core.copy_streams import streams_made_by
 from slivertune.hift import HiFT, HiFTConfig
+from slivertune.hift.rotation import Group
+from slivertune.planning.alike_groups import alike
+from slivertune.planning.batches import make_batch
 from slivertune.planning.cards import Rates
 from slivertune.planning.fake import FakeOverrides, without_data
-from slivertune.planning.make import attached, build_model, give_sizes, make_batch
+from slivertune.planning.make import attached, build_model, give_sizes
 from slivertune.planning.optimizers import optimizer_of
+from slivertune.planning.recorded_run import record_update
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule import Entry
+from slivertune.planning.schedule import Schedule
 from slivertune.planning.schedule_player import StepTime, play
 from slivertune.planning.schedule_recorder import ScheduleRecorder
-from slivertune.planning.step import autocast_of
+from slivertune.planning.step import Forward, autocast_of
 
 _NUM_BEFORE = 2
 """Steps that are played before the cycle that counts: write-backs of one run under the next, so that the first has its
@@ -27,22 +30,25 @@ neighbour's, and that one had what it loads ahead under a whole step. Where grad
 whole cycle: pieces follow the order in which the last backward's gradients came."""
 
 
+_FEWEST_TO_SKIP = 6
+"""Neighbours alike of which some are not run: with fewer, all are among those that count or come before these."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HiFTSchedule:
+class HiFTSchedule(Schedule):
     """A cycle of HiFT's steps, and a few before it."""
 
-    entries: Sequence[Entry]
-    """The schedule."""
     groups: tuple[str, ...]
     """The layers of each group, bottom of the model first."""
 
     def cycle(self, rates: Rates) -> list[StepTime]:
-        """The steps of the cycle, as long as they take on a card, by group.
+        """The steps that count, as long as they take on a card, by group.
 
         Args:
             rates: The card's.
         """
-        return sorted(play(self.entries, rates)[-len(self.groups) :], key=lambda step: step.group)
+        counted = [step for step in play(self.entries, rates) if step.step in self.shares]
+        return sorted(counted, key=lambda step: step.group)
 
 
 def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm: float | None = None) -> HiFTSchedule:
@@ -65,73 +71,158 @@ def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm
         )
     model = build_model(request, config)
     recorder = ScheduleRecorder()
-    with without_data(), streams_made_by(recorder.streams):
+    with without_data():
         give_sizes(model)
-        batch = make_batch(request)
+        batch = make_batch(request, config)
+
+        def forward() -> torch.Tensor:
+            with autocast_of(request.has_autocast):
+                loss: torch.Tensor = model(**batch).loss
+            return loss
+
+        turns = _Turns(request, model, forward, recorder, max_grad_norm=max_grad_norm)
+        shares = turns.record({group.index: 1 / len(turns.groups) for group in turns.groups}, every_micro_batch=True)
+    return HiFTSchedule(
+        entries=recorder.entries,
+        shares=shares,
+        groups=tuple(", ".join(layer.name for layer in group.layers) for group in turns.groups),
+    )
+
+
+def record_sample(
+    request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
+) -> Mapping[int, float]:
+    """Record steps of a cycle from which its mean follows.
+
+    Of neighbours alike the first two and the last count. From one to the next the backward is a group shorter and all
+    else the same, so that between the second and the last a step's time is taken to fall evenly.
+
+    Args:
+        request: The run: HiFT on one GPU.
+        model: The model, without data.
+        forward: Its forward.
+        recorder: Writes.
+
+    Returns:
+        Of each step that counts, by its number, the share of a cycle's steps that it stands for.
+    """
+    turns = _Turns(request, model, forward, recorder)
+    number = {group.index: place for place, each in enumerate(alike(turns.groups, model)) for group in each}
+    shares: dict[int, float] = {}
+    for neighbours in _runs_of(turns.groups, number):
+        if len(neighbours) < _FEWEST_TO_SKIP:
+            shares |= dict.fromkeys(neighbours, 1.0)
+        else:
+            first, second, *_, last = neighbours
+            shares |= {first: 1.0, second: (len(neighbours) - 1) / 2, last: (len(neighbours) - 1) / 2}
+    return turns.record({index: share / len(turns.groups) for index, share in shares.items()})
+
+
+def _runs_of(groups: Sequence[Group], number: Mapping[int, int]) -> list[list[int]]:
+    """Indices of groups, cut where the kind changes."""
+    runs: list[list[int]] = []
+    for group in groups:
+        if runs and number[runs[-1][-1]] == number[group.index]:
+            runs[-1].append(group.index)
+        else:
+            runs.append([group.index])
+    return runs
+
+
+class _Turns:
+    """HiFT over a model without data, whose turns are recorded, or made without computing.
+
+    Args:
+        request: HiFT's settings and the base optimizer.
+        model: The model.
+        forward: Its forward.
+        recorder: Writes.
+        max_grad_norm: As in `HiFTConfig`.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        model: nn.Module,
+        forward: Forward,
+        recorder: ScheduleRecorder,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self._request, self._model, self._forward, self._recorder = request, model, forward, recorder
         optimizer_class, arguments = optimizer_of(request.optimizer)
         settings = HiFTConfig(
             layers_per_group=request.layers_per_group,
-            state=request.state,
+            # Files would be read for real; what waits in them is copied as what waits in host memory.
+            state="host" if request.state == "disk" else request.state,
             master=request.master_kind,
             stream_bytes=request.stream_bytes,
-            prefetch_bytes=request.prefetch_bytes,
+            prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
             gradients=request.gradients,
             update=request.update,
             max_grad_norm=max_grad_norm,
         )
-        with FakeOverrides():
-            optimizer = HiFT(model, optimizer_class, config=settings, **arguments)
-        num_groups = optimizer.num_groups
-        with attached(request, model):
+        with FakeOverrides(), streams_made_by(recorder.streams):
+            self._optimizer = HiFT(model, optimizer_class, config=settings, **arguments)
+        self.groups: Sequence[Group] = self._optimizer.groups
+        """All groups, bottom of the model first."""
+
+    def record(self, shares: Mapping[int, float], *, every_micro_batch: bool = False) -> dict[int, float]:
+        """Record the turns of some groups and of those before them.
+
+        Args:
+            shares: By index of a group that counts: the share of steps that its turn stands for.
+            every_micro_batch: As in `record_update`.
+
+        Returns:
+            The shares by number of the step that was recorded.
+        """
+        num_groups = len(self.groups)
+        num_before = _NUM_BEFORE if self._request.gradients == "device" else num_groups
+        # Turns go from the bottom up.
+        needed = {(index - before) % num_groups for index in shares for before in range(_NUM_BEFORE + 1)}
+        by_step: dict[int, float] = {}
+        with attached(self._request, self._model), streams_made_by(self._recorder.streams):
             for _ in range(num_groups):
-                _step_without_computing(model, batch, optimizer)
-            num_before = _NUM_BEFORE if request.gradients == "device" else num_groups
-            for _ in range(num_before + num_groups):
-                _step(model, batch, optimizer, recorder, request)
-    if optimizer.skipped_turns:
-        raise RuntimeError(f"groups {sorted(optimizer.skipped_turns)} lost a turn: no gradient reached them")
-    return HiFTSchedule(
-        entries=recorder.entries,
-        groups=tuple(", ".join(layer.name for layer in group.layers) for group in optimizer.groups),
-    )
+                self._turn_without_computing()
+            for place in range(num_before + num_groups):
+                group = self._optimizer.active_group
+                if group not in needed:
+                    self._turn_without_computing()
+                    continue
+                if place >= num_before and group in shares:
+                    by_step[self._recorder.num_steps] = shares[group]
+                record_update(
+                    self._recorder,
+                    self._optimizer,
+                    self._forward,
+                    num_backwards=self._request.gradient_accumulation_steps,
+                    group=group,
+                    every_micro_batch=every_micro_batch,
+                )
+        if self._optimizer.skipped_turns:
+            raise RuntimeError(f"groups {sorted(self._optimizer.skipped_turns)} lost a turn: no gradient reached them")
+        return by_step
 
+    def _turn_without_computing(self) -> None:
+        """A turn that leaves what any turn leaves, but for the model's forward and backward, which take long."""
 
-def _step(
-    model: Any, batch: dict[str, torch.Tensor], optimizer: HiFT, recorder: ScheduleRecorder, request: PlanRequest
-) -> None:
-    group = optimizer.active_group
-    num_backwards = request.gradient_accumulation_steps
-    for index in range(num_backwards):
-        with recorder.recording("forward", group), autocast_of(request.has_autocast):
-            loss = model(**batch).loss
-        accumulating = optimizer.accumulating() if index < num_backwards - 1 else nullcontext()
-        with FakeOverrides(), recorder.recording("backward", group), accumulating:
-            loss.backward()
-        del loss
-    with FakeOverrides(), recorder.recording("step", group):
-        optimizer.step()
-        optimizer.zero_grad()
+        def stop(*ignored: Any) -> None:
+            raise _EnoughSeenError
+
+        handle = self._model.register_forward_pre_hook(stop)
+        try:
+            self._forward()
+        except _EnoughSeenError:
+            pass
+        finally:
+            handle.remove()
+        parameters = [weight.parameter for weight in self._optimizer.weights_of(self._optimizer.active_group)]
+        with FakeOverrides():
+            torch.autograd.backward(parameters, [torch.empty_like(parameter) for parameter in parameters])
+            self._optimizer.step()
+            self._optimizer.zero_grad()
 
 
 class _EnoughSeenError(Exception):
     """Ends a forward after HiFT has seen its inputs."""
-
-
-def _step_without_computing(model: nn.Module, batch: dict[str, torch.Tensor], optimizer: HiFT) -> None:
-    """A turn that leaves what any turn leaves, but for the forward and the backward of the model, which take long."""
-
-    def stop(*ignored: Any) -> None:
-        raise _EnoughSeenError
-
-    handle = model.register_forward_pre_hook(stop)
-    try:
-        model(**batch)
-    except _EnoughSeenError:
-        pass
-    finally:
-        handle.remove()
-    parameters = [weight.parameter for weight in optimizer.weights_of(optimizer.active_group)]
-    with FakeOverrides():
-        torch.autograd.backward(parameters, [torch.empty_like(parameter) for parameter in parameters])
-        optimizer.step()
-        optimizer.zero_grad()

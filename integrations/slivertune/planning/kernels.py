@@ -2,11 +2,12 @@
 
 A plan's tensors say that they lie on the CPU, so torch would give them the CPU's operators. Three of these keep other
 things for the backward than those of a GPU, and are answered here in their place: attention, dropout, and what autocast
-computes in fp32. All else is the same on both.
+computes in fp32. A fourth, the experts' grouped products, torch knows without data in one dtype alone
+(`grouped_products`). All else is the same on both.
 
 The attention kernel is the one that torch picks on a GPU. Flash and memory-efficient attention keep queries, keys,
 values, their output and the logarithms of the softmax's sums (and the mask, if there is one); no scores are ever
-stored.
+stored. A run on the CPU (`kernels="cpu"`) is planned with the CPU's own.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +19,11 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from slivertune.core.torch_internals import plain_attention
+from slivertune.core.torch_internals import GROUPED_PRODUCT, plain_attention
+from slivertune.planning.grouped_products import multiply_in_groups
 
+Kernels = Literal["gpu", "cpu"]
+"""Where a step is to run, and so whose kernels it is to count."""
 KernelName = Literal["flash", "efficient", "math"]
 
 _LARGEST_FLASH_HEAD = 256
@@ -73,7 +77,8 @@ def attend(
         enable_gqa: Whether several heads of queries share one of keys.
 
     Returns:
-        Shape (batch, heads, n, value's head size), laid out with heads beside head sizes in memory, as the kernels do.
+        Shape (batch, heads, n, value's head size), laid out in memory as the kernel does: by flash attention as the
+        queries are, else with heads beside head sizes.
     """
     kernel = pick_kernel(query, key, value, attn_mask)
     if kernel == "math":
@@ -91,7 +96,7 @@ _listeners: list[Callable[[int, int], None]] = []
 
 @contextmanager
 def attention_seen_by(listener: Callable[[int, int], None]) -> Iterator[None]:
-    """Tell of each kernel that stands for attention, which no operator shows.
+    """Tell of each kernel that stands for attention or for experts, which no operator shows.
 
     Args:
         listener: Called with a kernel's floating-point operations, and the bytes of memory that it reads and writes.
@@ -108,8 +113,18 @@ def _tell(flops_per_score: int, is_causal: bool, query: torch.Tensor, *others: t
     scores = query.shape[:3].numel() * others[0].shape[2]
     if is_causal:
         scores //= 2  # blocks above the diagonal are left out
+    tell_listeners(flops_per_score * scores, sum(each.nbytes for each in (query, *others)))
+
+
+def tell_listeners(flops: int, num_bytes: int) -> None:
+    """Tell listeners of a kernel that no operator shows.
+
+    Args:
+        flops: Its floating-point operations.
+        num_bytes: Of memory that it reads and writes.
+    """
     for listener in _listeners:
-        listener(flops_per_score * scores, sum(each.nbytes for each in (query, *others)))
+        listener(flops, num_bytes)
 
 
 class _Fused(torch.autograd.Function):
@@ -126,7 +141,10 @@ class _Fused(torch.autograd.Function):
         is_causal: bool,
     ) -> torch.Tensor:
         batch, heads, length, _ = query.shape
-        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        if kernel == "flash":
+            out = torch.empty_like(query)  # laid out as the queries are, which decides whether the next product copies
+        else:
+            out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
         rows = length if kernel == "flash" else -(-length // _EFFICIENT_ROWS) * _EFFICIENT_ROWS
         logarithms = query.new_empty(batch, heads, rows, dtype=torch.float32)
         ctx.kernel, ctx.is_causal = kernel, is_causal
@@ -153,11 +171,31 @@ class _Fused(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-class GpuKernels(TorchFunctionMode):
-    """While entered, torch's functions keep what they would keep on a GPU; a context manager.
+def kernels_of(kernels: Kernels) -> TorchFunctionMode:
+    """Let torch's functions keep what they would keep on a GPU, or what they do keep on the CPU.
 
-    No one's code is changed: the mode sees each call of a torch function and answers those that differ.
+    Args:
+        kernels: Whose.
     """
+    return GpuKernels() if kernels == "gpu" else KnownKernels()
+
+
+class KnownKernels(TorchFunctionMode):
+    """While entered, torch knows all functions without data; a context manager.
+
+    No one's code is changed: the mode sees each call of a torch function and answers those that it has to.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is GROUPED_PRODUCT:
+            return multiply_in_groups(*args, **(kwargs or {}), tell=tell_listeners)
+        return func(*args, **(kwargs or {}))
+
+
+class GpuKernels(KnownKernels):
+    """While entered, torch's functions also keep what they would keep on a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,7 +208,7 @@ class GpuKernels(TorchFunctionMode):
         if func in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
                 return func(*map(_in_fp32, args), **{key: _in_fp32(value) for key, value in kwargs.items()})
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 # https://docs.pytorch.org/docs/2.13/amp.html: "CUDA Ops that can autocast to float32", as far as language models call

@@ -8,20 +8,35 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+)
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
 from slivertune.core.kept_activations import keep_activations
 from slivertune.core.torch_internals import set_buffer
+from slivertune.planning.batches import make_batch
 from slivertune.planning.fake import without_data
 from slivertune.planning.four_bit import hold_in_4bit, num_weights
-from slivertune.planning.kernels import GpuKernels
+from slivertune.planning.kernels import kernels_of
+from slivertune.planning.known_values import knowing
 from slivertune.planning.layouts import sizes_of, spread, standing_in
 from slivertune.planning.methods import MeasuredSteps, planned
 from slivertune.planning.plan import Plan
-from slivertune.planning.request import PlanRequest
+from slivertune.planning.request import PlanRequest, TaskName
 from slivertune.planning.step import autocast_of
 from slivertune.tokentune import TokenTune
+
+_MODELS: dict[TaskName, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "classification": AutoModelForSequenceClassification,
+    "image_text": AutoModelForImageTextToText,
+    "speech": AutoModelForSpeechSeq2Seq,
+}
 
 
 def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
@@ -51,9 +66,9 @@ def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
 
 def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanRequest, bucket_elements: int = 0) -> Plan:
     model = build_model(request, config)
-    with without_data():
+    with without_data(request.kernels):
         give_sizes(model)
-        batch = make_batch(request)
+        batch = make_batch(request, config)
 
         def forward() -> torch.Tensor:
             with autocast_of(request.has_autocast):
@@ -101,16 +116,18 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
         ImportError: If the method needs a package that is not installed.
     """
     config = copy.deepcopy(config)
-    config.use_cache = False
-    auto: Any = AutoModelForCausalLM
+    config.use_cache = config.get_text_config().use_cache = False
     if request.task == "classification":
-        auto = AutoModelForSequenceClassification
         config.num_labels = request.num_labels
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0
     is_bf16 = request.precision in ("bf16", "mixed_hi")
     with torch.device("meta"):
-        model: Any = auto.from_config(config, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+        model: Any = _MODELS[request.task].from_config(
+            config,
+            dtype=torch.bfloat16 if is_bf16 else torch.float32,
+            attn_implementation=request.attn_implementation,
+        )
         if request.load_in_4bit:
             hold_in_4bit(model, torch.bfloat16 if is_bf16 else torch.float32)
         if request.gradient_checkpointing:
@@ -118,11 +135,17 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             model.activation_checkpointing_enable(
                 activation_checkpointing_kwargs={
                     "use_reentrant": False,
-                    "context_fn": lambda: (nullcontext(), GpuKernels()),
+                    "context_fn": lambda: (nullcontext(), _as_in_forward(request)),
                 }
             )
         model = planned(request.method).change_model(model, request)
     return model.train()
+
+
+@contextmanager
+def _as_in_forward(request: PlanRequest) -> Iterator[None]:
+    with kernels_of(request.kernels), knowing(request.images > 0):
+        yield
 
 
 def give_sizes(model: nn.Module) -> None:
@@ -161,7 +184,7 @@ def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]
             stack.enter_context(keep_activations(model, request.keep_activations))
         if request.token_ratio is not None:
             stack.enter_context(TokenTune(ratio=request.token_ratio).attach(model))
-        if request.task == "causal_lm" and request.chunked_cross_entropy:
+        if request.task in ("causal_lm", "image_text") and request.chunked_cross_entropy:
             with autocast_of(request.has_autocast):
                 reason = why_not_chunked(model)
             if reason is None:
@@ -170,19 +193,5 @@ def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]
                 notes = (f"the loss is computed from all logits: {reason}",)
         if request.load_in_4bit:
             notes += ("products with 4-bit weights are computed from their sizes",)
+        stack.enter_context(knowing(request.images > 0))
         yield notes
-
-
-def make_batch(request: PlanRequest) -> dict[str, torch.Tensor]:
-    """Tokens and labels of one forward; no sequence is padded.
-
-    Args:
-        request: Batch and length.
-
-    Returns:
-        Arguments of the model's forward.
-    """
-    ids = torch.zeros(request.batch_size, request.seq_length, dtype=torch.long)
-    if request.task == "classification":
-        return {"input_ids": ids, "labels": torch.zeros(request.batch_size, dtype=torch.long)}
-    return {"input_ids": ids, "labels": ids.clone()}

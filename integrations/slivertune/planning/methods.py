@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from slivertune.core.layout import Layout
     from slivertune.planning.plan import GroupPlan
     from slivertune.planning.request import PlanRequest
+    from slivertune.planning.schedule_recorder import ScheduleRecorder
     from slivertune.planning.step import Forward
 
 
@@ -68,6 +69,25 @@ class PlannedMethod:
             model: The model, and what stands in the step for the engine of the layout.
             forward: Its forward.
             layout: How the run is spread over GPUs; what engines share out is computed from sizes afterwards.
+
+        Raises:
+            ValueError: If the method does not fit the model.
+        """
+        raise NotImplementedError
+
+    def record(
+        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
+    ) -> Mapping[int, float]:
+        """Record the method's distinct updates on tensors without data.
+
+        Args:
+            request: The run, on one GPU.
+            model: The model.
+            forward: Its forward.
+            recorder: Writes.
+
+        Returns:
+            By number of a recorded step: the share of the run's updates that are like it (`Schedule.shares`).
 
         Raises:
             ValueError: If the method does not fit the model.
@@ -132,8 +152,12 @@ def given_arguments(request: PlanRequest, names: Sequence[str]) -> list[str]:
         argument
         for name in names
         if getattr(request, name) != getattr(defaults, name)
-        for argument in (f"--{name}", str(getattr(request, name)))
+        for argument in (f"--{name}", *_words_of(getattr(request, name)))
     ]
+
+
+def _words_of(value: Any) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (str(value),)
 
 
 def clash_with_method(method: str) -> str | None:

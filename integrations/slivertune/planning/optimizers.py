@@ -4,19 +4,33 @@ from typing import Any, Literal
 
 import torch
 
+from slivertune.planning.kernels import Kernels
+
 OptimizerName = Literal["adamw", "sgd_momentum", "sgd", "adafactor", "adagrad", "adamw8bit"]
+
+OPTIM_NAMES: dict[str, OptimizerName] = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "sgd": "sgd",
+    "adafactor": "adafactor",
+    "adagrad": "adagrad",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_8bit": "adamw8bit",
+}
+"""Names of `transformers.TrainingArguments.optim` that a plan knows."""
 
 _LEARNING_RATE = 1e-4
 
 
-def optimizer_of(name: OptimizerName) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_of(name: OptimizerName, kernels: Kernels = "gpu") -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Which class and arguments a name stands for.
 
     AdamW is fused, as the Trainer has it; of the others torch's GPU path, which takes all tensors of a call together
-    (`foreach`), decides the temporaries.
+    (`foreach`), decides the temporaries; on the CPU it takes one after the other.
 
     Args:
         name: The name.
+        kernels: Where it steps.
 
     Returns:
         The class, and keyword arguments of its constructor.
@@ -30,8 +44,9 @@ def optimizer_of(name: OptimizerName) -> tuple[type[torch.optim.Optimizer], dict
     if name == "adamw":
         return torch.optim.AdamW, {"lr": _LEARNING_RATE, "fused": True}
     if name == "adagrad":
-        return torch.optim.Adagrad, {"lr": _LEARNING_RATE, "foreach": True}
-    return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": 0.9 if name == "sgd_momentum" else 0.0, "foreach": True}
+        return torch.optim.Adagrad, {"lr": _LEARNING_RATE, "foreach": kernels == "gpu"}
+    momentum = 0.9 if name == "sgd_momentum" else 0.0
+    return torch.optim.SGD, {"lr": _LEARNING_RATE, "momentum": momentum, "foreach": kernels == "gpu"}
 
 
 def _adamw8bit() -> type[torch.optim.Optimizer]:

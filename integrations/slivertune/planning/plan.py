@@ -7,6 +7,8 @@ from slivertune.core.ledger import Census
 from slivertune.planning.request import PlanRequest
 
 Phase = Literal["forward", "backward", "step"]
+LimitName = Literal["host_bytes", "disk_bytes"]
+"""Limits that may be left open."""
 
 CUDA_CONTEXT_BYTES = 512 * 2**20
 """The driver's context and the code of the kernels that a run loads, outside of torch's allocator. With lazy loading,
@@ -181,7 +183,11 @@ class Limits:
     device_bytes: int
     """Memory of one GPU."""
     host_bytes: int | None = None
-    """Memory of the host that may be filled; None for any."""
+    """Memory of the host that one process may fill; None where nothing was said of it."""
+    disk_bytes: int | None = None
+    """Disk that one process may fill; None where nothing was said of it."""
+    assumed: frozenset[LimitName] = frozenset()
+    """Those that were not given, but are what this machine has free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +209,11 @@ class MemoryRequirement:
         """What waits in host memory."""
         return self.plan.host_bytes
 
+    @property
+    def disk_bytes(self) -> int:
+        """What waits in files."""
+        return self.plan.disk_bytes
+
     def missing_device_bytes(self, limits: Limits) -> int:
         """What the GPU lacks; 0 if it is large enough."""
         return max(0, self.device_bytes - limits.device_bytes)
@@ -211,9 +222,17 @@ class MemoryRequirement:
         """What the host lacks; 0 if it is large enough or has no limit."""
         return 0 if limits.host_bytes is None else max(0, self.host_bytes - limits.host_bytes)
 
+    def missing_disk_bytes(self, limits: Limits) -> int:
+        """What the disk lacks; 0 if it is large enough or has no limit."""
+        return 0 if limits.disk_bytes is None else max(0, self.disk_bytes - limits.disk_bytes)
+
+    def missing_bytes(self, limits: Limits) -> int:
+        """What lacks everywhere, together."""
+        return self.missing_device_bytes(limits) + self.missing_host_bytes(limits) + self.missing_disk_bytes(limits)
+
     def fits(self, limits: Limits) -> bool:
         """Whether nothing lacks."""
-        return not self.missing_device_bytes(limits) and not self.missing_host_bytes(limits)
+        return not self.missing_bytes(limits)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: the plan's own fields, and beside them the allowance and the sum."""
@@ -227,11 +246,12 @@ def add_allowance(plan: Plan) -> MemoryRequirement:
         plan: The plan.
     """
     # Weights that are streamed come and go like everything else.
+    on_gpu = plan.request.kernels == "gpu"
     moving = plan.peak_bytes - (0 if plan.request.offload_parameters else plan.peak.parameters)
     allowance = Allowance(
-        context=CUDA_CONTEXT_BYTES,
-        workspace=CUBLAS_WORKSPACE_BYTES,
-        collectives=COLLECTIVE_BYTES if plan.request.num_gpus > 1 else 0,
+        context=CUDA_CONTEXT_BYTES if on_gpu else 0,
+        workspace=CUBLAS_WORKSPACE_BYTES if on_gpu else 0,
+        collectives=COLLECTIVE_BYTES if on_gpu and plan.request.num_gpus > 1 else 0,
         fragmentation=round(FRAGMENTATION_SHARE * moving),
     )
     return MemoryRequirement(plan=plan, allowance=allowance)

@@ -11,10 +11,12 @@ from rich.table import Table
 from slivertune.planning.answer import Answer, SweepAnswer
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.configs import ModelFigures
+from slivertune.planning.limits import unlimited_needs
 from slivertune.planning.methods import planned, planned_methods
-from slivertune.planning.plan import GroupPlan, Limits, MemoryRequirement, Plan
+from slivertune.planning.plan import GroupPlan, LimitName, Limits, MemoryRequirement, Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found, Tell
+from slivertune.planning.time_report import print_time
 
 PART_TITLES = {
     "parameters": "weights",
@@ -23,6 +25,7 @@ PART_TITLES = {
     "residual": "activations and other",
 }
 """What the kinds of bytes are called."""
+_WAITING_TITLES: dict[LimitName, str] = {"host_bytes": "waits in host memory", "disk_bytes": "waits on disk"}
 _ALWAYS_SHOWN = ("optimizer", "precision", "batch_size", "seq_length")
 
 
@@ -46,9 +49,18 @@ def print_answer(answer: Answer, console: Console) -> None:
     if answer.choice is not None:
         for line in answer.choice.lines():
             say(line)
+    if answer.largest is not None:
+        say(answer.largest.describe())
+    if answer.limits is not None:
+        for need in unlimited_needs(answer.requirement, answer.limits):
+            say(f"warning: {need}")
     console.print(_parts_table(answer.requirement, answer.limits))
     if len(plan.groups) > 1:
         console.print(_groups_table(plan))
+    if answer.time is not None and answer.card is not None:
+        print_time(answer.time, answer.card, answer.num_tokens, console)
+    elif answer.card is not None:
+        say(f"how long an update takes on a {answer.card.name} is said of what fits it; --fit finds settings that do")
     for note in plan.notes:
         say(f"note: {note}")
     if command.arguments is not None:
@@ -57,6 +69,8 @@ def print_answer(answer: Answer, console: Console) -> None:
         say(f"note: {note}")
     if answer.limits is None:
         say("--fit 24GiB finds settings for a GPU of that size, the least costly first")
+    if answer.card is None:
+        say("--gpu 4090 says how long an update takes there, and whether it fits")
 
 
 def print_sweep(answer: SweepAnswer, console: Console) -> None:
@@ -67,18 +81,24 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
         console: Where to.
     """
     say, limits = line_printer(console), answer.limits
-    _print_head(answer.model, answer.requirements[0][1].plan, say, without=answer.field)
-    unit, size = common_unit(max(requirement.device_bytes for _, requirement in answer.requirements))
+    all_needs = [requirement for _, requirement in answer.requirements]
+    _print_head(answer.model, all_needs[0].plan, say, without=answer.field)
+    unit, size = common_unit(max(each.device_bytes for each in all_needs))
     titles = ("weights", "gradients", "state", "activations", "peak", "allowance", "needed", "on the host")
-    table = _table(f"on one GPU, in {unit}", [], [answer.field, *titles], ["fits"] if limits else [])
-    for value, requirement in answer.requirements:
+    timed = ("s an update", "tokens/s") if answer.card is not None else ()
+    table = _table(f"on one GPU, in {unit}", [], [answer.field, *titles, *timed], ["fits"] if limits else [])
+    for (value, requirement), time in zip(answer.requirements, answer.times, strict=True):
         peak = requirement.plan.peak
         sizes = [getattr(peak, kind) for kind in PART_TITLES]
         sizes += [peak.total, requirement.allowance.total, requirement.device_bytes, requirement.host_bytes]
         fits = [] if limits is None else ["yes" if requirement.fits(limits) else "no"]
-        table.add_row(str(value), *(f"{num_bytes / size:,.2f}" for num_bytes in sizes), *fits)
+        speeds = ["" for _ in timed] if time is None else [f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}"]
+        table.add_row(str(value), *(f"{num_bytes / size:,.2f}" for num_bytes in sizes), *speeds, *fits)
     console.print(table)
-    for note in dict.fromkeys(note for _, requirement in answer.requirements for note in requirement.plan.notes):
+    if limits is not None:
+        for need in unlimited_needs(max(all_needs, key=lambda each: each.host_bytes + each.disk_bytes), limits):
+            say(f"warning: {need}")
+    for note in dict.fromkeys(note for each in all_needs for note in each.plan.notes):
         say(f"note: {note}")
 
 
@@ -102,6 +122,8 @@ def describe_request(request: PlanRequest, *, without: str | None = None) -> str
 def _setting(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return name if value else f"no {name}"
+    if isinstance(value, tuple):
+        return f"{name} {' '.join(value)}"
     return f"{name} {format_bytes(value) if name.endswith('_bytes') else value}"
 
 
@@ -132,9 +154,9 @@ def _parts_table(requirement: MemoryRequirement, limits: Limits | None) -> Table
         ],
         [("a GPU must have", requirement.device_bytes, _verdict(requirement, limits))],
         [
-            (title, size, "")
-            for title, size in (("waits in host memory", plan.host_bytes), ("waits on disk", plan.disk_bytes))
-            if size
+            (title, getattr(requirement, name), _verdict_on(name, requirement, limits))
+            for name, title in _WAITING_TITLES.items()
+            if getattr(requirement, name)
         ],
     )
     for rows in sections:
@@ -172,6 +194,18 @@ def _verdict(requirement: MemoryRequirement, limits: Limits | None) -> str:
     if missing:
         return f"{format_bytes(missing)} more than {size}"
     return f"fits {size}, {format_bytes(limits.device_bytes - requirement.device_bytes)} to spare"
+
+
+def _verdict_on(name: LimitName, requirement: MemoryRequirement, limits: Limits | None) -> str:
+    """Of what waits off the GPU."""
+    limit = None if limits is None else getattr(limits, name)
+    if limits is None or limit is None:
+        return ""
+    size, spare = format_bytes(limit), limit - getattr(requirement, name)
+    source = " that this machine has free" if name in limits.assumed else ""
+    if spare < 0:
+        return f"{format_bytes(-spare)} more than {size}{source}"
+    return f"fits {size}{source}, {format_bytes(spare)} to spare"
 
 
 def _groups_table(plan: Plan) -> Table:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from types import NoneType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
@@ -12,13 +12,15 @@ from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.byte_text import parse_bytes
+from slivertune.planning.kernels import Kernels
 from slivertune.planning.methods import clash_with_method, clash_with_zero3, planned, planned_methods
 from slivertune.planning.optimizers import OptimizerName, optimizer_of
 from slivertune.sft.config import SelectionCriterion
 from slivertune.sft.unsupported import clash_of_4bit
 
+AttentionName = Literal["sdpa", "eager"]
 PrecisionName = Literal["fp32", "mixed", "mixed_hi", "bf16"]
-TaskName = Literal["causal_lm", "classification"]
+TaskName = Literal["causal_lm", "classification", "image_text", "speech"]
 
 
 def option(
@@ -46,6 +48,8 @@ def option(
     return {**about, "read": read, "or_auto": or_auto, "more": more}
 
 
+COUNTS = ("density", "num_weights", "equivalent_lora_rank")
+"""SFT: ways to say how many weights are trained."""
 _RUN, _METHODS, _LAYOUT = "the run", "methods", "layout"
 
 
@@ -92,10 +96,31 @@ class PlanRequest:
         default=512,
         metadata=option(_RUN, "unpadded tokens in a sequence", names=("--seq_length", "--max_length")),
     )
+    images: int = field(
+        default=0,
+        metadata=option(_RUN, "image_text: images in each sequence; their tokens are among seq_length", least=0),
+    )
+    image_size: int | None = field(
+        default=None,
+        metadata=option(
+            _RUN, "image_text: pixels along each side of an image; by default what the model's config says"
+        ),
+    )
     num_labels: int = field(default=2, metadata=option(_RUN, "classes of a classifier"))
+    attn_implementation: AttentionName | None = field(
+        default=None,
+        metadata=option(
+            _RUN,
+            "attention of the transformers library: sdpa, its fused kernels, which store no scores; eager, all scores",
+        ),
+    )
     gradient_checkpointing: bool = field(
         default=False,
-        metadata=option(_RUN, "keep each block's input alone, and compute the block again in backward"),
+        metadata=option(
+            _RUN,
+            "keep each block's input alone, and compute the block again in backward",
+            names=("--gradient_checkpointing", "--activation_checkpointing"),
+        ),
     )
     keep_activations: int = field(
         default=0,
@@ -121,6 +146,13 @@ class PlanRequest:
             "hift: layers that an update trains (m); auto: the most whose state is copied behind the computation on "
             "--gpu, and that fit there",
             or_auto=True,
+        ),
+    )
+    steps_per_group: int = field(
+        default=1,
+        metadata=option(
+            _METHODS,
+            "hift: updates before the next group's turn; with state=discard the second meets what the first has made",
         ),
     )
     stream_bytes: int = field(
@@ -174,6 +206,34 @@ class PlanRequest:
             _METHODS, "sft: share of the weights that is trained, in (0, 1]; as LoRA of rank 64 by default"
         ),
     )
+    num_weights: int | None = field(
+        default=None, metadata=option(_METHODS, "sft: weights trained in all targets together, in place of density")
+    )
+    equivalent_lora_rank: int | None = field(
+        default=None,
+        metadata=option(_METHODS, "sft: as many weights as LoRA of this rank would train, in place of density"),
+    )
+    sft_target_modules: tuple[str, ...] | None = field(
+        default=None,
+        metadata=option(
+            _METHODS,
+            "sft: what is trained: ends of module paths, e.g. q_proj v_proj, or of parameter names; by default all "
+            "linear layers of the blocks",
+        ),
+    )
+    train_embeddings: bool = field(
+        default=False, metadata=option(_METHODS, "sft: train the weights of all embeddings sparsely, too")
+    )
+    redistribute: bool = field(
+        default=False, metadata=option(_METHODS, "sft: let a reselection move weights between tensors")
+    )
+    packed: bool = field(
+        default=False, metadata=option(_METHODS, "sft: about halve the bytes of state; deltas and moments in bf16")
+    )
+    sft_momentum: float = field(
+        default=0.0,
+        metadata=option(_METHODS, "sft: SM3's momentum, in [0, 1), with selection=momentum; above 0 it is state"),
+    )
     selection: SelectionCriterion = field(
         default="accumulated_gradient", metadata=option(_METHODS, "sft: how weights to grow are chosen")
     )
@@ -202,9 +262,31 @@ class PlanRequest:
         ),
     )
     lora_rank: int = field(default=16, metadata=option(_METHODS, "lora: rank of the adapters (r)"))
+    lora_dropout: float = field(
+        default=0.0,
+        metadata=option(
+            _METHODS, "lora: dropout on an adapter's input, in [0, 1); above 0 each keeps an input of its own"
+        ),
+    )
+    lora_target_modules: tuple[str, ...] | None = field(
+        default=None,
+        metadata=option(
+            _METHODS,
+            "lora: names of the modules that get an adapter, e.g. q_proj v_proj; by default every linear layer but the "
+            "head",
+        ),
+    )
     load_in_4bit: bool = field(
         default=False,
         metadata=option(_METHODS, "lora, sft: whether the blocks' frozen linear layers are held in NF4"),
+    )
+    kernels: Kernels = field(
+        default="gpu",
+        metadata=option(
+            _RUN,
+            "whose kernels and copies are counted: those of a GPU, or those of the CPU, for a run of slivertune train "
+            "there",
+        ),
     )
     layout: Layout = field(default="single", metadata=option(_LAYOUT, "how the run is spread over GPUs"))
     num_gpus: int = field(
@@ -230,14 +312,25 @@ class PlanRequest:
                 continue
             if KINDS[name] is int:
                 check_integer(name, value, item.metadata["least"])
-            elif choices := get_args(KINDS[name]):
-                check_choice(name, value, choices)
+            elif get_origin(KINDS[name]) is Literal:
+                check_choice(name, value, get_args(KINDS[name]))
         for name, value in (("token_ratio", self.token_ratio), ("density", self.density)):
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name}={value} must be in (0, 1]; leave it out for the default")
+        for name in ("sft_target_modules", "lora_target_modules"):
+            if getattr(self, name) == ():
+                raise ValueError(f"{name} is empty; name modules, or leave it out for the default")
+        for name, value in (("sft_momentum", self.sft_momentum), ("lora_dropout", self.lora_dropout)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}={value} must be in [0, 1); 0 has none")
         if not 0 <= self.replacement_rate <= 1:
             raise ValueError(f"replacement_rate={self.replacement_rate} must be in [0, 1]; the paper uses 0.2")
-        refusals = *self._clashes_with_precision(), *self._clashes_with_method(), *self._clashes_with_layout()
+        refusals = (
+            *self._clashes_with_task(),
+            *self._clashes_with_precision(),
+            *self._clashes_with_method(),
+            *self._clashes_with_layout(),
+        )
         for is_refused, reason in refusals:
             if is_refused:
                 raise ValueError(reason)
@@ -264,6 +357,25 @@ class PlanRequest:
         """Whether operators compute in bf16 by autocast, as `slivertune train --bf16` has it for the method."""
         return self.precision == "mixed" or (self.precision == "bf16" and (self.method == "lora" or self.load_in_4bit))
 
+    def _clashes_with_task(self) -> tuple[tuple[object, str], ...]:
+        return (
+            (
+                self.images and self.task != "image_text",
+                f"images={self.images} with task={self.task!r}, which has none; take task='image_text', or images=0",
+            ),
+            (
+                self.image_size is not None and not self.images,
+                f"image_size={self.image_size} with images=0; say how many images a sequence has, or leave it out",
+            ),
+            (
+                self.token_ratio is not None and (self.images or self.task == "speech"),
+                (
+                    f"token_ratio={self.token_ratio} selects tokens of text, and has no plan with images or speech; "
+                    "leave it out"
+                ),
+            ),
+        )
+
     def _clashes_with_precision(self) -> tuple[tuple[object, str], ...]:
         return (
             (
@@ -288,6 +400,7 @@ class PlanRequest:
 
     def _clashes_with_method(self) -> tuple[tuple[object, str | None], ...]:
         method, clash_of_4bit_weights = planned(self.method), clash_with_method(self.method)
+        counts = [f"{name}={value}" for name in COUNTS if (value := getattr(self, name)) is not None]
         return (
             (self.load_in_4bit and clash_of_4bit_weights, clash_of_4bit_weights),
             (
@@ -302,6 +415,17 @@ class PlanRequest:
                 ),
             ),
             (
+                "density" in method.settings and len(counts) > 1,
+                f"{' and '.join(counts)} say the same thing, how many weights are trained; give one",
+            ),
+            (
+                self.sft_momentum and self.selection != "momentum",
+                (
+                    f"sft_momentum={self.sft_momentum} is SM3's, which selection={self.selection!r} does not train by; "
+                    "take selection='momentum', or leave it out"
+                ),
+            ),
+            (
                 "reselection_interval" in method.settings
                 and self.has_phases
                 and self.reselection_interval <= self.estimation_steps,
@@ -313,6 +437,13 @@ class PlanRequest:
             (
                 self.state == "device" and self.master == "split",
                 "master='split' halves what waits on the host; with state='device' take master='fp32'",
+            ),
+            (
+                self.state == "device" and self.prefetch_bytes,
+                (
+                    f"prefetch_bytes={self.prefetch_bytes} is for state that waits off the device; with state='device' "
+                    "leave it out"
+                ),
             ),
             (
                 self.gradients != "device" and "gradients" not in method.settings,

@@ -1,6 +1,6 @@
 """A schedule: what a run's host queues on the streams of a device, in its order. Recorded once, played on any card."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,3 +66,14 @@ class Synchronize:
 
 
 Entry = Begin | Work | Transfer | Record | Wait | Synchronize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Steps of a run, in the host's order, and which of all its updates they stand for."""
+
+    entries: Sequence[Entry]
+    """What is queued; the first begins a step."""
+    shares: Mapping[int, float]
+    """By number of a step: the share of the run's updates that are like it; 1 together. Steps without one come before
+    those that count, and leave what these meet."""

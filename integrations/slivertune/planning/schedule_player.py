@@ -17,6 +17,7 @@ from slivertune.planning.schedule import (
     Entry,
     Phase,
     Record,
+    Schedule,
     Stream,
     Synchronize,
     Transfer,
@@ -31,13 +32,9 @@ was to free."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
-    """What a step took on the computing stream, in seconds."""
+class UpdateTime:
+    """What an update took on the computing stream, in seconds; or a mean of several."""
 
-    step: int
-    """Number of the step."""
-    group: int
-    """Index of the group that trained."""
     seconds: Mapping[Phase, float]
     """By phase: from its first operator's turn to that of the next phase's, or to the last one's end."""
     exposed_by: Mapping[Cause, float]
@@ -54,10 +51,38 @@ class StepTime:
         return sum(self.exposed_by.values())
 
 
-def exposed_share(times: Iterable[StepTime]) -> float:
+@dataclass(frozen=True, slots=True)
+class StepTime(UpdateTime):
+    """Of one step of a schedule."""
+
+    step: int
+    """Number of the step."""
+    group: int
+    """Index of the group that trained."""
+
+
+def exposed_share(times: Iterable[UpdateTime]) -> float:
     """The part of steps' time in which the computing stream stood still."""
     times = list(times)
     return sum(each.exposed for each in times) / sum(each.total for each in times)
+
+
+def mean_update(schedule: Schedule, rates: Rates) -> UpdateTime:
+    """What an update of a run takes on a card, in the mean over all of them.
+
+    Args:
+        schedule: Of the run.
+        rates: The card's.
+    """
+    seconds: defaultdict[Phase, float] = defaultdict(float)
+    exposed_by: defaultdict[Cause, float] = defaultdict(float)
+    for step in play(schedule.entries, rates):
+        share = schedule.shares.get(step.step, 0.0)
+        for phase, value in step.seconds.items():
+            seconds[phase] += share * value
+        for cause, value in step.exposed_by.items():
+            exposed_by[cause] += share * value
+    return UpdateTime(dict(seconds), dict(exposed_by))
 
 
 def play(entries: Sequence[Entry], rates: Rates) -> list[StepTime]:
@@ -125,7 +150,7 @@ class _Player:
 
     def times(self) -> list[StepTime]:
         return [
-            StepTime(step, group, dict(self._seconds[step]), dict(self._exposed[step]))
+            StepTime(dict(self._seconds[step]), dict(self._exposed[step]), step, group)
             for step, group in self._steps.items()
         ]
 
@@ -167,9 +192,11 @@ class _Player:
         return wait.event in self._recorded_by and wait.event not in self._happened
 
     def _duration(self, work: Work) -> float:
+        is_fused = self._rates.is_compiled and work.stream == "computing" and self._current.phase != "step"
         return sum(
             count * max(flops / self._rates.flops, num_bytes / self._rates.memory_bandwidth)
             for (flops, num_bytes), count in work.operators.items()
+            if flops or not is_fused
         )
 
     def _advance(self) -> None:

@@ -68,6 +68,7 @@ class ScheduleRecorder(TorchDispatchMode):
         self._operators_stream: Stream = "computing"
         self._num_events = 0
         self._num_steps = 0
+        self._times = 1
         self._on_host: set[int] = set()
         self._is_recording = False
 
@@ -76,21 +77,23 @@ class ScheduleRecorder(TorchDispatchMode):
         return RecordedStreams(device, self)
 
     @contextmanager
-    def recording(self, phase: Phase, group: int) -> Iterator[None]:
+    def recording(self, phase: Phase, group: int = 0, *, times: int = 1) -> Iterator[None]:
         """Record what runs inside; the first forward after a step begins another.
 
         Args:
             phase: What it is.
             group: Whose turn it is.
+            times: As how many alike it is written down: all its operators and copies that often, one after the other.
         """
         self.add(Begin(self._num_steps, group, phase))
-        self._is_recording = True
+        self._is_recording, self._times = True, times
         try:
             with attention_seen_by(self._work), self:
                 yield
         finally:
             self._is_recording = False
             self._close_work()
+            self._times = 1
         self._num_steps += phase == "step"
 
     def add(self, entry: Entry) -> None:
@@ -105,6 +108,11 @@ class ScheduleRecorder(TorchDispatchMode):
             self.entries[-1] = Transfer(entry.stream, entry.direction, last.num_bytes + entry.num_bytes)
         else:
             self.entries.append(entry)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were recorded to their end."""
+        return self._num_steps
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -171,7 +179,7 @@ class ScheduleRecorder(TorchDispatchMode):
 
     def _transfer(self, read: list[torch.Tensor], written: list[torch.Tensor]) -> Transfer:
         direction: Direction = "outbound" if self._lies_on_host(written[0]) else "inbound"
-        return Transfer(self._stream, direction, read[0].nbytes)
+        return Transfer(self._stream, direction, self._times * read[0].nbytes)
 
     def _work(self, flops: int, num_bytes: int) -> None:
         if not flops and not num_bytes:
@@ -179,7 +187,7 @@ class ScheduleRecorder(TorchDispatchMode):
         if self._stream != self._operators_stream:
             self._close_work()
             self._operators_stream = self._stream
-        self._operators[flops, num_bytes] += 1
+        self._operators[flops, num_bytes] += self._times
 
     def _close_work(self) -> None:
         if self._operators:

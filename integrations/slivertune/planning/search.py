@@ -6,6 +6,7 @@ from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import Candidate, changed
+from slivertune.planning.limits import describe_limits
 from slivertune.planning.methods import planned, planned_methods
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
@@ -54,6 +55,7 @@ class Found:
         return {
             "need_bytes_as_asked": self.start.device_bytes,
             "host_bytes_as_asked": self.start.host_bytes,
+            "disk_bytes_as_asked": self.start.disk_bytes,
             "steps": [
                 {
                     "title": step.title,
@@ -122,15 +124,25 @@ class _Search:
         self._tell = tell
         self._requirements: dict[PlanRequest, MemoryRequirement] = {}
         self._reasons: dict[int, str] = {}
+        self._moves_to_host = True
 
     def run(self, start: PlanRequest) -> Found:
+        try:
+            return self._run(start)
+        except DoesNotFitError:
+            # What moves bytes to a host without room for them was taken, since much can relieve the host afterwards.
+            # Where nothing did, it is left; what both ways ask for is planned once.
+            self._moves_to_host = False
+            return self._run(start)
+
+    def _run(self, start: PlanRequest) -> Found:
         requirement = as_asked = self._plan(start)
         taken: list[_Taken] = []
         remaining = list(self._candidates)
         while not requirement.fits(self._limits):
             candidate = self._next(remaining, requirement)
             if candidate is None:
-                raise DoesNotFitError(self._complaint(start, requirement))
+                raise DoesNotFitError(self._complaint(start))
             remaining.remove(candidate)
             better = self._take(candidate, requirement)
             if better is not None:
@@ -149,6 +161,8 @@ class _Search:
         if request not in self._requirements:
             self._requirements[request] = requirement = self._estimate(request)
             verdict = "fits" if requirement.fits(self._limits) else "does not fit"
+            if not requirement.missing_device_bytes(self._limits):
+                verdict += "".join(f", {short}" for short in self._shortages(requirement))
             size = format_bytes(requirement.device_bytes)
             self._tell(f"plan {len(self._requirements)}: {size} with the allowance, {verdict}")
         return self._requirements[request]
@@ -184,10 +198,20 @@ class _Search:
         except (ValueError, ImportError) as error:
             self._reasons[id(candidate)] = f"can't be planned: {' '.join(str(error).split())}"
             return None
-        if self._missing(least) >= self._missing(requirement):
+        if not self._gains(least, requirement):
             self._reasons[id(candidate)] = "it was planned, and gained nothing"
             return None
         return self._cheapest_fitting(options) if least.fits(self._limits) else least
+
+    def _gains(self, after: MemoryRequirement, before: MemoryRequirement) -> bool:
+        """Whether less is missing: on the GPU, or as much there and less elsewhere."""
+        (device, elsewhere), (device_before, elsewhere_before) = (
+            (on_device := each.missing_device_bytes(self._limits), each.missing_bytes(self._limits) - on_device)
+            for each in (after, before)
+        )
+        if elsewhere > elsewhere_before and not self._moves_to_host:
+            return False
+        return (device, elsewhere) < (device_before, elsewhere_before)
 
     def _cheapest_fitting(self, options: Sequence[PlanRequest]) -> MemoryRequirement:
         """The first of the options that fits; the last does, and each needs no more than those before it."""
@@ -199,9 +223,6 @@ class _Search:
             else:
                 low = middle + 1
         return self._plan(options[high])
-
-    def _missing(self, requirement: MemoryRequirement) -> int:
-        return requirement.missing_device_bytes(self._limits) + requirement.missing_host_bytes(self._limits)
 
     def _take_back(
         self, requirement: MemoryRequirement, taken: Sequence[_Taken]
@@ -255,19 +276,32 @@ class _Search:
         reasons = {each.title: self._reasons.get(id(each)) for each in self._candidates if each.title not in done}
         return tuple((title, reason) for title, reason in reasons.items() if reason)
 
-    def _complaint(self, start: PlanRequest, requirement: MemoryRequirement) -> str:
-        least = min(self._requirements.values(), key=lambda each: (self._missing(each), each.device_bytes))
+    def _shortages(self, requirement: MemoryRequirement) -> list[str]:
+        """What is short beside the GPU."""
+        missing = {
+            "host memory": requirement.missing_host_bytes(self._limits),
+            "disk": requirement.missing_disk_bytes(self._limits),
+        }
+        return [f"{format_bytes(size)} short of {place}" for place, size in missing.items() if size]
+
+    def _complaint(self, start: PlanRequest) -> str:
+        limits = self._limits
+        least = min(self._requirements.values(), key=lambda each: (each.missing_bytes(limits), each.device_bytes))
         changes = {name: new for name, (_, new) in _changes(start, least.plan.request).items()}
         changed = ", ".join(
             f"--{name} {str(new).lower() if isinstance(new, bool) else new}" for name, new in changes.items()
         )
         parts = f"{format_bytes(least.plan.peak_bytes)} at the peak, {format_bytes(least.allowance.total)} of allowance"
         text = (
-            f"nothing that may be changed makes this fit {format_bytes(self._limits.device_bytes)}; the smallest GPU "
-            f"that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: {parts})"
+            f"nothing that may be changed makes this fit {describe_limits(limits)}; "
+            + "".join(f"the run is {short}; " for short in self._shortages(least))
+            + f"the smallest GPU that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: "
+            f"{parts})"
         )
-        if self._limits.host_bytes is not None:
+        if limits.host_bytes is not None:
             text += f", and {format_bytes(least.host_bytes)} of host memory"
+        if limits.disk_bytes is not None and least.disk_bytes:
+            text += f", and {format_bytes(least.disk_bytes)} of disk"
         text += f", with {changed}" if changed else ", as asked"
         in_the_way = {
             name: None

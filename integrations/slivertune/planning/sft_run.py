@@ -17,11 +17,16 @@ from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
 from slivertune.planning.plan import GroupPlan
-from slivertune.planning.request import PlanRequest
+from slivertune.planning.recorded_run import record_update
+from slivertune.planning.replayed import VectorSize, replay, replaying
+from slivertune.planning.request import COUNTS, PlanRequest
+from slivertune.planning.schedule_recorder import ScheduleRecorder
 from slivertune.planning.step import Forward, StepPeak, group_plan, largest_of, measure_step
 from slivertune.sft import SFT, SFTConfig, adam
 from slivertune.sft import selection as real
+from slivertune.sft.communicator import ALONE, Communicator
 from slivertune.sft.growth import GrowthEstimator
+from slivertune.sft.linear import DeltaLayer
 from slivertune.sft.moments import SM3Accumulators
 from slivertune.sft.reselection import Reselection
 
@@ -37,6 +42,47 @@ class SizedGrowthEstimator(GrowthEstimator):
     def __init__(self, num_elements: int, num_active: int, **settings: Any) -> None:
         super().__init__(num_elements, num_active, **settings)
         self._num_elements = num_elements
+
+    @override
+    def feed(
+        self, gradient: torch.Tensor, start: int, active: torch.Tensor, communicator: Communicator = ALONE
+    ) -> None:
+        key = ("feed", gradient.dtype, gradient.numel(), active.numel(), self.sizes)
+        replay(
+            key,
+            lambda: [gradient, active, *self.tensors()],
+            lambda: super(SizedGrowthEstimator, self).feed(gradient, start, active, communicator),
+            lambda _: self.sizes[-1],
+            self.leave,
+        )
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """What its further allocations depend on; last what it holds: pool or candidates, and waiting entrants."""
+        entrants = tuple((VectorSize.of(indices), VectorSize.of(values)) for indices, values in self._entrants)
+        held = (*self._held_sizes, entrants)
+        return self._num_elements, self.num_candidates, self._pool_size, self.has_candidates, held
+
+    @property
+    def _held_sizes(self) -> list[VectorSize | None]:
+        return [None if each is None else VectorSize.of(each) for each in (self._indices, self._step)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds."""
+        held = [self._indices, self._step, *(each for pair in self._entrants for each in pair)]
+        return [each for each in held if each is not None]
+
+    def leave(self, held: tuple[Any, ...]) -> None:
+        """Hold as much as an estimator alike does now.
+
+        Args:
+            held: The last of its `sizes`.
+        """
+        *sizes, entrants = held
+        if self._held_sizes != sizes:
+            self._indices, self._step = (None if size is None else size.make() for size in sizes)
+            self.claim()
+        self._entrants = [(indices.make(), values.make()) for indices, values in entrants]
 
     @override
     def _within(self, indices: torch.Tensor, start: int, length: int) -> slice:
@@ -73,37 +119,93 @@ class SizedReselection(Reselection):
     estimator_class = SizedGrowthEstimator
 
     @override
+    def _share_candidates(self, estimators: Mapping[str, GrowthEstimator]) -> None:
+        """As many candidates in all as ever; which tensors have them follows from values, and each keeps its own."""
+        for estimator in estimators.values():
+            estimator.pool_magnitudes()
+
+    @override
     def reselect(self, updates: int, options: Mapping[str, Any]) -> None:
         proposals = []
         for weight in self._weights:
             estimator, count = weight.estimators.pop(updates, None), weight.num_active
-            scores = [torch.empty(count)]
+            num_proposed = count
             if isinstance(weight.moments, SM3Accumulators):
                 # Twice as many products are searched as weights are trained, and their positions.
                 products = torch.empty(2 * count, 2, dtype=torch.float64)
                 real.largest_of(products[:, 0], 2 * count - 1)
                 del products
+                # Of the positions found, which wait until all tensors are searched, few are active: as few as of any.
+                num_elements = weight.target.num_elements
+                num_found = min(2 * count, num_elements)
+                num_proposed = num_found - round(num_found * count / num_elements)
+                scores = [torch.empty(num_proposed)]
             elif estimator is not None:
                 estimate = estimator.estimate()
-                scores += [torch.empty(count), torch.empty(count)]
+                scores = [torch.empty(count) for _ in range(3)]
                 del estimate
             else:
                 continue
             proposals.append(
-                (torch.empty(count, dtype=torch.int32), scores, real.largest_of(-weight.phi.data.abs(), count))
+                (torch.empty(num_proposed, dtype=torch.int32), scores, real.largest_of(-weight.phi.data.abs(), count))
             )
+
+
+class SizedDeltaLayer(DeltaLayer):
+    """Computes the gradients of one layer of those alike, and takes the memory of it in the others."""
+
+    @override
+    def phi_gradient(self, output_gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        serial = self._gradient_sync.begin()
+        estimators: list[Any] = list(self.weight.estimators.values())
+        for each in estimators:
+            each.begin(serial)
+        shapes = [(each.dtype, tuple(each.shape)) for each in (output_gradient, inputs)]
+
+        def leave(left: tuple[VectorSize, list[Any]]) -> torch.Tensor:
+            gradient, held = left
+            for each, sizes in zip(estimators, held, strict=True):
+                each.leave(sizes)
+            return gradient.make()
+
+        return replay(
+            ("gradient", *shapes, self.weight.num_active, *(each.sizes for each in estimators)),
+            lambda: [
+                output_gradient,
+                inputs,
+                self.weight.indices,
+                *(one for each in estimators for one in each.tensors()),
+            ],
+            lambda: super(SizedDeltaLayer, self).phi_gradient(output_gradient, inputs),
+            lambda gradient: (VectorSize.of(gradient), [each.sizes[-1] for each in estimators]),
+            leave,
+        )
 
 
 class SizedSFT(SFT):
     """SFT over a model without data, in either form."""
 
     reselection_class = SizedReselection
+    layer_class = SizedDeltaLayer
 
 
 class PlannedSFT(PlannedMethod):
     """SFT: updates inside of an estimation phase, and outside."""
 
-    settings = frozenset({"density", "selection", "reselection_interval", "estimation_steps", "replacement_rate"})
+    settings = frozenset(
+        {
+            *COUNTS,
+            "selection",
+            "reselection_interval",
+            "estimation_steps",
+            "replacement_rate",
+            "sft_target_modules",
+            "train_embeddings",
+            "redistribute",
+            "packed",
+            "sft_momentum",
+        }
+    )
     is_optimizer = True
     steps_itself = True
 
@@ -112,22 +214,14 @@ class PlannedSFT(PlannedMethod):
         # No tensor that SFT keeps between calls may pass from a run into a plan, or back.
         adam._corrections.cache_clear()
         try:
-            return self._measure(request, model, forward)
+            with replaying():
+                return self._measure(request, model, forward)
         finally:
             adam._corrections.cache_clear()
 
     def _measure(self, request: PlanRequest, model: nn.Module, forward: Forward) -> MeasuredSteps:
         steps, interval, num_inside = _shortened(request)
-        config = SFTConfig(
-            density=request.density,
-            selection=request.selection,
-            estimation_steps=steps,
-            reselection_interval=interval,
-            replacement_rate=request.replacement_rate,
-            form="auto",
-        )
-        with FakeOverrides():
-            optimizer = SizedSFT(model, config=config, lr=1e-4, total_steps=1000)
+        optimizer = _sized(request, model, steps, interval)
         with attached(request, model) as notes, Ledger(model) as ledger:
             optimizer.claim_state()
             peaks = [
@@ -159,15 +253,83 @@ class PlannedSFT(PlannedMethod):
             notes=(*notes, "SFT's search for weights to grow is computed from its sizes"),
         )
 
+    def record(
+        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
+    ) -> Mapping[int, float]:
+        """Record the updates of a phase and those outside, or one without and one with a reselection."""
+        adam._corrections.cache_clear()
+        try:
+            return self._record(request, model, forward, recorder)
+        finally:
+            adam._corrections.cache_clear()
+
+    def _record(
+        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
+    ) -> Mapping[int, float]:
+        steps, interval, counts = _sampled(request)
+        optimizer = _sized(request, model, steps, interval)
+        with attached(request, model):
+            optimizer.claim_state()
+            for _ in counts:
+                record_update(recorder, optimizer, forward, num_backwards=request.gradient_accumulation_steps)
+        return {index: count / sum(counts) for index, count in enumerate(counts) if count}
+
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """How many weights, and how they are chosen."""
-        density = () if request.density is None else ("--density", str(request.density))
-        return (
-            *density,
-            "--selection",
-            request.selection,
-            *given_arguments(request, ("reselection_interval", "estimation_steps", "replacement_rate", "load_in_4bit")),
-        )
+        names = [*COUNTS, "sft_target_modules", "train_embeddings", "packed", "sft_momentum", "reselection_interval"]
+        # What would be ignored, training refuses.
+        if request.has_phases:
+            names.append("estimation_steps")
+        if request.reselection_interval > 0:
+            names += ["replacement_rate", "redistribute"]
+        return ("--selection", request.selection, *given_arguments(request, (*names, "load_in_4bit")))
+
+
+def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int | None) -> SizedSFT:
+    """SFT on a schedule of its own.
+
+    Args:
+        request: All other settings.
+        model: Without data.
+        steps: gamma.
+        interval: S.
+    """
+    config = SFTConfig(
+        density=request.density,
+        num_weights=request.num_weights,
+        equivalent_lora_rank=request.equivalent_lora_rank,
+        targets=request.sft_target_modules,
+        embeddings=request.train_embeddings,
+        redistribute=request.redistribute,
+        packed=request.packed,
+        selection=request.selection,
+        estimation_steps=steps,
+        reselection_interval=interval,
+        replacement_rate=request.replacement_rate,
+        form="auto",
+    )
+    with FakeOverrides():
+        return SizedSFT(model, config=config, lr=1e-4, total_steps=1000, momentum=request.sft_momentum)
+
+
+def _sampled(request: PlanRequest) -> tuple[int, int | None, list[int]]:
+    """A schedule whose first updates are all that differ in the run's.
+
+    Args:
+        request: Has the schedule of the run.
+
+    Returns:
+        gamma and S of the shortened run, and for each of its updates how many of S updates of the run are like it.
+    """
+    interval, steps = request.reselection_interval, request.estimation_steps
+    if not interval:
+        return 1, None, [0, 1]
+    if not request.has_phases:
+        # The last reselects, with moments that an earlier one has left.
+        return (1, 1, [0, 1]) if interval == 1 else (1, 2, [0, 0, interval - 1, 1])
+    inside = [1] * steps if steps <= 3 else [1, steps - 2, 1]
+    outside = interval - steps
+    return len(inside), 100, [*inside, *([1] if outside == 1 else [1, outside - 1])]
 
 
 def _shortened(request: PlanRequest) -> tuple[int, int | None, int]:

@@ -8,6 +8,7 @@ model's modules in the pre-hook of each training forward and in `step`; no tenso
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class ModelHooks:
             writes deltas.
         phi_gradient: How the layer form computes gradients.
         optimizer: The one that may step the deltas.
+        layer_class: Makes a linear layer add the deltas.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class ModelHooks:
         gradient_sync: GradientSync,
         phi_gradient: PhiGradient,
         optimizer: torch.optim.Optimizer,
+        layer_class: type[DeltaLayer] = DeltaLayer,
     ) -> None:
         self._model = model
+        self._layer_class = layer_class
         self._weights = weights
         self._owner = weights[0].target.module
         self._delta_parameters = delta_parameters
@@ -78,7 +82,7 @@ class ModelHooks:
                 parameter = weight.target.parameter.requires_grad_(True)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(self._gradient_hook(at)))
             else:
-                self._handles.append(DeltaLayer(weight, at, self._gradient_sync, self._phi_gradient))
+                self._handles.append(self._layer_class(weight, at, self._gradient_sync, self._phi_gradient))
         if not self._gradient_sync.communicator.is_alone:
             self._handles += self._gradient_sync.watch(self._model)
         # On a layer, as a model that is a container would count it among its layers and call it.
@@ -94,23 +98,16 @@ class ModelHooks:
         self._required |= {id(each): (each, True) for each in (*deltas, self._delta_parameters.witness)}
         # What SFT itself writes into the deltas leaves their versions alone.
         self._versions = [version_of(delta) for delta in deltas]
-        # The model may outlive this, or go with it; optimizers' hooks are global, and would keep it alive for ever.
-        alive = weakref.ref(self)
-
-        def before_step(*args: Any) -> None:
-            if (hooks := alive()) is not None:
-                hooks._refuse_foreign_step(args[0])
-
-        step_hook = register_optimizer_step_pre_hook(before_step)
-        weakref.finalize(self, step_hook.remove)
         self._handles += [
             self._model.register_forward_pre_hook(ModuleHook(self._before_forward)),
             self._model.register_forward_hook(ModuleHook(self._after_forward)),
-            step_hook,
         ]
+        _watch_steps()
+        _on_models.add(self)
 
     def take_off(self) -> None:
         """Leave the model without any of it, still frozen."""
+        _on_models.discard(self)
         for handle in self._handles:
             handle.remove()
         self._handles, self._required, self._trained = [], {}, {}
@@ -233,3 +230,22 @@ class ModelHooks:
                         "attached; call detach() of the SFT (or of what slivertune.attach returned) before anything "
                         "else trains the model, and build that optimizer afterwards"
                     )
+
+
+_on_models: weakref.WeakSet[ModelHooks] = weakref.WeakSet()
+"""Those that are put on; models may outlive them, or go with them."""
+
+
+@cache
+def _watch_steps() -> None:
+    """Let every optimizer's step be seen, once and for good.
+
+    Optimizers' hooks are global: one that went with its model would be taken out of their dictionary by the garbage
+    collector, which may run while a step goes through it.
+    """
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(*args: Any) -> None:
+    for hooks in _on_models:
+        hooks._refuse_foreign_step(args[0])

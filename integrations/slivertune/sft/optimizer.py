@@ -25,7 +25,7 @@ from slivertune.sft.config import SFTConfig, checked_options
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.export import copy_base_values, copy_deltas, save
 from slivertune.sft.gradient_sync import GradientSync
-from slivertune.sft.linear import check_layer_form
+from slivertune.sft.linear import DeltaLayer, check_layer_form
 from slivertune.sft.model_hooks import ModelHooks
 from slivertune.sft.moments import new_moments
 from slivertune.sft.reselection import Reselection, Schedule
@@ -76,6 +76,9 @@ class SFT(CheckpointedSliver):
     reselection_class = Reselection
     """Chooses what is dropped and grown; planning, which has no values to choose by, takes another."""
 
+    layer_class = DeltaLayer
+    """What the layer form puts on a linear layer; planning, in which layers alike need the same, takes another."""
+
     method = "sft"
     without_state = "its deltas can't be told from pretrained weights"
     title = "SFT"
@@ -121,7 +124,13 @@ class SFT(CheckpointedSliver):
         """Norm of the trained weights' gradient in the last step, before `max_grad_norm` applied; fp32."""
         self._gradient_sync = GradientSync(self._weights, self._delta_parameters)
         self._hooks = ModelHooks(
-            model, self._weights, self._delta_parameters, self._gradient_sync, config.phi_gradient, self
+            model,
+            self._weights,
+            self._delta_parameters,
+            self._gradient_sync,
+            config.phi_gradient,
+            self,
+            self.layer_class,
         )
         self._hooks.put_on()
         take(model.parameters(), self)

@@ -33,14 +33,18 @@ class Positions:
             return self.tensors[0]
         low, counts = self.tensors
         tiles = torch.arange(self._num_tiles, dtype=torch.int32, device=low.device)
-        return (low.int() & (TILE - 1)) + torch.repeat_interleave(tiles, counts) * TILE
+        return (low.int() & (TILE - 1)) + torch.repeat_interleave(tiles, counts, output_size=low.numel()) * TILE
 
     def set(self, indices: torch.Tensor) -> None:
         """Hold other positions."""
         self.tensors = (indices,)
         if self._packed:
+            # No size depends on a value, so that a GPU need not be waited for.
+            starts = torch.arange(1, self._num_tiles, dtype=torch.int32, device=indices.device) * TILE
+            ends = torch.searchsorted(indices.contiguous(), starts, out_int32=True)
+            counts = torch.cat([ends, ends.new_full((1,), indices.numel())])
+            counts[1:] -= ends
             # Beyond 2^15 the int16 is negative; `get` masks the sign away.
-            counts = torch.bincount(indices // TILE, minlength=self._num_tiles).int()
             self.tensors = (indices.to(torch.int16), counts)
 
 

@@ -256,6 +256,9 @@ def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -
         selection.of_backward = rows
         # At the end of this backward, so that nothing of the forward is kept alive by it.
         at_end_of_backward(selection.leave_backward)
+        # What the first layer gets may be a leaf (PEFT lets it be one), which its selected rows, kept beside it, keep
+        # alive, so that both would wait for the garbage collector.
+        at_end_of_backward(rows.forget_parts)
 
     if passed.requires_grad:
         passed.register_hook(enter)

@@ -1,28 +1,31 @@
 """What `slivertune plan` would be asked for a run of `slivertune train`."""
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainingArguments
 
 from slivertune.planning.optimizers import OptimizerName
-from slivertune.planning.request import PlanRequest, PrecisionName
+from slivertune.planning.request import AttentionName, PlanRequest, PrecisionName
+from slivertune.planning.train_words import optimizer_named
+from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.methods.registry import TRAIN_METHODS
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.tasks.task import Task
 
-_OPTIMIZERS: dict[str, OptimizerName] = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "sgd": "sgd",
-    "adafactor": "adafactor",
-    "adagrad": "adagrad",
-    "adamw_bnb_8bit": "adamw8bit",
-    "adamw_8bit": "adamw8bit",
-}
-"""Names of `TrainingArguments.optim` that a plan knows."""
+_OF_THE_TRAINER = (
+    "label_smoothing_factor",
+    "use_liger_kernel",
+    "neftune_noise_alpha",
+    "auto_find_batch_size",
+    "use_cache",
+    "full_determinism",
+)
+"""Arguments of the Trainer that change memory in ways that a plan does not make."""
+_COPIES_TO_DECAY: tuple[OptimizerName, ...] = ("sgd", "sgd_momentum", "adagrad")
+"""Optimizers that decay weights in a copy of all gradients."""
 
 
 def plan_request(
@@ -56,7 +59,9 @@ def plan_request(
         "keep_activations": arguments.run.num_kept or 0,
         "chunked_cross_entropy": is_chunked,
         "token_ratio": arguments.tokens.token_ratio,
+        "attn_implementation": arguments.model.attn_implementation,
         "load_in_4bit": arguments.model.load_in_4bit,
+        "kernels": "cpu" if training.device.type == "cpu" else "gpu",
     }
     if task.id2label is not None:
         settings["num_labels"] = len(task.id2label)
@@ -76,7 +81,11 @@ def _offloads(trainer: Trainer, layout: str) -> bool:
 
 def _check(arguments: TrainArguments, layout: str) -> None:
     method = arguments.method
+    training, attention = arguments.training, arguments.model.attn_implementation
     others = [f"--{name}" for name in method.not_planned if name in arguments.given]
+    others += [f"--{name}" for name in _OF_THE_TRAINER if getattr(training, name)]
+    checkpointing: Any = training.activation_checkpointing_kwargs or {}
+    decays = training.weight_decay and not method.is_optimizer and _optimizer(training) in _COPIES_TO_DECAY
     planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
     for is_unknown, reason in (
         (
@@ -84,8 +93,17 @@ def _check(arguments: TrainArguments, layout: str) -> None:
             "a plan knows causal_lm and classification, not prompt_classification",
         ),
         (arguments.run.num_kept == "auto", "--keep_activations auto fills what the device has left"),
-        (arguments.training.torch_compile, "a plan can't see into what torch.compile makes"),
+        (training.torch_compile, "a plan can't see into what torch.compile makes"),
         (others, f"a plan has no word for {', '.join(others)}"),
+        (
+            attention not in (None, *get_args(AttentionName)),
+            f"a plan knows --attn_implementation {' and '.join(get_args(AttentionName))}, not {attention}",
+        ),
+        (
+            checkpointing.get("use_reentrant") or checkpointing.keys() - {"use_reentrant"},
+            "a plan knows checkpointing without --activation_checkpointing_kwargs",
+        ),
+        (decays, f"a plan has no word for --weight_decay with --optim {enum_value(training.optim)}"),
         (
             layout != "single" and not method.is_planned_on_ranks,
             f"on several GPUs this line knows {planned}; for {method.name} see slivertune plan --layout",
@@ -96,16 +114,14 @@ def _check(arguments: TrainArguments, layout: str) -> None:
 
 
 def _optimizer(training: TrainingArguments) -> OptimizerName:
-    optim = enum_value(training.optim)
-    if optim not in _OPTIMIZERS:
-        raise ValueError(f"a plan does not know --optim {optim}, but {', '.join(_OPTIMIZERS)}")
-    has_momentum = optim == "sgd" and "momentum=" in (training.optim_args or "")
-    return "sgd_momentum" if has_momentum else _OPTIMIZERS[optim]
+    return optimizer_named(enum_value(training.optim), training.optim_args or "")
 
 
 def _precision(arguments: TrainArguments, model: Any) -> PrecisionName:
     """From what the weights are really held in: `--weights_dtype auto` may follow the checkpoint."""
-    if any(parameter.dtype == torch.bfloat16 for parameter in model.parameters()):
+    # SFT's packed deltas are bf16 beside weights of any type.
+    weights = (each for name, each in model.named_parameters() if DELTA_PARAMETERS_NAME not in name.split("."))
+    if any(weight.dtype == torch.bfloat16 for weight in weights):
         return "bf16"
     return "fp32" if arguments.precision.autocast == "no" else "mixed"
 

@@ -15,7 +15,8 @@ from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.output.display import describe_metrics
 from slivertune.training.output.folders import START_NAME, newest_whole, read_results
-from slivertune.training.output.plan_line import DevicePeak, plan_run
+from slivertune.training.output.largest_batch import LargestBatch
+from slivertune.training.output.plan_line import DevicePeak, batch_of, plan_run
 from slivertune.training.output.report import Results, Sample, describe, print_results, write_results
 
 _SET_BY_LAUNCHERS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
@@ -108,9 +109,10 @@ def _execute(run: Run, console: Console) -> Results:
     describe(run)
     # The figures are the first rank's, and so is what is said.
     is_measured = run.arguments.run.memory_ledger != "off" and run.coordinator.is_first
-    plan, device_peak = plan_run(run) if is_measured else None, DevicePeak()
+    plan, device_peak, largest_batch = plan_run(run) if is_measured else None, DevicePeak(), LargestBatch()
     if is_measured:
         run.trainer.add_callback(device_peak)
+        largest_batch.watch(run.trainer)
     if run.layout == "single":
         _evaluate_before(run)
     else:
@@ -146,6 +148,8 @@ def _execute(run: Run, console: Console) -> Results:
         planned_peak_bytes=None if plan is None else plan.peak_bytes,
         # On CUDA what the allocator had, elsewhere what the ledger counted.
         measured_peak_bytes=device_peak.num_bytes or (None if peak is None else peak.device),
+        planned_batch=None if plan is None else batch_of(plan.request),
+        largest_batch=largest_batch.size,
         model_folder=saved.model_folder,
         delta_folder=saved.delta_folder,
         merge_command=saved.merge_command,

@@ -1,3 +1,4 @@
+import json
 import os
 from contextlib import closing
 from dataclasses import replace
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from slivertune.planning.make import make_plan
 from slivertune.planning.request import PlanRequest
+from slivertune.sft import SFT
 from slivertune.training.assemble import Run, assemble
 from slivertune.training.embedded.base_model import BASE_RECIPE, save_base_model, train_base_model
 from slivertune.training.options.parse import parse_train_arguments
@@ -47,6 +49,13 @@ def embedded_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("--method", "sft", "--density", "0.05"),
         ("--method", "sft", "--density", "0.05", "--reselection_interval", "7"),
         ("--method", "sft", "--density", "0.05", "--reselection_interval", "0"),
+        ("--method", "sft", "--num_weights", "90000", "--packed"),
+        ("--method", "sft", "--equivalent_lora_rank", "8", "--redistribute", "--train_embeddings"),
+        ("--method", "sft", "--density", "0.1", "--sft_target_modules", "q_proj", "down_proj"),
+        ("--method", "sft", "--density", "0.1", "--selection", "momentum", "--sft_momentum", "0.9"),
+        ("--method", "lora", "--lora_target_modules", "q_proj", "v_proj"),
+        ("--method", "dense", "--attn_implementation", "eager"),
+        ("--method", "hift", "--steps_per_group", "2", "--state", "discard"),
     ],
     ids=" ".join,
 )
@@ -63,14 +72,43 @@ def test_the_planned_peak_of_the_embedded_default_is_the_measured_one(
     assert planned == pytest.approx(measured, rel=TOLERANCE)
 
 
+@pytest.mark.slow
+def test_adapters_that_drop_inputs_are_planned_with_the_masks_of_a_gpu(embedded_base: Path, tmp_path: Path) -> None:
+    words = ("--max_steps", "2", "--max_length", "256", "--packing", "--sample_tokens", "0", "--lora_dropout", "0.1")
+    data = write_texts(tmp_path, count=400)
+    results = train(embedded_base, data, tmp_path / "out", *words, method="lora")
+    # Each block's seven linear layers drop inputs of their own; a CPU's masks are fp32, those of a GPU take a byte.
+    recipe = BASE_RECIPE
+    num_dropped = 2 * 256 * recipe.num_layers * (6 * recipe.hidden_size + recipe.intermediate_size)
+    planned = results["planned_peak_bytes"] + 3 * num_dropped
+    assert planned == pytest.approx(results["measured_peak_bytes"], rel=TOLERANCE)
+
+
 def test_a_run_says_what_is_planned_before_and_what_was_measured_after(
     tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out")
+    # All rows are equally long, so that what ran is what was planned.
+    results = train(tiny_base, write_texts(tmp_path), tmp_path / "out", "--packing", "--max_length", "32")
     planned, measured = results["planned_peak_bytes"], results["measured_peak_bytes"]
+    assert results["planned_batch"] == results["largest_batch"] == {"num_rows": 2, "num_tokens": 32}
     start, _, end = capsys.readouterr().out.partition("evaluation before")
     assert f"  memory  {planned / 1e6:,.1f} MB planned at the peak (weights " in start
     assert f"{measured / 1e6:,.1f} MB, planned {planned / 1e6:,.1f} MB ({planned / measured - 1:+.1%})" in end
+
+
+def test_a_run_that_never_met_its_longest_row_says_how_long_those_were_that_it_met(
+    tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One row of forty has as many tokens as the plan is for; two of them are drawn.
+    path = write_texts(tmp_path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"text": "x" * 120}) + "\n")
+    results = train(tiny_base, path, tmp_path / "out", "--max_steps", "1", "--eval_file", str(path))
+    planned, ran = results["planned_batch"], results["largest_batch"]
+    assert (planned, ran["num_rows"]) == ({"num_rows": 2, "num_tokens": 121}, 2)
+    assert 50 < ran["num_tokens"] < 121
+    line = f"for rows of 121 tokens; the longest that ran had {ran['num_tokens']}"
+    assert line in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_that_draws_leaves_the_runs_random_state_as_it_was(
@@ -162,16 +200,20 @@ def test_a_run_is_planned_as_what_it_is(
         request = request_of(run)
     longest = max(len(row["input_ids"]) for row in run.task.train_dataset)
     assert longest < 128, "the rows are shorter than --max_length, and padded to the longest at most"
-    assert request == PlanRequest(**{"method": method, "batch_size": 2, "seq_length": longest, **changes})
+    kernels = "gpu" if torch.cuda.is_available() and "--use_cpu" not in words else "cpu"
+    settings = {"method": method, "kernels": kernels, "batch_size": 2, "seq_length": longest, **changes}
+    assert request == PlanRequest(**settings)
 
 
-def test_sft_is_planned_with_its_share_of_the_weights(tiny_base: Path, tmp_path: Path) -> None:
-    words = ("--equivalent_lora_rank", "2", "--selection", "momentum")
+def test_sft_is_planned_with_as_many_weights_as_it_trains(tiny_base: Path, tmp_path: Path) -> None:
+    words = ("--equivalent_lora_rank", "2", "--selection", "momentum", "--packed", "--sft_target_modules", "q_proj")
     with closing(assembled(tiny_base, write_texts(tmp_path), tmp_path / "out", *words, method="sft")) as run:
-        request = request_of(run)
-        optimizer: Any = run.trainer.optimizer
-        assert request.density == optimizer.num_weights / sum(optimizer.num_elements.values())
-    assert (request.method, request.selection) == ("sft", "momentum")
+        request, optimizer = request_of(run), run.trainer.optimizer
+        planned = make_plan(request, run.source.config)
+        assert isinstance(optimizer, SFT)
+        assert planned.num_trainable_peak == optimizer.num_weights
+    # Packed deltas are bf16, the weights are not.
+    assert (request.precision, request.selection, request.packed) == ("fp32", "momentum", True)
 
 
 def test_a_classifier_is_planned_with_its_classes(tiny_base: Path, tmp_path: Path) -> None:
@@ -185,9 +227,7 @@ def test_a_classifier_is_planned_with_its_classes(tiny_base: Path, tmp_path: Pat
     ("method", "words", "reason"),
     [
         ("dense", ("--optim", "rmsprop"), "a plan does not know --optim rmsprop"),
-        ("sft", ("--packed", "true", "--density", "0.1"), "a plan has no word for --packed"),
-        ("lora", ("--lora_target_modules", "q_proj"), "a plan has no word for --lora_target_modules"),
-        ("lora", ("--lora_dropout", "0.1"), "a plan has no word for --lora_dropout"),
+        ("lora", ("--neftune_noise_alpha", "5"), "a plan has no word for --neftune_noise_alpha"),
     ],
 )
 def test_what_a_plan_has_no_word_for_is_said_and_trained(

@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from slivertune.core.ledger import Census
+from slivertune.training.output.largest_batch import BatchSize
 from slivertune.training.output.report import Results, Sample, print_results, write_results
 
 RESULTS = Results(
@@ -50,6 +51,21 @@ def test_every_figure_is_printed_and_no_text_is_taken_for_markup() -> None:
         "runs/hift/model", "runs/hift/checkpoint-3", "rows [odd].csv", "[bold]Q", "no", "yes", "maybe",
     ):  # fmt: skip
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("ran", "text"),
+    [
+        ((4, 512), "3.5 MB, planned 3.6 MB (+2.0%)"),
+        ((4, 231), "3.5 MB, planned 3.6 MB for rows of 512 tokens; the longest that ran had 231"),
+        ((2, 512), "3.5 MB, planned 3.6 MB for 4 rows of 512 tokens; the largest batch that ran had 2 of 512"),
+    ],
+)
+def test_a_plan_for_longer_rows_than_ran_says_so_in_place_of_a_share(ran: tuple[int, int], text: str) -> None:
+    planned, largest = BatchSize(num_rows=4, num_tokens=512), BatchSize(num_rows=ran[0], num_tokens=ran[1])
+    line = " ".join(printed(planned_batch=planned, largest_batch=largest).split())
+    assert text in line
+    assert ("%)" in line.partition("peak on the device")[2].partition("most")[0]) == (ran == (4, 512))
 
 
 def test_what_was_not_measured_is_not_printed() -> None:

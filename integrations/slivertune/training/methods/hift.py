@@ -229,7 +229,7 @@ class HiFTMethod(SliverMethod):
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
-        names = ("state", "stream_bytes", "gradients", "update")
+        names = ("steps_per_group", "state", "stream_bytes", "gradients", "update")
         settings = {name: getattr(self.options, name) for name in names}
         settings["layers_per_group"] = self.options.num_layers or 1
         settings["prefetch_bytes"] = 0 if self.options.prefetch_bytes == "auto" else int(self.options.prefetch_bytes)

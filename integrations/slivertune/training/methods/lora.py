@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from slivertune.core.adapter_casts import AdapterCastsHandle, skip_needless_casts
 from slivertune.training.methods.method import TrainingMethod
 from slivertune.training.models import LoadedModel
 from slivertune.training.tasks.task import ModelKind, Task
@@ -65,6 +66,7 @@ class LoraMethod(TrainingMethod):
     """PEFT's LoRA; a checkpoint and the final model are its adapter.
 
     Adapters, and new modules such as a classifier's head, are held in fp32 whatever the frozen weights are held in.
+    Under autocast their inputs are not cast to fp32 first, which would change nothing and keep a copy for each adapter.
     """
 
     name = "lora"
@@ -73,9 +75,9 @@ class LoraMethod(TrainingMethod):
     requires = "peft"
     bf16_use = "both"
     takes_4bit = True
-    not_planned = ("lora_target_modules",)
     options: LoraArguments
     _num_adapted = 0
+    _casts: AdapterCastsHandle | None = None
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,14 +97,13 @@ class LoraMethod(TrainingMethod):
         }
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """The adapters' rank.
-
-        Raises:
-            ValueError: If the adapters drop some of their inputs.
-        """
-        if self.options.lora_dropout:
-            raise ValueError("a plan has no word for --lora_dropout")
-        return {"lora_rank": self.options.lora_rank}
+        """What has adapters, their rank, and whether they drop some of their inputs."""
+        names = self.options.lora_target_modules
+        return {
+            "lora_rank": self.options.lora_rank,
+            "lora_dropout": self.options.lora_dropout,
+            "lora_target_modules": None if names is None else tuple(names),
+        }
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Freeze the model and put the adapters in."""
@@ -134,6 +135,7 @@ class LoraMethod(TrainingMethod):
         for parameter in adapted.parameters():
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
                 parameter.data = parameter.data.float()
+        self._casts = skip_needless_casts(adapted)
         self._num_adapted = sum(isinstance(module, LoraLayer) for module in adapted.modules())
         return adapted
 
@@ -145,3 +147,8 @@ class LoraMethod(TrainingMethod):
     def settings(self) -> dict[str, Any]:
         """All of LoRA's settings, and the number of modules with an adapter."""
         return {**asdict(self.options), "lora_alpha": self.options.alpha, "num_adapted": self._num_adapted}
+
+    def close(self) -> None:
+        """Let the adapters cast their inputs as PEFT does."""
+        if self._casts is not None:
+            self._casts.remove()

@@ -153,7 +153,6 @@ class SFTMethod(SliverMethod):
     takes_4bit = True
     is_optimizer = True
     is_planned_on_ranks = True
-    not_planned = ("sft_target_modules", "train_embeddings", "redistribute", "packed")
     options: SFTArguments
 
     _has_4bit = False
@@ -218,10 +217,10 @@ class SFTMethod(SliverMethod):
         return {"sft": asdict(self.options)}
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
-        """The share of the weights that it really trains, and how it chooses them."""
-        names = ("selection", "reselection_interval", "estimation_steps", "replacement_rate")
-        density = self.optimizer.num_weights / sum(self.optimizer.num_elements.values())
-        return {"density": density, **{name: getattr(self.options, name) for name in names}}
+        """All settings: a plan has each under the same name."""
+        values = asdict(self.options)
+        names = self.options.sft_target_modules
+        return {**values, "sft_target_modules": None if names is None else tuple(names)}
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
         """Refuse a model with weights that were never trained; deltas of a share of them would not make them useful."""

@@ -91,7 +91,10 @@ class ModelArguments:
 
     model_name_or_path: str | None = field(
         default=None,
-        metadata={"help": "A hub id or a local folder; without it, a small byte-level Llama made on this machine."},
+        metadata={
+            "aliases": ["--model"],
+            "help": "A hub id or a local folder; without it, a small byte-level Llama made on this machine.",
+        },
     )
     model_revision: str | None = field(
         default=None, metadata={"help": "Branch, tag or commit of a hub model; its main branch by default."}

@@ -10,6 +10,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest
 from slivertune.training.assemble import Run
+from slivertune.training.output.largest_batch import BatchSize
 from slivertune.training.output.plan_process import plan_in_process
 from slivertune.training.planned_request import plan_request
 
@@ -72,6 +73,15 @@ def plan_run(run: Run) -> Plan | None:
         f"{request.seq_length} tokens"
     )
     return plan
+
+
+def batch_of(request: PlanRequest) -> BatchSize:
+    """The batch that a plan is made for; all its rows are full.
+
+    Args:
+        request: The run.
+    """
+    return BatchSize(num_rows=request.batch_size, num_tokens=request.seq_length)
 
 
 def request_of(run: Run) -> PlanRequest:

@@ -21,6 +21,7 @@ from slivertune.training.methods.method import Saved
 from slivertune.training.methods.tokens import tokens_line
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.output.folders import RESULTS_NAME
+from slivertune.training.output.largest_batch import BatchSize
 
 _PEAK_ROWS = {
     "parameters": "weights",
@@ -86,6 +87,10 @@ class Results(Saved):
     """The planned peak on the device."""
     measured_peak_bytes: int | None
     """The measured one to hold against it."""
+    planned_batch: BatchSize | None = None
+    """What the planned peak is for."""
+    largest_batch: BatchSize | None = None
+    """The batch with the most tokens that was trained on, which decides the measured one."""
     checkpoint: Path | None
     sample: Sample | None
     command: tuple[str, ...] = ()
@@ -170,7 +175,16 @@ def _measured_and_planned(results: Results) -> str | None:
     measured, planned = results.measured_peak_bytes, results.planned_peak_bytes
     if measured is None or planned is None:
         return None if measured is None else _megabytes(measured)
-    return f"{_megabytes(measured)}, planned {_megabytes(planned)} ({planned / measured - 1:+.1%})"
+    asked, ran = results.planned_batch, results.largest_batch
+    if asked is None or ran is None or asked.total <= ran.total:
+        return f"{_megabytes(measured)}, planned {_megabytes(planned)} ({planned / measured - 1:+.1%})"
+    batches = f"rows of {asked.num_tokens} tokens; the longest that ran had {ran.num_tokens}"
+    if asked.num_rows != ran.num_rows:
+        batches = (
+            f"{asked.num_rows} rows of {asked.num_tokens} tokens; the largest batch that ran had {ran.num_rows} of "
+            f"{ran.num_tokens}"
+        )
+    return f"{_megabytes(measured)}, planned {_megabytes(planned)} for {batches}"
 
 
 def _megabytes(num_bytes: int) -> str:

@@ -1,11 +1,36 @@
-"""HiFT's groups alike, where some blocks keep their activations: which of them is to be run, and what of it counts."""
+"""HiFT's groups that are alike: which they are, which of them is to be run, and what of it counts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
+
+from torch import nn
 
 from slivertune.hift.rotation import Group
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.step import StepPeak, largest_of
+
+
+def alike(groups: Sequence[Group], model: nn.Module) -> list[list[Group]]:
+    """Sort groups by what they hold: kinds of layers, and shapes and dtypes of the parameters that train.
+
+    Of groups alike, the lowest has the largest peak: its backward goes through all blocks that those of the others go
+    through, and more, and their updates are the same.
+
+    Args:
+        groups: All groups, from the bottom up.
+        model: The model.
+
+    Returns:
+        The groups in lists of those alike, each from the bottom up.
+    """
+    named = dict(model.named_parameters())
+    found: dict[Any, list[Group]] = {}
+    for group in groups:
+        kinds = tuple(layer.kind for layer in group.layers)
+        sizes = tuple((tuple(named[name].shape), named[name].dtype) for name in group.parameter_names)
+        found.setdefault((kinds, sizes), []).append(group)
+    return list(found.values())
 
 
 def measure_alike(measure: Callable[[Group], StepPeak], members: Sequence[Group], request: PlanRequest) -> StepPeak:

@@ -1,0 +1,129 @@
+"""What GPUs owe each other in an update, and a host that holds the weights, by their sizes and the engine's rules.
+
+P stands for the bytes of all weights, G for those of the gradients of what trains in an update, N for the GPUs. A ring
+lets each GPU send (N - 1) / N of what is gathered or of what is reduced, and twice that of what all are to have the sum
+of. Everything goes on under the computation of its phase, and is waited for where that is over first.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slivertune.planning.cards import HOST_BANDWIDTH, Rates
+from slivertune.planning.methods import planned
+from slivertune.planning.plan import Plan
+from slivertune.planning.request import PlanRequest
+from slivertune.planning.schedule import Phase
+
+Reason = Literal["collectives", "weights from the host", "the host's update", "pages"]
+
+_HOST_STEP_BYTES = 28
+"""AdamW on the host reads a weight's master, gradient and both moments, and writes all but the gradient; fp32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Owed:
+    """What goes on in a phase of an update beside one GPU's own work."""
+
+    reason: Reason
+    phase: Phase
+    seconds: float
+    """How long it takes by itself."""
+    window: float = 1.0
+    """The share of the phase's computation under which it can hide; 0 for what comes after."""
+
+    def waited_for(self, computing: float) -> float:
+        """Seconds that are left when the computation of the phase is over.
+
+        Args:
+            computing: Seconds that it takes.
+        """
+        return max(0.0, self.seconds - self.window * computing)
+
+
+def owed(plan: Plan, rates: Rates) -> list[Owed]:
+    """What an update of a plan owes.
+
+    Args:
+        plan: Of one of the GPUs.
+        rates: Of its card.
+    """
+    request = plan.request
+    if request.layout == "single":
+        return []
+    rounds = request.gradient_accumulation_steps
+    ring = (request.num_gpus - 1) / request.num_gpus / (rates.link_bandwidth or rates.bus_bandwidth)
+    weights, gradients = _weight_bytes(plan), mean_gradient_bytes(plan)
+    found: list[Owed] = []
+    if request.layout in ("zero3", "fsdp2"):
+        # All is gathered for the forward, and again for the backward; gradients are reduced in each.
+        gather, reduce = rounds * ring * weights, rounds * ring * gradients
+        found += [
+            Owed(reason="collectives", phase="forward", seconds=gather),
+            Owed(reason="collectives", phase="backward", seconds=gather + reduce),
+        ]
+        if request.offload_parameters:
+            found += _offloaded(plan, rates, weights)
+    elif request.layout == "ddp" or planned(request.method).steps_itself:
+        # The sum of the last micro-batch's totals, under its backward.
+        found += [Owed(reason="collectives", phase="backward", seconds=2 * ring * gradients, window=1 / rounds)]
+    else:
+        reductions = rounds if request.layout == "zero2" else 1
+        found += [
+            Owed(
+                reason="collectives",
+                phase="backward",
+                seconds=reductions * ring * gradients,
+                window=reductions / rounds,
+            ),
+            Owed(reason="collectives", phase="step", seconds=ring * _trained_weight_bytes(plan), window=0),
+        ]
+    return [each for each in found if each.seconds > 0]
+
+
+def _offloaded(plan: Plan, rates: Rates, weights: int) -> list[Owed]:
+    """Each GPU's part of the weights comes twice a micro-batch, its gradients leave, and the host's processor steps."""
+    request = plan.request
+    rounds, part = request.gradient_accumulation_steps, 1 / request.num_gpus / rates.bus_bandwidth
+    found = [
+        Owed(reason="weights from the host", phase="forward", seconds=rounds * part * weights),
+        Owed(reason="weights from the host", phase="backward", seconds=rounds * part * weights),
+    ]
+    if not planned(request.method).steps_itself:
+        host_bytes = _HOST_STEP_BYTES * mean_trained(plan) / request.num_gpus
+        seconds = host_bytes / (rates.host_bandwidth or HOST_BANDWIDTH)
+        found.append(Owed(reason="the host's update", phase="step", seconds=seconds, window=0))
+    return found
+
+
+def mean_gradient_bytes(plan: Plan) -> float:
+    """Bytes of the gradients of an update, in the mean over all of them."""
+    return _mean(plan, [group.gradient_bytes for group in plan.groups])
+
+
+def mean_trained(plan: Plan) -> float:
+    """Elements that an update trains, in the mean over all of them."""
+    return _mean(plan, [group.num_parameters for group in plan.groups])
+
+
+def mean_state_bytes(plan: Plan) -> float:
+    """Bytes of masters and state of what an update trains, in the mean over all of them."""
+    return _mean(plan, [group.state_bytes + group.master_bytes for group in plan.groups])
+
+
+def _mean(plan: Plan, values: list[int]) -> float:
+    if not planned(plan.request.method).trains_in_groups:
+        return values[-1]  # SFT's last kind of updates is the usual one
+    counts = [len(group.indices) for group in plan.groups]
+    return sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts)
+
+
+def _weight_bytes(plan: Plan) -> int:
+    return plan.num_parameters * _itemsize(plan.request)
+
+
+def _trained_weight_bytes(plan: Plan) -> float:
+    return mean_trained(plan) * _itemsize(plan.request)
+
+
+def _itemsize(request: PlanRequest) -> int:
+    return 2 if request.precision in ("bf16", "mixed_hi") else 4

@@ -1,0 +1,81 @@
+"""The experts' matrix products of a mixture of experts, by their sizes.
+
+transformers sorts the tokens by their experts and multiplies each run of them by its expert's matrix, in one call of
+torch's `grouped_mm`. What such a product keeps and returns depends on how many tokens and choices there are, and not on
+which experts they choose: a plan needs no values. torch knows the sizes for bf16 alone and counts no operations; this
+stands for it in every dtype.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+_ALIGNMENT_BYTES = 16
+"""Rows of both factors must begin at a multiple of this, on a GPU and on the CPU."""
+
+
+def multiply_in_groups(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    *,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    tell: Callable[[int, int], None],
+) -> torch.Tensor:
+    """Stand in for `torch.nn.functional.grouped_mm`; the values of the result are arbitrary.
+
+    Args:
+        mat_a: Rows sorted by group, shape (rows, in).
+        mat_b: A matrix for each group, shape (groups, in, out).
+        offs: Where each group's rows end, int32.
+        bias: Not supported, as in torch.
+        out_dtype: That of `mat_a`, as in torch.
+        tell: Called with the floating-point operations of each product, and the bytes that it reads and writes.
+
+    Returns:
+        Shape (rows, out).
+
+    Raises:
+        ValueError: If the factors have another form, or rows that torch's kernels do not take.
+    """
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
+        raise ValueError(
+            f"grouped_mm of shapes {tuple(mat_a.shape)} and {tuple(mat_b.shape)} has no plan; it must be of rows "
+            "sorted by group and a matrix for each group, without a bias"
+        )
+    for width in (mat_a.shape[1], mat_b.shape[2]):
+        if width * mat_b.element_size() % _ALIGNMENT_BYTES:
+            raise ValueError(
+                f"experts of width {width} in {mat_b.dtype} have rows that are no multiple of {_ALIGNMENT_BYTES} "
+                "bytes, which torch's grouped products refuse; change the model's hidden or intermediate size"
+            )
+    result: torch.Tensor = _GroupedProduct.apply(mat_a, mat_b, tell)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """Y_g = X_g W_g for the rows of each group g."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, tell: Callable[[int, int], None]) -> torch.Tensor:
+        # Each factor is kept for the other's gradient: frozen experts keep no rows.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, matrices if ctx.needs_input_grad[0] else None)
+        product = rows.new_empty(rows.shape[0], matrices.shape[2])
+        # Each row meets one matrix, with two operations a product and sum; all matrices are read, as by a large batch.
+        ctx.work = 2 * rows.numel() * matrices.shape[2], rows.nbytes + matrices.nbytes + product.nbytes
+        ctx.forms, ctx.tell = [(each.shape, each.stride(), each.dtype) for each in (rows, matrices)], tell
+        tell(*ctx.work)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients: list[torch.Tensor | None] = [None, None, None]
+        for index, (size, stride, dtype) in enumerate(ctx.forms):
+            if ctx.needs_input_grad[index]:
+                gradients[index] = torch.empty_strided(size, stride, dtype=dtype)
+                ctx.tell(*ctx.work)
+        return tuple(gradients)

@@ -1,0 +1,55 @@
+"""Planned seconds as people read them."""
+
+from rich.console import Console
+from rich.table import Table
+
+from slivertune.planning.byte_text import format_bytes
+from slivertune.planning.cards import Card
+from slivertune.planning.planned_time import PlannedTime
+
+_TITLES = {"forward": "forward", "backward": "backward", "step": "update"}
+
+
+def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console: Console) -> None:
+    """Print what an update takes by part, and what follows from it.
+
+    Args:
+        time: Of an update.
+        card: On which.
+        num_tokens: To train on; None where nothing was said of it.
+        console: Where to.
+    """
+    rates = time.rates
+    table = Table(title=f"an update on a {card.name}", title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for phase, seconds in time.computing.items():
+        table.add_row(_TITLES[phase], format_seconds(seconds), "")
+    for reason, seconds in time.waits.items():
+        table.add_row(f"waits for {reason}", format_seconds(seconds), f"{seconds / time.seconds:.1%} of it")
+    table.add_section()
+    speed = f"{time.tokens_per_second:,.0f} tokens a second"
+    table.add_row("together", f"[bold]{format_seconds(time.seconds)}[/]", f"{time.num_tokens:,} tokens, {speed}")
+    if num_tokens is not None:
+        table.add_section()
+        table.add_row("the run", f"{time.hours(num_tokens):,.1f} h", f"{num_tokens:,.0f} tokens")
+    if time.disk_bytes_per_update:
+        table.add_row("writes to disk", format_bytes(round(time.disk_bytes_per_hour)), "an hour")
+    console.print(table)
+    console.print(
+        f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s (--efficiency) and "
+        f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way; assumptions, not measurements of your machine",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits, in seconds or milliseconds.
+
+    Args:
+        seconds: How many.
+    """
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,97 @@
+"""Every option of `slivertune train` is a plan's under the same name, or stands here with its reason."""
+
+import pytest
+
+from slivertune.planning.arguments import make_parser as make_plan_parser
+from slivertune.planning.arguments import parse_plan_arguments
+from slivertune.training.options.parse import make_parser as make_train_parser
+
+NEITHER_MEMORY_NOR_TIME = {
+    # What is learned from what: rows of as many tokens need as much, whichever they are.
+    *("dataset", "dataset_config", "dataset_cache_dir", "column_names", "sample_by", "train_split", "text_column"),
+    *("text_pair_column", "prompt_column", "response_column", "response_separator", "label_column", "template"),
+    *("label_words", "truncate", "skip_empty_rows", "max_train_samples", "preprocessing_num_workers"),
+    *("train_sampling_strategy", "length_column_name", "remove_unused_columns", "label_names"),
+    # Numbers of the update rule, and which group, weights or tokens have their turn; not how many.
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "max_grad_norm", "lora_alpha", "order", "token_pattern", "seed", "data_seed"),
+    *("average_tokens_across_devices", "non_finite_limit", "max_steps"),
+    # Which weights, and where files lie.
+    *("model_revision", "state_dir", "output_dir", "resume_from_checkpoint", "ignore_data_skip"),
+    "restore_callback_states_from_checkpoint",
+    # Loading of rows, on the host and beside the step.
+    *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+    *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+    # What is shown and sent.
+    *("memory_ledger", "logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node"),
+    *("logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm"),
+    *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "debug"),
+    *("skip_memory_metrics", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
+    *("hub_always_push", "hub_revision"),
+    # Not read by `slivertune train`.
+    *("do_train", "do_eval", "do_predict", "local_rank"),
+}
+OUTSIDE_OF_UPDATES = {
+    # A plan is for updates; the measured peak leaves these out as well.
+    *(
+        "sample_tokens",
+        "sample_prompt",
+        "eval_split",
+        "eval_file",
+        "eval_fraction",
+        "max_eval_samples",
+        "eval_strategy",
+    ),
+    *("eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only", "eval_on_start"),
+    *("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics"),
+    *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "load_best_model_at_end", "metric_for_best_model"),
+    *("greater_is_better", "save_only_model", "save_strategy", "save_steps", "save_on_each_node", "save_total_limit"),
+    *("enable_jit_checkpoint", "torch_empty_cache_steps"),
+}
+SAID_OTHERWISE = {
+    # --layout, --num_gpus and --offload_parameters, and what a launcher sets.
+    *("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "parallelism_config", "ddp_find_unused_parameters"),
+    *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout", "use_cpu"),
+    # A plan's rows are all full, as packed ones are.
+    "packing",
+}
+NOT_PLANNED = {
+    # A run with one of these says why it is not planned, or is planned as its like in bf16.
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
+    *("label_smoothing_factor", "neftune_noise_alpha", "auto_find_batch_size", "use_cache", "full_determinism"),
+    *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "weight_decay", "optim_target_modules"),
+    *("fp16", "tf32"),
+}
+
+
+def test_every_option_of_train_is_planned_under_its_name_or_has_a_reason_not_to_be() -> None:
+    planned = make_plan_parser()._option_string_actions
+    options = {action.option_strings[0].removeprefix("--") for action in make_train_parser()._actions} - {"-h"}
+    options = {name.removeprefix("no_") for name in options}
+    same_name = {name for name in options if f"--{name}" in planned}
+    others = [NEITHER_MEMORY_NOR_TIME, OUTSIDE_OF_UPDATES, SAID_OTHERWISE, NOT_PLANNED]
+    listed = [same_name, *others]
+    assert sum(map(len, listed)) == len(set().union(*listed)), "a reason is given for what is planned, or two"
+    assert set().union(*others) <= options, "an option that train does not have"
+    assert options - set().union(*listed) == set(), "plan it, or say why not"
+
+
+def test_names_of_the_model_are_the_same_in_both_commands() -> None:
+    parser = make_train_parser()
+    for name in ("--model", "--model_name_or_path", "--model-name-or-path"):
+        assert parser.parse_args([name, "x"]).model_name_or_path == "x"
+        assert parse_plan_arguments([name, "x"]).model == "x"
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (("--layers-per-group=3",), {"layers_per_group": 3}),
+        (("--lora-target-modules", "q-proj", "v"), {"lora_target_modules": ("q-proj", "v")}),
+        (("--activation_checkpointing", "true"), {"gradient_checkpointing": True}),
+    ],
+)
+def test_names_may_be_written_with_hyphens_as_train_takes_them(
+    words: tuple[str, ...], given: dict[str, object]
+) -> None:
+    assert parse_plan_arguments(["--model", "x", *words]).given == given
