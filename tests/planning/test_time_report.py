@@ -1,0 +1,83 @@
+"""What the command says of seconds, on tensors without data and a card that is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slivertune.planning.cards import card_named
+from slivertune.planning.command import run_plan
+from slivertune.planning.time_report import format_seconds
+from tests.planning.made import write_config
+
+RUN = ["--precision", "mixed_hi", "--seq_length", "64"]
+
+
+def said(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    run_plan(["--model", str(write_config(tmp_path / "model")), *RUN, *words])
+    return capsys.readouterr().out
+
+
+def test_a_card_adds_seconds_by_part_tokens_a_second_and_hours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpu", "4090", "--tokens", "3e6", "--num_train_epochs", "2"]
+    values = json.loads(said([*words, "--json"], tmp_path, capsys))
+    time = values["time"]
+    together = sum(time["computing_seconds"].values()) + sum(time["waiting_seconds"].values())
+    assert time["seconds_per_update"] == pytest.approx(together)
+    assert time["tokens_per_second"] == pytest.approx(64 / together)
+    assert time["hours"] == pytest.approx(6e6 / time["tokens_per_second"] / 3600)
+    assert values["gpu"] == "GeForce RTX 4090" and values["fit"]["limit_bytes"] == 24 * 2**30 and values["fit"]["fits"]
+    text = said(words, tmp_path, capsys)
+    for part in ("an update on a GeForce RTX 4090", "forward", "backward", "update", "64 tokens", "6,000,000 tokens"):
+        assert part in text
+    assert format_seconds(time["seconds_per_update"]) in text and f"{time['hours']:,.1f} h" in text
+    assert "99.1 TFLOP/s (--efficiency)" in text and "fits 24.00 GiB" in text
+
+
+def test_half_the_efficiency_takes_longer_and_fp32_longest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    card = card_named("3090")
+    flops = [
+        json.loads(said(["--gpu", "3090", *words, "--json"], tmp_path, capsys))["time"]["rates"]["flops"]
+        for words in ([], ["--efficiency", "0.3"], ["--precision", "fp32"])
+    ]
+    assert flops == pytest.approx([0.6 * card.peak_flops, 0.3 * card.peak_flops, 0.6 * card.fp32_flops])
+
+
+def test_fit_without_a_size_is_the_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = json.loads(said(["--fit", "--gpu", "4060Ti-16GB", "--json"], tmp_path, capsys))
+    assert values["fit"]["limit_bytes"] == 16 * 2**30 and values["fit"]["steps"] == []
+    with pytest.raises(ValueError, match="no CUDA device here whose rates could be taken; name one by --gpu"):
+        said(["--fit"], tmp_path, capsys)
+
+
+def test_what_does_not_fit_the_limit_has_no_seconds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "4090", "--sweep", "seq_length=64,128", "--fit", "500MiB"]
+    run_plan(["--model", str(write_config(tmp_path / "model")), "--precision", "mixed_hi", *words, "--json"])
+    points = json.loads(capsys.readouterr().out)["sweep"]
+    assert [(point["fits"], "time" in point) for point in points] == [(False, False)] * 2
+    run_plan(["--model", str(write_config(tmp_path / "model")), "--precision", "mixed_hi", *words[:-2]])
+    text = capsys.readouterr().out
+    assert "s an update" in text and "tokens/s" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--efficiency", "1.5"], r"--efficiency 1\.5 must be in \(0, 1\]"),
+        (["--num_train_epochs", "2"], "read with --tokens alone"),
+        (["--tokens", "many"], "'many' is no number"),
+        (["--tokens", "3e6"], "no CUDA device here"),
+        (["--gpu", "5090x"], "card='5090x' must be one of"),
+    ],
+)
+def test_what_can_not_be_said_is_an_error(
+    words: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        said(words, tmp_path, capsys)
+
+
+def test_seconds_have_three_digits() -> None:
+    assert [format_seconds(value) for value in (0.0123456, 1.23456, 123.4)] == ["12.3 ms", "1.23 s", "123 s"]
