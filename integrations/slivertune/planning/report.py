@@ -84,13 +84,16 @@ def print_sweep(answer: SweepAnswer, console: Console) -> None:
     all_needs = [requirement for _, requirement in answer.requirements]
     _print_head(answer.model, all_needs[0].plan, say, without=answer.field)
     unit, size = common_unit(max(each.device_bytes for each in all_needs))
-    titles = ("weights", "gradients", "state", "activations", "peak", "allowance", "needed", "on the host")
-    timed = ("s an update", "tokens/s") if answer.card is not None else ()
+    titles = ["weights", "gradients", "state", "activations", "peak", "allowance", "needed", "on the host"]
+    if answer.card is not None:
+        titles.remove("allowance")  # for the width of seconds; it is what is needed beyond the peak
+    timed = ("seconds", "tokens/s") if answer.card is not None else ()
     table = _table(f"on one GPU, in {unit}", [], [answer.field, *titles, *timed], ["fits"] if limits else [])
     for (value, requirement), time in zip(answer.requirements, answer.times, strict=True):
         peak = requirement.plan.peak
         sizes = [getattr(peak, kind) for kind in PART_TITLES]
-        sizes += [peak.total, requirement.allowance.total, requirement.device_bytes, requirement.host_bytes]
+        sizes += [peak.total, *([] if timed else [requirement.allowance.total])]
+        sizes += [requirement.device_bytes, requirement.host_bytes]
         fits = [] if limits is None else ["yes" if requirement.fits(limits) else "no"]
         speeds = ["" for _ in timed] if time is None else [f"{time.seconds:.3g}", f"{time.tokens_per_second:,.0f}"]
         table.add_row(str(value), *(f"{num_bytes / size:,.2f}" for num_bytes in sizes), *speeds, *fits)
