@@ -114,7 +114,7 @@ def _add_images(batch: dict[str, torch.Tensor], request: PlanRequest, config: An
 
 
 def _dtype(request: PlanRequest) -> torch.dtype:
-    return torch.bfloat16 if request.precision in ("bf16", "mixed_hi") else torch.float32
+    return torch.bfloat16 if request.has_bf16_weights else torch.float32
 
 
 def _fixed_size(config: Any, image_size: int | None) -> int:

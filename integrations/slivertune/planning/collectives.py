@@ -126,4 +126,4 @@ def _trained_weight_bytes(plan: Plan) -> float:
 
 
 def _itemsize(request: PlanRequest) -> int:
-    return 2 if request.precision in ("bf16", "mixed_hi") else 4
+    return 2 if request.has_bf16_weights else 4

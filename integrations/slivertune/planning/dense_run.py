@@ -1,7 +1,7 @@
 """Dense fine-tuning: everything that requires a gradient trains in every step; LoRA's adapters among them."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,9 +41,7 @@ class PlannedDense(PlannedMethod):
         """Run two steps: the first makes the state, all later ones have it from their beginning."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         meter = GradientMeter(model)
-        optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
-        with FakeOverrides():
-            optimizer = optimizer_class(trained, **arguments)
+        optimizer = _optimizer_over(trained, request)
         with attached(request, model) as notes, Ledger(model) as ledger:
             peak = largest_of(
                 [measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards) for _ in range(2)]
@@ -66,9 +64,7 @@ class PlannedDense(PlannedMethod):
         self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
     ) -> Mapping[int, float]:
         """Record an update that has its state."""
-        optimizer_class, arguments = optimizer_of(request.optimizer)
-        with FakeOverrides():
-            optimizer = optimizer_class((each for each in model.parameters() if each.requires_grad), **arguments)
+        optimizer = _optimizer_over((each for each in model.parameters() if each.requires_grad), request)
         make_state(optimizer)
         with attached(request, model):
             record_update(recorder, optimizer, forward, num_backwards=request.gradient_accumulation_steps)
@@ -124,6 +120,12 @@ class PlannedLora(PlannedDense):
         """The rank, what has adapters, their dropout, and 4-bit weights."""
         names = ("lora_dropout", "lora_target_modules", "load_in_4bit")
         return ("--lora_rank", str(request.lora_rank), *given_arguments(request, names))
+
+
+def _optimizer_over(parameters: Iterable[nn.Parameter], request: PlanRequest) -> torch.optim.Optimizer:
+    optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
+    with FakeOverrides():
+        return optimizer_class(parameters, **arguments)
 
 
 def _target_modules(request: PlanRequest) -> list[str] | str:

@@ -13,14 +13,12 @@ from typing_extensions import override
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
-from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
-from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.hift_optimizer import hift_over
 from slivertune.planning.hift_schedule import record_sample
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
-from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule_recorder import ScheduleRecorder
@@ -52,26 +50,13 @@ class HiFTRun:
     def __init__(self, model: nn.Module, request: PlanRequest, *, is_shared: bool = False) -> None:
         self._model = model
         self._request = request
-        optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
-        self._learning_rate = arguments["lr"]
         self._meter = GradientMeter(model)
         # Two updates a turn: the first makes a group's state, the second meets it where it waits. What is thrown away
         # after each turn is never met again.
         throws_away = request.state == "discard" and request.steps_per_group == 1
         self._num_updates = 1 if throws_away or is_shared else 2
-        self._config = HiFTConfig(
-            layers_per_group=request.layers_per_group,
-            steps_per_group=self._num_updates,
-            # Files would be allocated for real; they hold what host memory holds.
-            state="host" if request.state == "disk" else request.state,
-            master=request.master_kind,
-            stream_bytes=request.stream_bytes,
-            gradients=request.gradients,
-            update=request.update,
-            prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
-        )
-        with FakeOverrides():
-            self.optimizer = HiFT(model, optimizer_class, config=self._config, **arguments)
+        self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
+        self._learning_rate = self.optimizer.param_groups[0]["lr"]
         self._at_start = self.optimizer.state_dict()
 
     def measure(self, group: Group, forward: Forward) -> StepPeak:
@@ -189,7 +174,7 @@ class PlannedHiFT(PlannedMethod):
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
         # fp32 weights have no masters, whatever this says; bf16 ones have, unless it says otherwise.
-        if request.precision in ("bf16", "mixed_hi") and request.master_kind != "fp32":
+        if request.has_bf16_weights and request.master_kind != "fp32":
             arguments += ["--master", request.master_kind]
         if request.gradients == "stepped":
             arguments += ["--max_grad_norm", "0"]

@@ -9,20 +9,18 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from slivertune.core.copy_streams import streams_made_by
-from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike
-from slivertune.planning.batches import make_batch
 from slivertune.planning.cards import Rates
-from slivertune.planning.fake import FakeOverrides, without_data
-from slivertune.planning.make import attached, build_model, give_sizes
-from slivertune.planning.optimizers import optimizer_of
+from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.hift_optimizer import hift_over
+from slivertune.planning.make import attached, built
 from slivertune.planning.recorded_run import record_update
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule import Schedule
 from slivertune.planning.schedule_player import StepTime, play
 from slivertune.planning.schedule_recorder import ScheduleRecorder
-from slivertune.planning.step import Forward, autocast_of
+from slivertune.planning.step import Forward
 
 _NUM_BEFORE = 2
 """Steps that are played before the cycle that counts: write-backs of one run under the next, so that the first has its
@@ -69,17 +67,8 @@ def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm
             f"method={request.method!r} with layout={request.layout!r} has no schedule of copies that could be "
             "recorded; take method='hift' and layout='single'"
         )
-    model = build_model(request, config)
     recorder = ScheduleRecorder()
-    with without_data():
-        give_sizes(model)
-        batch = make_batch(request, config)
-
-        def forward() -> torch.Tensor:
-            with autocast_of(request.has_autocast):
-                loss: torch.Tensor = model(**batch).loss
-            return loss
-
+    with built(request, config) as (model, forward):
         turns = _Turns(request, model, forward, recorder, max_grad_norm=max_grad_norm)
         shares = turns.record({group.index: 1 / len(turns.groups) for group in turns.groups}, every_micro_batch=True)
     return HiFTSchedule(
@@ -150,20 +139,8 @@ class _Turns:
         max_grad_norm: float | None = None,
     ) -> None:
         self._request, self._model, self._forward, self._recorder = request, model, forward, recorder
-        optimizer_class, arguments = optimizer_of(request.optimizer)
-        settings = HiFTConfig(
-            layers_per_group=request.layers_per_group,
-            # Files would be read for real; what waits in them is copied as what waits in host memory.
-            state="host" if request.state == "disk" else request.state,
-            master=request.master_kind,
-            stream_bytes=request.stream_bytes,
-            prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
-            gradients=request.gradients,
-            update=request.update,
-            max_grad_norm=max_grad_norm,
-        )
-        with FakeOverrides(), streams_made_by(recorder.streams):
-            self._optimizer = HiFT(model, optimizer_class, config=settings, **arguments)
+        with streams_made_by(recorder.streams):
+            self._optimizer = hift_over(model, request, max_grad_norm=max_grad_norm)
         self.groups: Sequence[Group] = self._optimizer.groups
         """All groups, bottom of the model first."""
 

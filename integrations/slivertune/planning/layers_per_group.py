@@ -7,12 +7,12 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from slivertune.core.layers import find_layers
-from slivertune.hift.prefetch import MARGIN_SHARE
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.cards import Card
 from slivertune.planning.hift_schedule import record_hift
 from slivertune.planning.make import build_model, make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.planned_time import room_ahead
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule_player import exposed_share
 from slivertune.planning.search import Tell
@@ -175,8 +175,7 @@ def _try(
     share = seconds = None
     if requirement.fits(limits):
         if prefetch_bytes is None:
-            left = limits.device_bytes - requirement.device_bytes
-            prefetch_bytes = max(0, left - card.memory_bytes // MARGIN_SHARE)
+            prefetch_bytes = room_ahead(requirement, limits.device_bytes, card.memory_bytes)
         times = record_hift(replace(request, prefetch_bytes=prefetch_bytes), config).cycle(card.rates())
         share, seconds = exposed_share(times), sum(step.total for step in times) / len(times)
     return Trial(

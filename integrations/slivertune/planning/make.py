@@ -28,7 +28,7 @@ from slivertune.planning.layouts import sizes_of, spread, standing_in
 from slivertune.planning.methods import MeasuredSteps, planned
 from slivertune.planning.plan import Plan
 from slivertune.planning.request import PlanRequest, TaskName
-from slivertune.planning.step import autocast_of
+from slivertune.planning.step import Forward, autocast_of
 from slivertune.tokentune import TokenTune
 
 _MODELS: dict[TaskName, Any] = {
@@ -55,16 +55,43 @@ def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
         ValueError: If the method does not fit the model, or the model can't be run without data.
     """
     if request.layout != "single":
-        alone = replace(request, layout="single", num_gpus=1, offload_parameters=False)
-        if request.layout in ("fsdp2", "zero3"):
-            # The head's weight is gathered for the head's own forward alone, so that training computes all logits.
-            alone = replace(alone, chunked_cross_entropy=False)
         sizes = sizes_of(build_model(request, config))
-        return spread(_plan_of_one(alone, config, request, sizes.bucket_elements), request, sizes)
+        return spread(_plan_of_one(on_one_gpu(request), config, request, sizes.bucket_elements), request, sizes)
     return _plan_of_one(request, config, request)
 
 
+def on_one_gpu(request: PlanRequest) -> PlanRequest:
+    """The same run on one GPU, in the step that each of several makes.
+
+    Args:
+        request: The run.
+    """
+    alone = replace(request, layout="single", num_gpus=1, offload_parameters=False)
+    if request.layout in ("fsdp2", "zero3"):
+        # The head's weight is gathered for the head's own forward alone, so that training computes all logits.
+        return replace(alone, chunked_cross_entropy=False)
+    return alone
+
+
 def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanRequest, bucket_elements: int = 0) -> Plan:
+    with built(request, config) as (model, forward), standing_in(shared, model, bucket_elements):
+        return _plan(request, model, planned(request.method).measure(request, model, forward, shared.layout))
+
+
+@contextmanager
+def built(request: PlanRequest, config: PreTrainedConfig) -> Iterator[tuple[Any, Forward]]:
+    """Make the model that a run trains, among tensors without data.
+
+    Args:
+        request: The run, on one GPU.
+        config: The model's configuration.
+
+    Yields:
+        The model, with sizes; and its forward on the run's batch.
+
+    Raises:
+        ValueError: If the configuration does not fit, or the code inside can't go on without knowing a value.
+    """
     model = build_model(request, config)
     with without_data(request.kernels):
         give_sizes(model)
@@ -75,8 +102,7 @@ def _plan_of_one(request: PlanRequest, config: PreTrainedConfig, shared: PlanReq
                 loss: torch.Tensor = model(**batch).loss
             return loss
 
-        with standing_in(shared, model, bucket_elements):
-            return _plan(request, model, planned(request.method).measure(request, model, forward, shared.layout))
+        yield model, forward
 
 
 def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
@@ -121,15 +147,15 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
         config.num_labels = request.num_labels
         if getattr(config, "pad_token_id", None) is None:
             config.pad_token_id = 0
-    is_bf16 = request.precision in ("bf16", "mixed_hi")
+    dtype = torch.bfloat16 if request.has_bf16_weights else torch.float32
     with torch.device("meta"):
         model: Any = _MODELS[request.task].from_config(
             config,
-            dtype=torch.bfloat16 if is_bf16 else torch.float32,
+            dtype=dtype,
             attn_implementation=request.attn_implementation,
         )
         if request.load_in_4bit:
-            hold_in_4bit(model, torch.bfloat16 if is_bf16 else torch.float32)
+            hold_in_4bit(model, dtype)
         if request.gradient_checkpointing:
             # torch takes function modes off for the time of a backward, in which checkpoints are computed again.
             model.activation_checkpointing_enable(

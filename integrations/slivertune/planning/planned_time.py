@@ -161,8 +161,19 @@ def with_room_ahead(requirement: MemoryRequirement, device_bytes: int) -> Plan:
     plan, request = requirement.plan, requirement.plan.request
     if not planned(request.method).waits_on_host(request) or request.layout not in ("single", "ddp"):
         return plan
-    left = device_bytes - requirement.device_bytes - device_bytes // MARGIN_SHARE
-    return replace(plan, request=replace(request, prefetch_bytes=max(request.prefetch_bytes, left, 0)))
+    room = room_ahead(requirement, device_bytes, device_bytes)
+    return replace(plan, request=replace(request, prefetch_bytes=max(request.prefetch_bytes, room)))
+
+
+def room_ahead(requirement: MemoryRequirement, limit_bytes: int, memory_bytes: int) -> int:
+    """Bytes that HiFT takes by itself to load ahead into: what is left, less its margin.
+
+    Args:
+        requirement: Of the run with nothing loaded ahead.
+        limit_bytes: What of the GPU may be filled.
+        memory_bytes: All of the GPU, of which the margin is a share.
+    """
+    return max(0, limit_bytes - requirement.device_bytes - memory_bytes // MARGIN_SHARE)
 
 
 def _shared_out(entries: Sequence[Entry], request: PlanRequest) -> list[Entry]:

@@ -4,20 +4,16 @@ Of many micro-batches three are run, the first, one for all between, and the las
 are run, and how many of the run's each stands for.
 """
 
-from contextlib import nullcontext
-from dataclasses import replace
-
 import torch
 from transformers import PreTrainedConfig
 
-from slivertune.planning.batches import make_batch
-from slivertune.planning.fake import FakeOverrides, without_data
-from slivertune.planning.make import build_model, give_sizes
+from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.make import built, on_one_gpu
 from slivertune.planning.methods import planned
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule import Schedule
 from slivertune.planning.schedule_recorder import ScheduleRecorder
-from slivertune.planning.step import Forward, autocast_of
+from slivertune.planning.step import Forward, within_update
 
 
 def record_schedule(request: PlanRequest, config: PreTrainedConfig) -> Schedule:
@@ -32,18 +28,8 @@ def record_schedule(request: PlanRequest, config: PreTrainedConfig) -> Schedule:
     Raises:
         ValueError: If the method does not fit the model, or the model can't be run without data.
     """
-    alone = replace(request, layout="single", num_gpus=1, offload_parameters=False)
-    model = build_model(alone, config)
-    recorder = ScheduleRecorder()
-    with without_data(alone.kernels):
-        give_sizes(model)
-        batch = make_batch(alone, config)
-
-        def forward() -> torch.Tensor:
-            with autocast_of(alone.has_autocast):
-                loss: torch.Tensor = model(**batch).loss
-            return loss
-
+    alone, recorder = on_one_gpu(request), ScheduleRecorder()
+    with built(alone, config) as (model, forward):
         shares = planned(alone.method).record(alone, model, forward, recorder)
     return Schedule(entries=recorder.entries, shares=shares)
 
@@ -67,8 +53,6 @@ def record_update(
         group: Whose turn it is.
         every_micro_batch: Run all of them; else what is like another is run once.
     """
-    # HiFT alone asks whether a backward is its update's last.
-    accumulating = getattr(optimizer, "accumulating", nullcontext)
     is_short = every_micro_batch or num_backwards <= 2
     times = [1] * num_backwards if is_short else [1, num_backwards - 2, 1]
     for index, count in enumerate(times):
@@ -78,7 +62,7 @@ def record_update(
         with (
             FakeOverrides(),
             recorder.recording("backward", group, times=count),
-            nullcontext() if is_last else accumulating(),
+            within_update(optimizer, is_last=is_last),
         ):
             loss.backward()
         del loss

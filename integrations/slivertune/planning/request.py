@@ -343,6 +343,11 @@ class PlanRequest:
         return self.master or ("fp32" if self.precision == "mixed_hi" else "none")
 
     @property
+    def has_bf16_weights(self) -> bool:
+        """Whether the weights are held in bf16, and not in fp32; those in 4 bits are computed with in it."""
+        return self.precision in ("bf16", "mixed_hi")
+
+    @property
     def num_backwards(self) -> int:
         """Forwards and backwards to run of those of an update: the third is like the second."""
         return min(self.gradient_accumulation_steps, 2)

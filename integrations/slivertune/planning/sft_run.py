@@ -4,7 +4,8 @@ Its growth depends on values, and is computed from sizes: the same tensors as in
 SFT runs as it is.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -211,13 +212,8 @@ class PlannedSFT(PlannedMethod):
 
     def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
         """Run the updates of a phase, and those outside."""
-        # No tensor that SFT keeps between calls may pass from a run into a plan, or back.
-        adam._corrections.cache_clear()
-        try:
-            with replaying():
-                return self._measure(request, model, forward)
-        finally:
-            adam._corrections.cache_clear()
+        with _nothing_kept(), replaying():
+            return self._measure(request, model, forward)
 
     def _measure(self, request: PlanRequest, model: nn.Module, forward: Forward) -> MeasuredSteps:
         steps, interval, num_inside = _shortened(request)
@@ -257,18 +253,9 @@ class PlannedSFT(PlannedMethod):
         self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
     ) -> Mapping[int, float]:
         """Record the updates of a phase and those outside, or one without and one with a reselection."""
-        adam._corrections.cache_clear()
-        try:
-            return self._record(request, model, forward, recorder)
-        finally:
-            adam._corrections.cache_clear()
-
-    def _record(
-        self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
-    ) -> Mapping[int, float]:
         steps, interval, counts = _sampled(request)
-        optimizer = _sized(request, model, steps, interval)
-        with attached(request, model):
+        with _nothing_kept(), attached(request, model):
+            optimizer = _sized(request, model, steps, interval)
             optimizer.claim_state()
             for _ in counts:
                 record_update(recorder, optimizer, forward, num_backwards=request.gradient_accumulation_steps)
@@ -283,6 +270,16 @@ class PlannedSFT(PlannedMethod):
         if request.reselection_interval > 0:
             names += ["replacement_rate", "redistribute"]
         return ("--selection", request.selection, *given_arguments(request, (*names, "load_in_4bit")))
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    """Let no tensor that SFT keeps between calls pass from a run into a plan, or back."""
+    adam._corrections.cache_clear()
+    try:
+        yield
+    finally:
+        adam._corrections.cache_clear()
 
 
 def _sized(request: PlanRequest, model: nn.Module, steps: int, interval: int | None) -> SizedSFT:

@@ -1,7 +1,7 @@
 """One real step under the ledger: the peak, when it came, and what each trained parameter's gradient took."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 
 import torch
@@ -51,13 +51,11 @@ def measure_step(
     """
     ledger.reset_peak()
     heights: dict[int, Phase] = {}
-    # HiFT alone asks whether a backward is its update's last.
-    accumulating = getattr(optimizer, "accumulating", nullcontext)
     for index in range(num_backwards):
         loss = forward()
         # The peak only grows: each height belongs to the phase that reached it.
         heights.setdefault(ledger.peak.device, "forward")
-        with FakeOverrides(), accumulating() if index < num_backwards - 1 else nullcontext():
+        with FakeOverrides(), within_update(optimizer, is_last=index == num_backwards - 1):
             loss.backward()
         del loss
         heights.setdefault(ledger.peak.device, "backward")
@@ -80,6 +78,16 @@ def measure_step(
         before_step=before_step,
         after=ledger.current(),
     )
+
+
+def within_update(optimizer: torch.optim.Optimizer, *, is_last: bool) -> AbstractContextManager[object]:
+    """What a backward of an update runs in: HiFT alone asks whether it is the last.
+
+    Args:
+        optimizer: Holds the parameters that train.
+        is_last: Whether the update follows.
+    """
+    return nullcontext() if is_last else getattr(optimizer, "accumulating", nullcontext)()
 
 
 def group_plan(

@@ -1,0 +1,36 @@
+"""HiFT as a request asks for it, over a model without data."""
+
+from torch import nn
+
+from slivertune.hift import HiFT, HiFTConfig
+from slivertune.planning.fake import FakeOverrides
+from slivertune.planning.optimizers import optimizer_of
+from slivertune.planning.request import PlanRequest
+
+
+def hift_over(
+    model: nn.Module, request: PlanRequest, *, updates_a_turn: int = 1, max_grad_norm: float | None = None
+) -> HiFT:
+    """Make the optimizer.
+
+    Args:
+        model: The model.
+        request: HiFT's settings and the base optimizer.
+        updates_a_turn: As many as are run; the request's own number changes nothing that is seen of one.
+        max_grad_norm: As in `HiFTConfig`.
+    """
+    optimizer_class, arguments = optimizer_of(request.optimizer, request.kernels)
+    config = HiFTConfig(
+        layers_per_group=request.layers_per_group,
+        steps_per_group=updates_a_turn,
+        # Files would be allocated for real; they hold what host memory holds, and it is copied alike.
+        state="host" if request.state == "disk" else request.state,
+        master=request.master_kind,
+        stream_bytes=request.stream_bytes,
+        gradients=request.gradients,
+        update=request.update,
+        prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
+        max_grad_norm=max_grad_norm,
+    )
+    with FakeOverrides():
+        return HiFT(model, optimizer_class, config=config, **arguments)
