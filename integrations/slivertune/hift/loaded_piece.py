@@ -55,9 +55,10 @@ def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
     return storage_key(tensor.untyped_storage()), tensor.data_ptr()
 
 
-def leaf_data(one: Slice, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> torch.Tensor:
-    """What a leaf lies on; takes the master out of the state."""
-    part = one.part_of_weight()
+def leaf_data(
+    one: Slice, part: torch.Tensor, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]
+) -> torch.Tensor:
+    """What a leaf lies on, its part of the weight or the master of that; takes the master out of the state."""
     if not one.on_master:
         return part
     low, ties = tensors.pop(LOW, None), scalars.pop(TIES, None)

@@ -60,6 +60,8 @@ def tensor_at(buffer: torch.Tensor, start: int, model: torch.Tensor) -> torch.Te
         model: What the tensor is like; the bytes of both are as many.
     """
     flat = buffer[start : start + model.nbytes].view(model.dtype)
+    if model.dim() == 1 and model.is_contiguous():
+        return flat
     # The order in memory decides which elements vector loops take together, and so their last bits.
     dense = torch.empty_like(model, device="meta")
     return flat.as_strided(dense.shape, dense.stride())
@@ -177,12 +179,14 @@ class OffloadedState:
         self._scalars: dict[tuple[str, int], dict[str, Any]] = {}
         self._received: dict[tuple[str, int], frozenset[str]] = {}
         """Keys of the tensors that each slice has left here; a weight's other slices may have none yet."""
+        self._parts: dict[tuple[str, int, int, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        """By weight, slice and key: a waiting tensor, and the slice's part of it, which is asked for often."""
 
     def tensors_of(self, one: Slice) -> dict[str, torch.Tensor]:
         """A slice's parts of the waiting tensors, by key."""
         name = one.weight.name
         keys = self._received.get((name, one.start), self._received.get((name, _WHOLE), frozenset()))
-        return {key: _part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
+        return {key: self._part(whole, one, key) for key, whole in self._tensors.get(name, {}).items() if key in keys}
 
     def scalars_of(self, one: Slice) -> dict[str, Any]:
         """Copies of a slice's state without dimensions, each where it lies in a step."""
@@ -219,8 +223,7 @@ class OffloadedState:
         copies = []
         for key, value in tensors.items():
             if not (key in _TABLES and key in known):  # it never changes, and the next piece may be loading it
-                whole = self._whole(one.weight, key, _like_whole(value, one, key))
-                copies.append((key, value, _part(whole, one, key)))
+                copies.append((key, value, self._place_of(one, key, value)))
         empty_objects(state)
         return copies
 
@@ -270,6 +273,23 @@ class OffloadedState:
             if key not in tensors
         }
         return tensors
+
+    def _place_of(self, one: Slice, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Where a slice's part of the state under `key` waits: where it did before, if it is of that form."""
+        whole = self._tensors.get(one.weight.name, {}).get(key)
+        if whole is not None:
+            part = self._part(whole, one, key)
+            if part.shape == value.shape and part.dtype == value.dtype:
+                return part
+        return self._part(self._whole(one.weight, key, _like_whole(value, one, key)), one, key)
+
+    def _part(self, whole: torch.Tensor, one: Slice, key: str) -> torch.Tensor:
+        """A slice's part of a waiting tensor."""
+        place = (one.weight.name, one.start, one.stop, key)
+        known = self._parts.get(place)
+        if known is None or known[0] is not whole:
+            known = self._parts[place] = (whole, _part(whole, one, key))
+        return known[1]
 
     def _whole(self, weight: Weight, key: str, model: torch.Tensor) -> torch.Tensor:
         """Where all of a weight's state under `key` waits; made like `model` if it is new or has changed."""

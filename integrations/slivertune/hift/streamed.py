@@ -306,9 +306,10 @@ class StreamedGroup(ResidentGroup):
         for position, one in enumerate(piece.slices):
             tensors = dict(loaded.tensors[position]) if loaded is not None else {}
             scalars = self._offloaded.scalars_of(one)
-            data = leaf_data(one, tensors, scalars)
+            part = one.part_of_weight()
+            data = leaf_data(one, part, tensors, scalars)
             if one.on_master and not self._is_first_turn:
-                refresh_master(data, one.part_of_weight())
+                refresh_master(data, part)
             one.place_leaf(data)
             one.attach_gradient(self._gradient_of(one, loaded, position))
             states.append(unflatten_state({**tensors, **scalars}))
