@@ -125,7 +125,10 @@ def test_every_numeric_field_can_be_swept() -> None:
         ([*MODEL, "--min_seq_length", "1"], "--min_seq_length is read with --fit alone"),
         ([*MODEL, "--fit", "1GiB", "--min_seq_length", "0"], "--min_seq_length 0 must be at least 1"),
         ([*MODEL, "--fit", "1GiB", "--min_seq_length", "9", "--sweep", "batch_size=1"], "alone, without --sweep"),
-        ([*MODEL, "--sweep", "method=hift"], "'method=hift' is no sweep; write FIELD=V1,V2,... with one of batch_size"),
+        (
+            [*MODEL, "--sweep", "packed=true"],
+            "'packed=true' is no sweep; write FIELD=V1,V2,... with one of task, method",
+        ),
         ([*MODEL, "--sweep", "seq_length"], "'seq_length' is no sweep"),
         ([*MODEL, "--sweep", "seq_length=1,two"], "has a value that seq_length can't take"),
         ([*MODEL, "--sweep", "seq_length="], "has a value that seq_length can't take"),

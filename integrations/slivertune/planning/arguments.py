@@ -17,12 +17,16 @@ from slivertune.planning.shipped import SHIPPED_MODELS
 from slivertune.planning.train_words import WORD_KINDS, TrainWords
 
 SWEPT_FIELDS: dict[str, Callable[[str], Any]] = {
-    item.name: item.metadata["read"] or KINDS[item.name]
+    item.name: item.metadata["read"] or (KINDS[item.name] if KINDS[item.name] in (int, float) else str)
     for item in fields(PlanRequest)
-    if KINDS[item.name] in (int, float)
+    if KINDS[item.name] in (int, float, str) or get_origin(KINDS[item.name]) is Literal
 }
-"""The numeric fields of a request, and how each is read."""
+"""The fields of a request that are numbers or names, and how each is read."""
 _QUESTION = "what to find out"
+DECIDED_BY_COMPARISON = frozenset(
+    {"method", "precision", "layers_per_group", "gradients", "selection", "load_in_4bit", "batch_size"}
+)
+"""Fields of `PlanRequest` in which the rows of `--compare` differ, or that follow from their method."""
 _OF_CARD = -1
 """Stands for the memory of the card, while arguments are read."""
 
@@ -165,9 +169,22 @@ class PlanArguments:
             names=("--max",),
         ),
     )
+    compare: bool = field(
+        default=False,
+        metadata=option(
+            _QUESTION,
+            "plan every way of training the model on --gpu, each with the largest batch that fits, and say which to "
+            "take; minutes for a large model",
+        ),
+    )
     plot: Path | None = field(
         default=None,
-        metadata=option(_QUESTION, "draw the parts of the peak; with --sweep by value", read=Path, metavar="FILE.png"),
+        metadata=option(
+            _QUESTION,
+            "draw the parts of the peak; with --sweep by value, with --compare beside the speeds",
+            read=Path,
+            metavar="FILE.png",
+        ),
     )
     json: bool = field(
         default=False,
@@ -207,6 +224,8 @@ class PlanArguments:
             raise ValueError(f"--{name} {self.given[name]} and --sweep {name}=... both set it; leave out one")
         if self.largest is not None:
             self._check_largest(self.largest)
+        if self.compare:
+            self._check_compare()
         if self.plot is not None:
             if self.plot.suffix.lower() != ".png":
                 raise ValueError(f"--plot {self.plot} must end in .png")
@@ -221,6 +240,24 @@ class PlanArguments:
             raise ValueError(f"--max {name} is one question, and {other} another; ask one at a time")
         if self.min_seq_length is not None:
             raise ValueError(f"--min_seq_length {self.min_seq_length} is read by the search of --fit, not by --max")
+
+    def _check_compare(self) -> None:
+        for name in sorted(DECIDED_BY_COMPARISON.intersection(self.given)):
+            raise ValueError(f"--{name} {self.given[name]} is set by each row of --compare; leave out one of the two")
+        others = (
+            ("--sweep", self.sweep is not None),
+            ("--max", self.largest is not None),
+            ("--layers_per_group auto", self.chooses_layers),
+            ("--min_seq_length", self.min_seq_length is not None),
+        )
+        for name, is_asked in others:
+            if is_asked:
+                raise ValueError(f"--compare is one question, and {name} another; ask one at a time")
+
+    @property
+    def all_tokens(self) -> float | None:
+        """Those of the data, as often as they are trained on; None where nothing was said of them."""
+        return None if self.num_tokens is None else self.num_tokens * self.num_train_epochs
 
     @property
     def has_limit(self) -> bool:
@@ -260,6 +297,12 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     }
     given = {name: values.pop(name) for name in tuple(values) if name in KINDS}
     words = TrainWords(**{name: values.pop(name) for name in tuple(values) if name in WORD_KINDS})
+    sweep: Sweep | None = values.get("sweep")
+    if words.bf16 is not None and (values.get("compare") or (sweep is not None and sweep.field == "method")):
+        raise ValueError(
+            f"--bf16 {str(words.bf16).lower()} is another precision to each method; --compare has them all as "
+            "slivertune train --bf16 makes them, so leave it out there, and with --sweep method=... give --precision"
+        )
     given = words.settle(given)
     chooses_layers = given.get("layers_per_group") == "auto"
     if chooses_layers:

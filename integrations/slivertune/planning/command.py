@@ -1,15 +1,10 @@
 """`slivertune plan`: find the model, plan it, say what came out."""
 
 import json
-import logging
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import transformers
 from rich.console import Console
 
 from slivertune.planning.answer import Answer, SweepAnswer
@@ -17,6 +12,9 @@ from slivertune.planning.arguments import PlanArguments, Sweep, parse_plan_argum
 from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.cards import Card, card_here, card_named, find_card
+from slivertune.planning.compare import Comparison, Question, compare, in_order
+from slivertune.planning.comparison_plot import draw_comparison
+from slivertune.planning.comparison_report import describe_row, print_comparison
 from slivertune.planning.configs import ModelFigures, find_model
 from slivertune.planning.largest import LargestField, find_largest
 from slivertune.planning.layers_per_group import check_has_copies, choose_layers_per_group
@@ -25,6 +23,7 @@ from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
 from slivertune.planning.plot import draw, require_matplotlib
+from slivertune.planning.quiet import quiet_libraries
 from slivertune.planning.report import line_printer, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.search import Found, Tell, search, start_of_search
@@ -47,12 +46,14 @@ def run_plan(argv: Sequence[str]) -> None:
         require_matplotlib()
     answer = _answer(arguments)
     if arguments.plot is not None:
-        draw(answer, arguments.plot)
+        draw_comparison(answer, arguments.plot) if isinstance(answer, Comparison) else draw(answer, arguments.plot)
     if arguments.json:
         print(json.dumps(answer.to_json(), indent=2))
         return
     console = _console(stderr=False)
-    if isinstance(answer, SweepAnswer):
+    if isinstance(answer, Comparison):
+        print_comparison(answer, arguments.all_tokens, console)
+    elif isinstance(answer, SweepAnswer):
         print_sweep(answer, console)
     else:
         print_answer(answer, console)
@@ -60,17 +61,20 @@ def run_plan(argv: Sequence[str]) -> None:
         console.print(f"drew {arguments.plot}", markup=False, soft_wrap=True)
 
 
-def _answer(arguments: PlanArguments) -> Answer | SweepAnswer:
+def _answer(arguments: PlanArguments) -> Answer | SweepAnswer | Comparison:
     console = _console(stderr=True)
-    with _quiet_libraries(), console.status("planning ..."):
+    with quiet_libraries(), console.status("planning ..."):
         model = find_model(arguments.model)
         given = {"task": _task(model, arguments.given.get("task")), **arguments.given}
         # Bad names are refused before anything is planned.
         card = card_here() if arguments.gpu is None else card_named(arguments.gpu)
-        if arguments.fits_card or arguments.chooses_layers or arguments.num_tokens is not None:
+        if arguments.fits_card or arguments.chooses_layers or arguments.compare or arguments.num_tokens is not None:
             card = find_card(arguments.gpu)
         limits = _limits(arguments, card, given.get("num_gpus", 1))
         tell = line_printer(console)
+        if arguments.compare:
+            assert card is not None and limits is not None
+            return _compare(arguments, given, card, limits, model, tell)
         if arguments.sweep is not None:
             requirements = _sweep(model, given, arguments.sweep, tell)
             times = tuple(_time(arguments, card, requirement, limits, model) for _, requirement in requirements)
@@ -98,7 +102,7 @@ def _answer(arguments: PlanArguments) -> Answer | SweepAnswer:
             answer,
             card=card,
             time=time,
-            num_tokens=None if arguments.num_tokens is None else arguments.num_tokens * arguments.num_train_epochs,
+            num_tokens=arguments.all_tokens,
         )
 
 
@@ -175,6 +179,17 @@ def _largest(
     return Answer(model=model, requirement=found.requirement, limits=limits, largest=found)
 
 
+def _compare(
+    arguments: PlanArguments, given: dict[str, Any], card: Card, limits: Limits, model: ModelFigures, tell: Tell
+) -> Comparison:
+    question = Question(model=model, given=given, limits=limits, card=card, efficiency=arguments.efficiency)
+    rows = []
+    for row in compare(question):
+        tell(describe_row(row))
+        rows.append(row)
+    return Comparison(question=question, rows=in_order(rows))
+
+
 def _estimate(request: PlanRequest, model: ModelFigures) -> MemoryRequirement:
     return add_allowance(make_plan(request, model.config))
 
@@ -204,21 +219,3 @@ def _task(model: ModelFigures, asked: Any) -> Any:
 def _console(*, stderr: bool) -> Console:
     console = Console(highlight=False, stderr=stderr)
     return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=_WIDTH_WITHOUT_TERMINAL)
-
-
-@contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """Let standard output be the answer's alone, and hold back what libraries say of a model that will never run."""
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    # bitsandbytes warns of a CPU kernel that a plan never calls.
-    bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level = bitsandbytes.level
-    bitsandbytes.setLevel(logging.ERROR)
-    try:
-        with redirect_stdout(sys.stderr), warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
-            yield
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
-        bitsandbytes.setLevel(level)

@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +14,22 @@ from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import attached
-from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
+from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.recorded_run import make_state, record_update
 from slivertune.planning.request import PlanRequest, TaskName
 from slivertune.planning.schedule_recorder import ScheduleRecorder
-from slivertune.planning.step import Forward, GradientMeter, group_plan, largest_of, measure_step
+from slivertune.planning.step import (
+    Forward,
+    GradientMeter,
+    StepPeak,
+    UpdatePeak,
+    claim_state,
+    group_plan,
+    largest_of,
+    measure_step,
+    measure_update,
+)
 
 _ALL_LINEAR = "all-linear"
 _PEFT_TASKS: dict[TaskName, str | None] = {
@@ -39,26 +51,11 @@ class PlannedDense(PlannedMethod):
 
     def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
         """Run two steps: the first makes the state, all later ones have it from their beginning."""
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        meter = GradientMeter(model)
-        optimizer = _optimizer_over(trained, request)
-        with attached(request, model) as notes, Ledger(model) as ledger:
-            peak = largest_of(
-                [measure_step(ledger, forward, optimizer, num_backwards=request.num_backwards) for _ in range(2)]
-            )
-        state = [value for values in optimizer.state.values() for value in values.values()]
-        return MeasuredSteps(
-            groups=[
-                group_plan(
-                    peak,
-                    name="all",
-                    num_parameters=sum(parameter.numel() for parameter in trained),
-                    gradient_bytes=meter.bytes_of(trained),
-                    state_bytes=sum(each.nbytes for each in state if isinstance(each, torch.Tensor)),
-                )
-            ],
-            notes=notes,
-        )
+        return self.measurer(request, model, layout)(request, forward)
+
+    def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
+        """Measures with one optimizer, whose updates are made for the first batch alone."""
+        return _Steps(request, model).measure
 
     def record(
         self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
@@ -69,6 +66,66 @@ class PlannedDense(PlannedMethod):
         with attached(request, model):
             record_update(recorder, optimizer, forward, num_backwards=request.gradient_accumulation_steps)
         return {0: 1.0}
+
+
+class _Steps:
+    """An optimizer over all that trains, and what its updates take.
+
+    Args:
+        request: The run.
+        model: The model.
+    """
+
+    def __init__(self, request: PlanRequest, model: nn.Module) -> None:
+        self._model = model
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._meter = GradientMeter(model)
+        self._optimizer = _optimizer_over(self._trained, request)
+        self._first: UpdatePeak | None = None
+        self._second: UpdatePeak | None = None
+
+    def measure(self, request: PlanRequest, forward: Forward) -> MeasuredSteps:
+        """Run a step after that which makes the state.
+
+        Args:
+            request: The run.
+            forward: The model's forward on its batch.
+        """
+        with attached(request, self._model) as notes, Ledger(self._model) as ledger:
+            peak = self._peak(request, ledger, forward)
+        state = [value for values in self._optimizer.state.values() for value in values.values()]
+        return MeasuredSteps(
+            groups=[
+                group_plan(
+                    peak,
+                    name="all",
+                    num_parameters=sum(parameter.numel() for parameter in self._trained),
+                    gradient_bytes=self._meter.bytes_of(self._trained),
+                    state_bytes=sum(each.nbytes for each in state if isinstance(each, torch.Tensor)),
+                )
+            ],
+            notes=notes,
+        )
+
+    def _peak(self, request: PlanRequest, ledger: Ledger, forward: Forward) -> StepPeak:
+        run = partial(measure_step, ledger, forward, num_backwards=request.num_backwards)
+        if self._first is None:
+            # A forward and backward without state need no more than one with it.
+            for parameter in self._trained:
+                parameter.grad = torch.empty_like(parameter)
+            self._first = measure_update(ledger, self._optimizer)
+            self._meter.forget(self._trained)
+        claim_state(self._optimizer)  # this ledger may be another than the one that saw it made
+        second = run(self._optimizer, known=self._second)
+        if not self._meter.has_seen(self._trained):
+            # What no gradient reaches has no state.
+            self._optimizer, self._first, self._second = _optimizer_over(self._trained, request), None, None
+            return largest_of([run(self._optimizer) for _ in range(2)])
+        self._second = second.update
+        first = self._first.beside(second.update.before.residual)
+        if first.census.device > second.census.device:
+            return replace(second, census=first.census, phase="step")
+        return second
 
 
 class PlannedLora(PlannedDense):

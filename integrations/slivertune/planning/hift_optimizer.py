@@ -1,11 +1,15 @@
 """HiFT as a request asks for it, over a model without data."""
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.optimizers import optimizer_of
 from slivertune.planning.request import PlanRequest
+from slivertune.planning.step import Forward
 
 
 def hift_over(
@@ -34,3 +38,33 @@ def hift_over(
     )
     with FakeOverrides():
         return HiFT(model, optimizer_class, config=config, **arguments)
+
+
+def meet_gradients(optimizer: HiFT, model: nn.Module, forward: Forward) -> None:
+    """Bring an optimizer to its step without the model's forward and backward, which take long.
+
+    Args:
+        optimizer: All parameters of its active group get a gradient.
+        model: The model.
+        forward: Its forward, which ends once HiFT has seen its inputs.
+    """
+
+    def stop(*ignored: Any) -> None:
+        raise _EnoughSeenError
+
+    handle = model.register_forward_pre_hook(stop)
+    try:
+        forward()
+    except _EnoughSeenError:
+        pass
+    finally:
+        handle.remove()
+    parameters = [weight.parameter for weight in optimizer.weights_of(optimizer.active_group)]
+    # Expanded, so that what is accumulated is a copy, and the only one.
+    gradients = [parameter.new_empty(()).expand_as(parameter) for parameter in parameters]
+    with FakeOverrides():
+        torch.autograd.backward(parameters, gradients)
+
+
+class _EnoughSeenError(Exception):
+    """Ends a forward."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,14 +15,23 @@ from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
-from slivertune.planning.hift_optimizer import hift_over
+from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.hift_schedule import record_sample
 from slivertune.planning.make import attached
-from slivertune.planning.methods import MeasuredSteps, PlannedMethod, given_arguments
+from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
 from slivertune.planning.plan import GroupPlan
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule_recorder import ScheduleRecorder
-from slivertune.planning.step import Forward, GradientMeter, StepPeak, group_plan, largest_of, measure_step
+from slivertune.planning.step import (
+    Forward,
+    GradientMeter,
+    StepPeak,
+    UpdatePeak,
+    group_plan,
+    largest_of,
+    measure_step,
+    measure_update,
+)
 
 
 class SlowStreams(CopyStreams):
@@ -35,6 +44,16 @@ class SlowStreams(CopyStreams):
     @override
     def compute_after(self, event: Event) -> None:
         pass
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownTurn:
+    """What a group's turn leaves known for other batches."""
+
+    first: UpdatePeak
+    second: UpdatePeak
+    state: dict[str, Any]
+    """Of the optimizer, between the two."""
 
 
 class HiFTRun:
@@ -58,9 +77,12 @@ class HiFTRun:
         self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         self._at_start = self.optimizer.state_dict()
+        self._known: dict[int, _KnownTurn] = {}
 
     def measure(self, group: Group, forward: Forward) -> StepPeak:
         """The larger peak of a group's first turn and of a later one; the state of all other groups is gone.
+
+        A second call for the same group runs the forward and the backward alone.
 
         Args:
             group: The group.
@@ -71,11 +93,13 @@ class HiFTRun:
         """
         # On the CPU copies are made in order, one after the other.
         with streams_made_by(SlowStreams) if self._request.kernels == "gpu" else nullcontext():
-            return self._measure(group, forward)
+            if group.index in self._known:
+                return self._measure_again(group, forward, self._known[group.index])
+            peak = self._measure_second(group, forward) if self._num_updates > 1 else None
+            return peak or self._measure_all(group, forward)
 
-    def _measure(self, group: Group, forward: Forward) -> StepPeak:
-        turn = {"updates": group.index * self._num_updates, "held_lr": [self._learning_rate]}
-        self.optimizer.load_state_dict({**self._at_start, "hift": {**self._at_start["hift"], **turn}})
+    def _measure_all(self, group: Group, forward: Forward) -> StepPeak:
+        self._begin_turn(group, self._at_start)
         peaks = []
         with Ledger(self._model) as ledger:
             for _ in range(self._num_updates):
@@ -87,6 +111,59 @@ class HiFTRun:
         last = 0 if self._request.state == "discard" else -1
         return replace(largest_of(peaks), after=peaks[last].after)
 
+    def _measure_second(self, group: Group, forward: Forward) -> StepPeak | None:
+        """As `_measure_all`; None where the backward does not reach all of the group.
+
+        Of the first update its step alone is made, under gradients of which nobody asks where they come from: its
+        forward and backward have what those of the second have, and no state yet.
+        """
+        parameters = self._parameters_of(group)
+        self._begin_turn(group, self._at_start)
+        with Ledger(self._model) as ledger:
+            ledger.reset_peak()
+            meet_gradients(self.optimizer, self._model, forward)
+            backward = ledger.peak
+            first = measure_update(ledger, self.optimizer)
+            if backward.device > first.census.device:
+                first = replace(first, census=backward)  # where the backward steps
+            self._meter.forget(parameters)
+            second = measure_step(ledger, forward, self.optimizer, num_backwards=self._request.num_backwards)
+        if not self._meter.has_seen(parameters):
+            return None
+        if self._can_be_taken_up:
+            self._known[group.index] = _KnownTurn(first, second.update, self.optimizer.state_dict())
+        return self._larger(first, second)
+
+    def _measure_again(self, group: Group, forward: Forward, known: "_KnownTurn") -> StepPeak:
+        with Ledger(self._model) as ledger:
+            self._begin_turn(group, known.state, num_updates=1)
+            second = measure_step(
+                ledger, forward, self.optimizer, num_backwards=self._request.num_backwards, known=known.second
+            )
+        return self._larger(known.first, second)
+
+    @property
+    def _can_be_taken_up(self) -> bool:
+        """Whether a turn's state waits between its updates, none of which is made in a forward or backward."""
+        request = self._request
+        return request.state in ("host", "disk") and request.gradients != "stepped" and request.update == "step"
+
+    def _larger(self, first: UpdatePeak, second: StepPeak) -> StepPeak:
+        first = first.beside(second.update.before.residual)
+        after = first.after if self._request.state == "discard" else second.after
+        if first.census.device > second.census.device:
+            return replace(second, census=first.census, phase="step", after=after)
+        return replace(second, after=after)
+
+    def _begin_turn(self, group: Group, state: dict[str, Any], num_updates: int = 0) -> None:
+        """Let it be a group's turn, after so many of its updates."""
+        turn = {"updates": group.index * self._num_updates + num_updates, "held_lr": [self._learning_rate]}
+        self.optimizer.load_state_dict({**state, "hift": {**state["hift"], **turn}})
+
+    def _parameters_of(self, group: Group) -> list[nn.Parameter]:
+        named = dict(self._model.named_parameters())
+        return [named[name] for name in group.parameter_names]
+
     def plan_of(self, peak: StepPeak, members: Sequence[Group]) -> GroupPlan:
         """The plan of groups alike, the first of which was measured last.
 
@@ -94,8 +171,8 @@ class HiFTRun:
             peak: Of the first.
             members: All of them.
         """
-        group, named = members[0], dict(self._model.named_parameters())
-        parameters = [named[name] for name in group.parameter_names]
+        group = members[0]
+        parameters = self._parameters_of(group)
         state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
         num_bytes = {"master": 0, "state": 0}
         for name in group.parameter_names:
@@ -138,7 +215,16 @@ class PlannedHiFT(PlannedMethod):
 
     def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
         """Run two updates of each distinct group."""
+        return self.measurer(request, model, layout)(request, forward)
+
+    def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
+        """Measures with one optimizer, whose updates are made for the first batch alone."""
         run = HiFTRun(model, request, is_shared=layout not in ("single", "ddp"))
+        return partial(self._measure, run, model, layout)
+
+    def _measure(
+        self, run: HiFTRun, model: nn.Module, layout: Layout, request: PlanRequest, forward: Forward
+    ) -> MeasuredSteps:
         groups, waiting = list[GroupPlan](), list[int]()
         with attached(request, model) as notes:
             for members in alike(run.optimizer.groups, model):

@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -13,7 +11,7 @@ from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike
 from slivertune.planning.cards import Rates
 from slivertune.planning.fake import FakeOverrides
-from slivertune.planning.hift_optimizer import hift_over
+from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.make import attached, built
 from slivertune.planning.recorded_run import record_update
 from slivertune.planning.request import PlanRequest
@@ -182,24 +180,8 @@ class _Turns:
         return by_step
 
     def _turn_without_computing(self) -> None:
-        """A turn that leaves what any turn leaves, but for the model's forward and backward, which take long."""
-
-        def stop(*ignored: Any) -> None:
-            raise _EnoughSeenError
-
-        handle = self._model.register_forward_pre_hook(stop)
-        try:
-            self._forward()
-        except _EnoughSeenError:
-            pass
-        finally:
-            handle.remove()
-        parameters = [weight.parameter for weight in self._optimizer.weights_of(self._optimizer.active_group)]
+        """A turn that leaves what any turn leaves."""
+        meet_gradients(self._optimizer, self._model, self._forward)
         with FakeOverrides():
-            torch.autograd.backward(parameters, [torch.empty_like(parameter) for parameter in parameters])
             self._optimizer.step()
             self._optimizer.zero_grad()
-
-
-class _EnoughSeenError(Exception):
-    """Ends a forward after HiFT has seen its inputs."""

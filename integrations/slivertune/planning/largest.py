@@ -1,6 +1,6 @@
 """`--max batch_size`: the largest value of a setting under which a run fits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +15,9 @@ LargestField = Literal["batch_size", "seq_length"]
 STEPS: dict[LargestField, int] = {"batch_size": 1, "seq_length": 128}
 """Values are multiples of these; lengths of the tiles of attention and matrix kernels."""
 _MOST_STEPS = 2**16
+_MOST_BY_LINE = 5
+_MOST_GROWTH = 16
+"""From one value to the next: where the batch hardly counts yet a line leads anywhere, and large batches take long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +63,8 @@ def find_largest(
 ) -> Largest:
     """Plan values until one fits and the next does not.
 
-    A peak grows in straight pieces, so that the next value to try is taken from the line through the last two; where
-    that gains little, from the middle. A handful of plans.
+    A peak grows in straight pieces, so that the next value to try is taken from the line through two. Four plans where
+    there is but one piece: of 1, 2, the largest and the next.
 
     Args:
         request: The run; its own value of the field is not read.
@@ -94,19 +97,12 @@ def find_largest(
             f"{format_bytes(known[1].host_bytes)} of host memory, and there are {describe_limits(limits)}; leave out "
             f"--max {field} and let --fit find other settings"
         )
-    low, high = 1, 2
-    while high <= last and fits(high):
-        low, high = high, max(2 * high, min(last, _by_line(known, low, high, limits)))
-    high = min(high, last + 1)
+    low, high = 1, last + 1
+    while high - low > 1:
+        index = _next(known, low, high, limits)
+        low, high = (index, high) if fits(index) else (low, index)
     if low == _MOST_STEPS:
         raise ValueError(f"{field} {low * step:,} still fits {describe_limits(limits)}; --max found no bound")
-    while high - low > 1:
-        middle = (low + high) // 2
-        if high in known:
-            guess = _by_line(known, low, high, limits)
-            # From the line at first; from the middle where it would leave nearly all that was.
-            middle = guess if low < guess < high and len(known) % 2 else middle
-        low, high = (middle, high) if fits(middle) else (low, middle)
     after = known.get(high)
     return Largest(
         field=field,
@@ -118,10 +114,14 @@ def find_largest(
     )
 
 
-def _by_line(known: dict[int, MemoryRequirement], first: int, second: int, limits: Limits) -> int:
-    """Where the line through two plans meets the limit of the GPU."""
+def _next(known: Mapping[int, MemoryRequirement], low: int, high: int, limits: Limits) -> int:
+    """What to try between a value that fits and one that does not: the largest that fits by the line through two."""
+    first, second = (low, high) if high in known else (max((each for each in known if each < low), default=low), low)
+    # A line that turns in between would be followed in small steps.
+    if high in known and len(known) > _MOST_BY_LINE and len(known) % 2:
+        return (low + high) // 2
     grown = known[second].device_bytes - known[first].device_bytes
     if grown <= 0:
-        return second
-    left = limits.device_bytes - known[first].device_bytes
-    return first + left * (second - first) // grown
+        return min(_MOST_GROWTH * low, high - 1)
+    guess = first + (limits.device_bytes - known[first].device_bytes) * (second - first) // grown
+    return min(max(guess, low + 1), _MOST_GROWTH * low, high - 1)

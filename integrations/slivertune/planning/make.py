@@ -1,7 +1,7 @@
 """A plan from a request: the real step of every distinct group, on the model's own classes without data."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -60,6 +60,28 @@ def make_plan(request: PlanRequest, config: PreTrainedConfig) -> Plan:
     return _plan_of_one(request, config, request)
 
 
+@contextmanager
+def plans_of_batches(request: PlanRequest, config: PreTrainedConfig) -> Iterator[Callable[[PlanRequest], Plan]]:
+    """Plan runs that differ in `batch_size`, `seq_length` or `token_ratio`: what no batch changes is made once.
+
+    Args:
+        request: Any of the runs.
+        config: The model's configuration.
+
+    Yields:
+        Plans one of them as `make_plan` does, to the byte.
+    """
+    if request.layout == "single":
+        model = build_model(request, config)
+        with without_data(request.kernels):
+            give_sizes(model)
+            measure = planned(request.method).measurer(request, model, request.layout)
+            if measure is not None:
+                yield lambda other: _plan(other, model, measure(other, _forward(model, other, config)))
+                return
+    yield lambda other: make_plan(other, config)
+
+
 def on_one_gpu(request: PlanRequest) -> PlanRequest:
     """The same run on one GPU, in the step that each of several makes.
 
@@ -95,14 +117,18 @@ def built(request: PlanRequest, config: PreTrainedConfig) -> Iterator[tuple[Any,
     model = build_model(request, config)
     with without_data(request.kernels):
         give_sizes(model)
-        batch = make_batch(request, config)
+        yield model, _forward(model, request, config)
 
-        def forward() -> torch.Tensor:
-            with autocast_of(request.has_autocast):
-                loss: torch.Tensor = model(**batch).loss
-            return loss
 
-        yield model, forward
+def _forward(model: Any, request: PlanRequest, config: PreTrainedConfig) -> Forward:
+    batch = make_batch(request, config)
+
+    def forward() -> torch.Tensor:
+        with autocast_of(request.has_autocast):
+            loss: torch.Tensor = model(**batch).loss
+        return loss
+
+    return forward
 
 
 def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:

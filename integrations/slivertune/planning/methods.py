@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from slivertune.planning.request import PlanRequest
     from slivertune.planning.schedule_recorder import ScheduleRecorder
     from slivertune.planning.step import Forward
+
+
+Measurer = Callable[["PlanRequest", "Forward"], "MeasuredSteps"]
+"""Measures a run, given its forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,19 @@ class PlannedMethod:
             ValueError: If the method does not fit the model.
         """
         raise NotImplementedError
+
+    def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer | None:
+        """What measures runs that differ in their batch or in `token_ratio`, and what no batch changes once for all.
+
+        Args:
+            request: One of the runs, on one GPU.
+            model: The model, for as long as this is used.
+            layout: As in `measure`.
+
+        Returns:
+            Takes each run and its forward; None where each is measured on a model of its own.
+        """
+        return None
 
     def record(
         self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder

@@ -6,7 +6,7 @@ import importlib.util
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slivertune.core.atomic import atomic_file
 from slivertune.planning.answer import Answer, SweepAnswer
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which those see apart, too, who do not see all colours.
-_COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "state": "#009E73", "residual": "#CC79A7"}
+COLOURS = {"parameters": "#0072B2", "gradients": "#E69F00", "state": "#009E73", "residual": "#CC79A7"}
 _ALLOWANCE_COLOUR = "#BBBBBB"
-_LIMIT_COLOUR = "#D55E00"
+LIMIT_COLOUR = "#D55E00"
 _BAR_WIDTH = 0.62
 _FEWEST_PLACES = 4
 """Fewer bars are drawn as slim as this many would be."""
 _LINE_CHARACTERS = 88
-_DOTS_PER_INCH = 150
+DOTS_PER_INCH = 150
 
 
 def require_matplotlib() -> None:
@@ -52,7 +52,7 @@ def draw(answer: Answer | SweepAnswer, path: Path) -> None:
     """
     figure = sweep_figure(answer) if isinstance(answer, SweepAnswer) else groups_figure(answer)
     with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=_DOTS_PER_INCH)
+        figure.savefig(temporary, dpi=DOTS_PER_INCH)
 
 
 def sweep_figure(answer: SweepAnswer) -> Figure:
@@ -120,9 +120,7 @@ def _figure(
     axes.set_ylabel(f"memory of one GPU at the peak ({unit})")
     axes.set_xlabel(x_label)
     axes.set_title("\n".join((title, *textwrap.wrap(subtitle, _LINE_CHARACTERS))), loc="left", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.yaxis.grid(visible=True, color="#E5E5E5", linewidth=0.8)
-    axes.set_axisbelow(True)
+    style_axes(axes, "y")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     return figure
 
@@ -133,19 +131,33 @@ def _stack(axes: Axes, moments: Sequence[Moment], allowances: Sequence[int], siz
     base = [0.0] * len(moments)
     for kind, name in PART_TITLES.items():
         heights = [getattr(moment, kind) / size for moment in moments]
-        axes.bar(places, heights, width=width, bottom=base, color=_COLOURS[kind], label=name)
+        axes.bar(places, heights, width=width, bottom=base, color=COLOURS[kind], label=name)
         base = [low + height for low, height in zip(base, heights, strict=True)]
     axes.bar(
         places,
         [allowance / size for allowance in allowances],
         width=width,
         bottom=base,
-        color="white",
-        edgecolor=_ALLOWANCE_COLOUR,
-        hatch="////",
-        linewidth=0,
         label="allowance",
+        **style_of_allowance(),
     )
+
+
+def style_of_allowance() -> dict[str, Any]:
+    """Of a bar that is not planned."""
+    return {"color": "white", "edgecolor": _ALLOWANCE_COLOUR, "hatch": "////", "linewidth": 0}
+
+
+def style_axes(axes: Axes, grid: Literal["x", "y"]) -> None:
+    """Leave out what says nothing.
+
+    Args:
+        axes: Where.
+        grid: The axis whose values are read.
+    """
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=True, axis=grid, color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def _mark(axes: Axes, totals: Sequence[int], limit: int | None, size: int) -> None:
@@ -158,12 +170,12 @@ def _mark(axes: Axes, totals: Sequence[int], limit: int | None, size: int) -> No
             textcoords="offset points",
             ha="center",
             fontsize=9,
-            color="#333333" if limit is None or total <= limit else _LIMIT_COLOUR,
+            color="#333333" if limit is None or total <= limit else LIMIT_COLOUR,
         )
     top = max(totals)
     if limit is not None:
         axes.axhline(
-            limit / size, color=_LIMIT_COLOUR, linestyle="--", linewidth=1.2, label=f"limit, {format_bytes(limit)}"
+            limit / size, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2, label=f"limit, {format_bytes(limit)}"
         )
         top = max(top, limit)
     axes.set_ylim(0, 1.1 * top / size)

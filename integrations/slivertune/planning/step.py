@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -13,6 +13,34 @@ from slivertune.planning.plan import GroupPlan, Moment, Phase
 
 Forward = Callable[[], torch.Tensor]
 """Runs the model on a batch and returns the loss."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatePeak:
+    """The largest total of an update alone: what no batch changes, but for tensors of the batch itself."""
+
+    census: Census
+    """Bytes alive at that moment."""
+    highest: Census
+    """Each kind's own largest value."""
+    before: Census
+    """Bytes alive when the update began."""
+    after: Census
+    """Bytes alive when it was over."""
+
+    def beside(self, residual: int) -> "UpdatePeak":
+        """The same beside another batch.
+
+        Args:
+            residual: Bytes that no one claims when the update begins.
+        """
+        more = residual - self.before.residual
+        moved = {
+            name: replace(census, residual=census.residual + more)
+            for name in ("census", "highest", "before", "after")
+            for census in (getattr(self, name),)
+        }
+        return UpdatePeak(**moved)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +61,17 @@ class StepPeak:
     """Bytes alive at the largest total until the update began."""
     after: Census
     """Bytes alive when the step was over."""
+    update: UpdatePeak
+    """The update alone."""
 
 
 def measure_step(
-    ledger: Ledger, forward: Forward, optimizer: torch.optim.Optimizer, *, num_backwards: int = 1
+    ledger: Ledger,
+    forward: Forward,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num_backwards: int = 1,
+    known: UpdatePeak | None = None,
 ) -> StepPeak:
     """Run a forward, its backward and the update.
 
@@ -45,6 +80,7 @@ def measure_step(
         forward: The model's forward.
         optimizer: Holds the parameters that train.
         num_backwards: Forwards and backwards before the update; the third is like the second.
+        known: The same update after another batch; gradients are dropped then, and nothing is updated.
 
     Returns:
         The step's peak.
@@ -59,25 +95,57 @@ def measure_step(
             loss.backward()
         del loss
         heights.setdefault(ledger.peak.device, "backward")
-    # Before `current`, which claims all gradients again, those that another rank keeps included.
     before_step = ledger.peak
-    gradients, activations = ledger.current().gradients, ledger.highest.residual
+    # `current` claims all gradients again, those that another rank keeps included.
+    before, highest = ledger.current(), ledger.highest
+    if known is None:
+        update = measure_update(ledger, optimizer)
+    else:
+        update = known.beside(before.residual)
+        optimizer.zero_grad()
+    is_update = update.census.device > before_step.device
+    return StepPeak(
+        census=update.census if is_update else before_step,
+        phase="step" if is_update else heights[before_step.device],
+        highest=_highest(highest, update.highest),
+        gradients=before.gradients,
+        activations=highest.residual,
+        before_step=before_step,
+        after=update.after,
+        update=update,
+    )
+
+
+def measure_update(ledger: Ledger, optimizer: torch.optim.Optimizer) -> UpdatePeak:
+    """Run an update for which gradients are there.
+
+    Args:
+        ledger: Counts; entered.
+        optimizer: Holds the parameters that train.
+    """
+    before = ledger.current()
+    ledger.reset_peak()
     with FakeOverrides():
         optimizer.step()
         optimizer.zero_grad()
+    claim_state(optimizer)
+    return UpdatePeak(census=ledger.peak, highest=ledger.highest, before=before, after=ledger.current())
+
+
+def claim_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let ledgers count an optimizer's state as such.
+
+    Args:
+        optimizer: Keeps its state where `torch.optim.Optimizer` does; HiFT claims its own.
+    """
     for values in optimizer.state.values():
         for value in values.values() if isinstance(values, dict) else ():
             if isinstance(value, torch.Tensor):
                 claim(value, "state")
-    return StepPeak(
-        census=ledger.peak,
-        phase=heights.get(ledger.peak.device, "step"),
-        highest=ledger.highest,
-        gradients=gradients,
-        activations=activations,
-        before_step=before_step,
-        after=ledger.current(),
-    )
+
+
+def _highest(one: Census, other: Census) -> Census:
+    return Census(**{name: max(size, getattr(other, name)) for name, size in asdict(one).items()})
 
 
 def within_update(optimizer: torch.optim.Optimizer, *, is_last: bool) -> AbstractContextManager[object]:
@@ -148,6 +216,15 @@ class GradientMeter:
     def bytes_of(self, parameters: Iterable[nn.Parameter]) -> int:
         """Bytes of the gradients that these had when last seen, together."""
         return sum(self._bytes.get(id(parameter), 0) for parameter in parameters)
+
+    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let these have had none."""
+        for parameter in parameters:
+            self._bytes.pop(id(parameter), None)
+
+    def has_seen(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether each of these had one since it was forgotten."""
+        return all(id(parameter) in self._bytes for parameter in parameters)
 
     def _note(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

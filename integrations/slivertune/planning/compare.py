@@ -1,0 +1,266 @@
+"""`plan --compare`: one model on one card, trained in every way, each with the largest micro-batch that fits."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from slivertune import __version__
+from slivertune.core.layers import find_layers
+from slivertune.planning.cards import Card, Rates
+from slivertune.planning.configs import ModelFigures
+from slivertune.planning.largest import find_largest
+from slivertune.planning.limits import limits_json
+from slivertune.planning.make import build_model, plans_of_batches
+from slivertune.planning.methods import planned
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
+from slivertune.planning.quiet import quiet_libraries
+from slivertune.planning.request import PlanRequest
+
+TOKEN_RATIO = 0.3
+"""Of the rows with TokenTune, unless another is given."""
+_MOST_PROCESSES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A way of training."""
+
+    title: str
+    """The method, as people call it."""
+    settings: Mapping[str, Any]
+    """What of `PlanRequest` makes it."""
+    trains_all: bool
+    """Whether every weight of the model is trained."""
+
+    def request(self, given: Mapping[str, Any]) -> PlanRequest:
+        """The run, as `slivertune train --bf16` makes it.
+
+        Args:
+            given: What the user has set of all rows.
+        """
+        precision = planned(self.settings["method"]).bf16_precision
+        return PlanRequest(**{"gradient_checkpointing": True, **given, "precision": precision, **self.settings})
+
+
+def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:
+    """All ways, those whose plan takes longest first.
+
+    Args:
+        model: The model, whose layers HiFT counts.
+        given: What the user has set of all rows.
+    """
+    dense = Way(title="dense", settings={"method": "dense"}, trains_all=True)
+    num_layers = len(find_layers(build_model(dense.request(given), model.config)))
+    all_layers = {"method": "hift", "layers_per_group": num_layers, "gradients": "host"}
+    return [
+        Way(title="HiFT, all layers", settings=all_layers, trains_all=True),
+        *(
+            Way(title=f"HiFT, {number} of {num_layers} layers", settings=_hift(number), trains_all=True)
+            for number in (4, 1)
+            if number < num_layers
+        ),
+        Way(title="SFT (AG)", settings={"method": "sft"}, trains_all=False),
+        Way(title="SFT (MA)", settings={"method": "sft", "selection": "momentum"}, trains_all=False),
+        Way(title="QLoRA", settings={"method": "lora", "load_in_4bit": True}, trains_all=False),
+        Way(title="LoRA", settings={"method": "lora"}, trains_all=False),
+        dense,
+    ]
+
+
+def _hift(layers_per_group: int) -> dict[str, Any]:
+    return {"method": "hift", "layers_per_group": layers_per_group}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A way, planned."""
+
+    way: Way
+    requirement: MemoryRequirement | None
+    """With the largest micro-batch that fits, or with one sequence; None where it can't be planned."""
+    time: PlannedTime | None
+    """None where it does not fit."""
+    reason: str | None = None
+    """Why it can't be planned."""
+
+    @property
+    def token_ratio(self) -> float | None:
+        """Of TokenTune."""
+        return None if self.requirement is None else self.requirement.plan.request.token_ratio
+
+    @property
+    def title(self) -> str:
+        """The way, and TokenTune."""
+        return self.way.title if self.token_ratio is None else f"{self.way.title} + TokenTune"
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second; 0 where it does not fit."""
+        return 0.0 if self.time is None else self.time.tokens_per_second
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        values: dict[str, Any] = {
+            "title": self.title,
+            "settings": dict(self.way.settings),
+            "fits": self.time is not None,
+        }
+        if self.requirement is None:
+            return {**values, "reason": self.reason}
+        values |= {"trains_all": self.way.trains_all, **self.requirement.to_json()}
+        return values if self.time is None else {**values, "time": self.time.to_json()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is the same in all rows; goes to other processes."""
+
+    model: ModelFigures
+    given: Mapping[str, Any]
+    """Fields of `PlanRequest`."""
+    limits: Limits
+    card: Card
+    efficiency: float
+    """Share of the card's peak that matrix products reach."""
+
+    def rates(self) -> Rates:
+        """Of the card; all rows compute in bf16."""
+        return self.card.rates(efficiency=self.efficiency)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """All ways of training a model, planned."""
+
+    question: Question
+    rows: Sequence[Row]
+    """The fastest first."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON: an array of rows."""
+        return {
+            "model": self.question.model.name,
+            "model_source": self.question.model.source,
+            "slivertune": __version__,
+            "gpu": self.question.card.name,
+            "fit": limits_json(self.question.limits),
+            "advice": advice(self.rows),
+            "rows": [row.to_json() for row in self.rows],
+        }
+
+
+def compare(question: Question, *, num_processes: int | None = None) -> Iterator[Row]:
+    """Plan all ways with and without TokenTune.
+
+    Args:
+        question: What is asked.
+        num_processes: In which ways are planned side by side; 1 for this one alone, by default one for each CPU, four
+            at most.
+
+    Yields:
+        Rows as they are ready.
+    """
+    ways = ways_of(question.model, question.given)
+    num_processes = num_processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
+    if num_processes == 1:
+        for way in ways:
+            yield from rows_of(way, question)
+        return
+    pool = ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"), initializer=_begin_process)
+    try:
+        for done in as_completed([pool.submit(_rows_in_process, way, question) for way in ways]):
+            yield from done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin_process() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process says what there is to say of Ctrl-C
+    torch.set_num_threads(1)
+
+
+def _rows_in_process(way: Way, question: Question) -> list[Row]:
+    with quiet_libraries():
+        return rows_of(way, question)
+
+
+def rows_of(way: Way, question: Question) -> list[Row]:
+    """Plan one way, without TokenTune and with it.
+
+    Args:
+        way: The way.
+        question: What is asked.
+    """
+    ratio = question.given.get("token_ratio", TOKEN_RATIO)
+    try:
+        first = way.request({**question.given, "token_ratio": None})
+        with plans_of_batches(first, question.model.config) as plan:
+
+            def estimate(request: PlanRequest) -> MemoryRequirement:
+                return add_allowance(plan(request))
+
+            needs = [_largest(replace(first, token_ratio=each), question, estimate) for each in (None, ratio)]
+    except (ValueError, ImportError) as error:
+        return [Row(way=way, requirement=None, time=None, reason=" ".join(str(error).split()))]
+    return [Row(way=way, requirement=need, time=_time(need, question)) for need in needs]
+
+
+def _largest(
+    request: PlanRequest, question: Question, estimate: Callable[[PlanRequest], MemoryRequirement]
+) -> MemoryRequirement:
+    """With as many sequences as fit, or with one."""
+    smallest = estimate(replace(request, batch_size=1))
+    if not smallest.fits(question.limits):
+        return smallest
+    return find_largest(request, "batch_size", question.limits, estimate).requirement
+
+
+def _time(requirement: MemoryRequirement, question: Question) -> PlannedTime | None:
+    if not requirement.fits(question.limits):
+        return None
+    plan = with_room_ahead(requirement, question.limits.device_bytes)
+    return plan_time(plan, question.model.config, question.rates())
+
+
+def in_order(rows: Sequence[Row]) -> list[Row]:
+    """The fastest first; then those that do not fit, the smallest first; then those that can't be planned."""
+
+    def key(row: Row) -> tuple[float, float]:
+        return (-row.speed, float("inf") if row.requirement is None else row.requirement.device_bytes)
+
+    return sorted(rows, key=key)
+
+
+def advice(rows: Sequence[Row]) -> str:
+    """Which to take and why, in one line.
+
+    Args:
+        rows: All of them.
+    """
+    ready = [row for row in in_order(rows) if row.time is not None]
+    if not ready:
+        return "nothing fits: take a larger card, a shorter --seq_length or a smaller model"
+    fastest = ready[0]
+    whole = next((row for row in ready if row.way.trains_all and row.token_ratio is None), None)
+    if whole is None:
+        return f"take {fastest.title}: nothing that trains all weights fits, and of what does it is the fastest"
+    text = f"take {whole.title}: the fastest of what fits and trains all weights on all tokens"
+    if whole is fastest:
+        return f"{text}, and of all that fits"
+    return f"{text}; {fastest.title}, {fastest.speed / whole.speed:.1f} x as fast, trains {_sliver(fastest)}"
+
+
+def _sliver(row: Row) -> str:
+    assert row.requirement is not None
+    plan = row.requirement.plan
+    of_tokens = "" if row.token_ratio is None else f" on {row.token_ratio:.0%} of the tokens"
+    if row.way.trains_all:
+        return f"all weights{of_tokens}"
+    return f"{plan.num_trainable_peak / plan.num_parameters:.1%} as many values{of_tokens}"

@@ -1,0 +1,93 @@
+"""All ways of training a model as a table, and which to take."""
+
+from rich.console import Console
+from rich.table import Table
+
+from slivertune.planning.byte_text import format_bytes
+from slivertune.planning.compare import Comparison, Row, advice
+from slivertune.planning.limits import describe_limits, unlimited_needs
+from slivertune.planning.report import line_printer
+from slivertune.planning.time_report import format_seconds
+
+_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
+
+
+def describe_row(row: Row) -> str:
+    """What a row says, as soon as it is there.
+
+    Args:
+        row: The row.
+    """
+    if row.requirement is None:
+        return f"{row.title}: can't be planned: {row.reason}"
+    request, need = row.requirement.plan.request, format_bytes(row.requirement.device_bytes)
+    if row.time is None:
+        return f"{row.title}: {need} with one sequence, which does not fit"
+    return f"{row.title}: batch_size {request.batch_size}, {need}, {row.speed:,.0f} tokens a second"
+
+
+def print_comparison(comparison: Comparison, num_tokens: float | None, console: Console) -> None:
+    """Print the table and the advice.
+
+    Args:
+        comparison: What was planned.
+        num_tokens: To train on; None where nothing was said of it.
+        console: Where to.
+    """
+    question = comparison.question
+    request = next((row.requirement.plan.request for row in comparison.rows if row.requirement is not None), None)
+    sizes = "" if request is None else f", {request.seq_length:,} tokens a sequence"
+    title = f"{question.model.name} on a {question.card.name}, {describe_limits(question.limits)}{sizes}; planned"
+    table = Table(title=title, title_justify="left")
+    hours = () if num_tokens is None else ("hours",)
+    for name in ("", "trains"):
+        table.add_column(name)
+    for name in ("batch", "peak", "needed", "host", "an update", "tokens/s", *hours):
+        table.add_column(name, justify="right")
+    for row in comparison.rows:
+        table.add_row(*_cells(row, num_tokens))
+    console.print(table)
+    say = line_printer(console)
+    say("batch: the largest that fits, in sequences; where nothing fits, one")
+    needs = [row.requirement for row in comparison.rows if row.requirement is not None]
+    for need in unlimited_needs(max(needs, key=lambda each: each.host_bytes), question.limits) if needs else ():
+        say(f"warning: {need}")
+    rates = question.rates()
+    say(
+        f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s (--efficiency) and "
+        f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way; assumptions, not measurements of your machine"
+    )
+    say(advice(comparison.rows))
+
+
+def _cells(row: Row, num_tokens: float | None) -> list[str]:
+    if row.requirement is None:
+        return [row.title, "can't be planned"]
+    plan = row.requirement.plan
+    sizes = [format_bytes(each) for each in (plan.peak_bytes, row.requirement.device_bytes, row.requirement.host_bytes)]
+    cells = [row.title, describe_trained(row), str(plan.request.batch_size), *sizes]
+    if row.time is None:
+        return [*cells, "does not fit"]
+    cells += [format_seconds(row.time.seconds), f"{row.speed:,.0f}"]
+    return cells if num_tokens is None else [*cells, f"{row.time.hours(num_tokens):,.1f}"]
+
+
+def describe_trained(row: Row) -> str:
+    """What an update trains.
+
+    Args:
+        row: A row that could be planned.
+    """
+    assert row.requirement is not None
+    plan = row.requirement.plan
+    number = _short(plan.num_trainable_peak)
+    if not row.way.trains_all:
+        return f"{number}, {plan.num_trainable_peak / plan.num_parameters:.1%}"
+    return "all" if plan.num_trainable_peak >= plan.num_parameters else f"all, {number} a step"
+
+
+def _short(number: int) -> str:
+    for size, unit in _UNITS:
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)

@@ -1,0 +1,27 @@
+"""What libraries say while a plan is made is not the plan's answer."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+
+import transformers
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Let standard output be the answer's alone, and hold back what libraries say of a model that will never run."""
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    # bitsandbytes warns of a CPU kernel that a plan never calls.
+    bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = bitsandbytes.level
+    bitsandbytes.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+            yield
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+        bitsandbytes.setLevel(level)

@@ -1,0 +1,279 @@
+"""All ways of training a model, against planning each by itself."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from slivertune.planning.cards import card_named
+from slivertune.planning.command import run_plan
+from slivertune.planning.compare import Comparison, Question, Row, Way, advice, compare, in_order, rows_of, ways_of
+from slivertune.planning.comparison_plot import comparison_figure, draw_comparison
+from slivertune.planning.comparison_report import describe_row, describe_trained, print_comparison
+from slivertune.planning.make import make_plan, plans_of_batches
+from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
+from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
+from slivertune.planning.request import PlanRequest
+from slivertune.planning.schedule_player import UpdateTime
+from tests.planning.made import moment, simple_plan, tiny_model, write_config
+
+pytestmark = pytest.mark.filterwarnings("ignore:as many weights as LoRA of rank 64")
+
+MIB = 2**20
+CARD = card_named("4090")
+GIVEN: dict[str, Any] = {"seq_length": 64}
+
+
+def question(device_bytes: int) -> Question:
+    return Question(
+        model=tiny_model(), given=GIVEN, limits=Limits(device_bytes=device_bytes), card=CARD, efficiency=0.6
+    )
+
+
+def need(request: PlanRequest) -> MemoryRequirement:
+    return add_allowance(make_plan(request, tiny_model().config))
+
+
+def largest_by_trying_all(request: PlanRequest, limits: Limits) -> MemoryRequirement:
+    found = need(replace(request, batch_size=1))
+    while (more := need(replace(request, batch_size=found.plan.request.batch_size + 1))).fits(limits):
+        found = more
+    return found
+
+
+def test_the_ways_are_hift_with_one_four_and_all_layers_both_selections_of_sft_lora_and_dense() -> None:
+    ways = {way.title: dict(way.settings) for way in ways_of(tiny_model(), GIVEN)}
+    assert ways == {
+        "HiFT, all layers": {"method": "hift", "layers_per_group": 5, "gradients": "host"},
+        "HiFT, 4 of 5 layers": {"method": "hift", "layers_per_group": 4},
+        "HiFT, 1 of 5 layers": {"method": "hift", "layers_per_group": 1},
+        "SFT (AG)": {"method": "sft"},
+        "SFT (MA)": {"method": "sft", "selection": "momentum"},
+        "QLoRA": {"method": "lora", "load_in_4bit": True},
+        "LoRA": {"method": "lora"},
+        "dense": {"method": "dense"},
+    }
+
+
+def test_each_way_has_the_precision_of_train_with_bf16_and_what_was_given() -> None:
+    given = {"seq_length": 64, "optimizer": "adamw8bit", "gradient_checkpointing": False}
+    for way in ways_of(tiny_model(), given):
+        if way.settings["method"] == "sft":
+            continue  # which is an optimizer itself
+        request = way.request(given)
+        precisions = {"hift": "mixed_hi", "lora": "bf16", "dense": "mixed"}
+        assert request.precision == precisions[request.method]
+        assert (request.optimizer, request.gradient_checkpointing) == ("adamw8bit", False)
+
+
+@pytest.mark.parametrize("title", ["HiFT, 4 of 5 layers", "LoRA"])
+def test_a_row_is_what_trying_all_batches_one_at_a_time_finds(title: str) -> None:
+    (way,) = (way for way in ways_of(tiny_model(), GIVEN) if way.title == title)
+    limits = Limits(device_bytes=need(replace(way.request(GIVEN), batch_size=2)).device_bytes + 1000)
+    rows = rows_of(way, question(limits.device_bytes))
+    assert [row.title for row in rows] == [title, f"{title} + TokenTune"]
+    for row, token_ratio in zip(rows, (None, 0.3), strict=True):
+        expected = largest_by_trying_all(replace(way.request(GIVEN), token_ratio=token_ratio), limits)
+        assert expected.plan.request.batch_size >= 2
+        assert row.requirement is not None and row.time is not None
+        assert row.requirement.plan.request == expected.plan.request
+        assert row.requirement.device_bytes == expected.device_bytes
+        assert row.requirement.host_bytes == expected.host_bytes
+        run = with_room_ahead(expected, limits.device_bytes)
+        assert row.time.seconds == plan_time(run, tiny_model().config, CARD.rates(efficiency=0.6)).seconds
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "hift": {"method": "hift", "precision": "mixed_hi", "stream_bytes": 16 * 1024, "gradient_checkpointing": True},
+    "hift, gradients on the host": {"method": "hift", "layers_per_group": 2, "gradients": "host"},
+    "hift, stepped": {"method": "hift", "layers_per_group": 5, "gradients": "stepped"},
+    "hift, on the device": {"method": "hift", "state": "device"},
+    "hift, discarded": {"method": "hift", "state": "discard"},
+    "dense": {"method": "dense", "precision": "mixed"},
+    "lora": {"method": "lora", "precision": "bf16"},
+    "sft": {"method": "sft", "precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("settings", MANY.values(), ids=MANY.keys())
+def test_plans_of_one_run_after_the_other_are_those_of_each_alone(settings: dict[str, Any]) -> None:
+    first = PlanRequest(**GIVEN, **settings)
+    runs = [replace(first, batch_size=size, token_ratio=share) for size, share in ((1, None), (3, None), (2, 0.3))]
+    with plans_of_batches(first, tiny_model().config) as plan:
+        found = [plan(run) for run in runs]
+    for run, one in zip(runs, found, strict=True):
+        alone = make_plan(run, tiny_model().config)
+        assert one.peak.to_json() == alone.peak.to_json()
+        assert (one.request, one.host_bytes, one.num_parameters) == (run, alone.host_bytes, alone.num_parameters)
+        for group, expected in zip(one.groups, alone.groups, strict=True):
+            assert group.peak.total == expected.peak.total
+            assert group.before_step.total == expected.before_step.total
+            for name in ("gradient_bytes", "state_bytes", "master_bytes", "activation_bytes", "num_parameters"):
+                assert getattr(group, name) == getattr(expected, name), name
+
+
+def test_what_does_not_fit_is_a_row_with_one_sequence_and_no_time() -> None:
+    way = Way(title="dense", settings={"method": "dense"}, trains_all=True)
+    row, _ = rows_of(way, question(MIB))
+    assert row.time is None and row.speed == 0
+    assert row.requirement is not None and row.requirement.plan.request.batch_size == 1
+    assert describe_row(row).endswith("with one sequence, which does not fit")
+
+
+def test_what_cannot_be_planned_is_a_row_with_its_reason() -> None:
+    way = Way(title="HiFT, 9 layers", settings={"method": "hift", "layers_per_group": 9}, trains_all=True)
+    (row,) = rows_of(way, question(MIB))
+    assert row.requirement is None and row.reason is not None
+    assert "layers_per_group=9 must be in [1, 5]" in row.reason
+    assert "can't be planned: layers_per_group=9" in describe_row(row)
+    assert row.to_json()["reason"] == row.reason
+
+
+def made(title: str, seconds: float | None, *, trains_all: bool, size: int = 1, ratio: float | None = None) -> Row:
+    """A row that needs so many GiB and takes so long for 512 tokens."""
+    request = PlanRequest(token_ratio=ratio)
+    requirement = add_allowance(simple_plan(request, moment(parameters=size * 1024 * MIB)))
+    rates = CARD.rates()
+    time = (
+        None
+        if seconds is None
+        else PlannedTime(
+            rates=rates,
+            update=UpdateTime(seconds={"forward": seconds}, exposed_by={}),
+            owed=(),
+            num_tokens=512,
+            flops=1.0,
+            disk_bytes_per_update=0.0,
+        )
+    )
+    way = Way(title=title, settings={"method": "hift"}, trains_all=trains_all)
+    return Row(way=way, requirement=requirement, time=time)
+
+
+HIFT = made("HiFT", 2.0, trains_all=True)
+HIFT_SHARE = made("HiFT", 1.0, trains_all=True, ratio=0.3)
+LORA = made("LoRA", 0.5, trains_all=False)
+DENSE = made("dense", None, trains_all=True, size=60)
+REFUSED = Row(
+    way=Way(title="SFT", settings={"method": "sft"}, trains_all=False), requirement=None, time=None, reason="no"
+)
+
+
+def test_the_fastest_come_first_then_what_does_not_fit_then_what_cannot_be_planned() -> None:
+    assert in_order([REFUSED, DENSE, HIFT, LORA, HIFT_SHARE]) == [LORA, HIFT_SHARE, HIFT, DENSE, REFUSED]
+
+
+def test_the_advice_is_the_fastest_that_trains_everything_and_what_would_be_faster() -> None:
+    assert advice([LORA, HIFT, HIFT_SHARE]) == (
+        "take HiFT: the fastest of what fits and trains all weights on all tokens; LoRA, 4.0 x as fast, trains 0.0% "
+        "as many values"
+    )
+    assert advice([HIFT, HIFT_SHARE]).endswith(
+        "HiFT + TokenTune, 2.0 x as fast, trains all weights on 30% of the tokens"
+    )
+    assert advice([HIFT, DENSE]).endswith("trains all weights on all tokens, and of all that fits")
+    assert advice([LORA, DENSE]).startswith("take LoRA: nothing that trains all weights fits")
+    assert advice([DENSE, REFUSED]).startswith("nothing fits")
+
+
+def comparison() -> Comparison:
+    return Comparison(question=question(24 * 1024 * MIB), rows=in_order([HIFT, LORA, DENSE, REFUSED]))
+
+
+def test_the_table_has_a_row_for_each_way_and_fits_120_columns() -> None:
+    console = Console(width=120, record=True, highlight=False)
+    with console.capture() as captured:
+        print_comparison(comparison(), 1e9, console)
+    lines = captured.get().splitlines()
+    assert max(map(len, lines)) <= 120 or max(len(line) for line in lines if "│" in line) <= 120
+    for title in ("HiFT", "LoRA", "dense", "SFT"):
+        assert any(line.startswith(f"│ {title} ") for line in lines), title
+    (dense,) = (line for line in lines if line.startswith("│ dense"))
+    assert "does not fit" in dense
+    (lora,) = (line for line in lines if line.startswith("│ LoRA"))
+    assert "1,024" in lora and "500 ms" in lora and "271.3" in lora  # tokens/s, an update, hours
+    assert lines[-1] == advice(comparison().rows)
+
+
+def test_what_is_trained_is_said_as_a_number_and_a_share() -> None:
+    assert HIFT.requirement is not None
+    plan = replace(HIFT.requirement.plan, num_parameters=8_030_000_000, num_trainable_peak=218_000_000)
+    row = replace(HIFT, requirement=replace(HIFT.requirement, plan=plan))
+    assert describe_trained(row) == "all, 218M a step"
+    assert describe_trained(
+        replace(row, requirement=replace(HIFT.requirement, plan=replace(plan, num_parameters=7)))
+    ) == ("all")
+    assert describe_trained(replace(row, way=LORA.way)) == "218M, 2.7%"
+
+
+def test_it_is_drawn_as_memory_and_speed_of_each_row(tmp_path: Path) -> None:
+    figure: Any = comparison_figure(comparison())
+    memory, speed = figure.axes
+    assert [label.get_text() for label in memory.get_yticklabels()] == [
+        "LoRA, batch 1",
+        "HiFT, batch 1",
+        "dense, batch 1",
+    ]
+    assert [bar.get_width() for bar in speed.containers[0]] == [1024, 256, 0]
+    assert [text.get_text() for text in speed.texts] == ["1,024", "256", "does not fit"]
+    assert "planned" in figure.get_suptitle()
+    draw_comparison(comparison(), tmp_path / "ways.png")
+    assert (tmp_path / "ways.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_in_two_processes_the_rows_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [way for way in ways_of(tiny_model(), GIVEN) if way.title in ("LoRA", "HiFT, 4 of 5 layers")]
+    monkeypatch.setattr("slivertune.planning.compare.ways_of", lambda *_: ways)
+    asked = question(need(replace(ways[0].request(GIVEN), batch_size=4)).device_bytes + 1000)
+
+    def rows(num_processes: int) -> list[dict[str, Any]]:
+        return [row.to_json() for row in in_order(list(compare(asked, num_processes=num_processes)))]
+
+    assert rows(2) == rows(1)
+
+
+def test_the_command_prints_one_json_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slivertune.planning.command.compare", lambda _: iter([HIFT, LORA]))
+    run_plan(["--model", str(write_config(tmp_path)), "--compare", "--gpu", "4090", "--json"])
+    printed, told = capsys.readouterr()
+    values = json.loads(printed)
+    assert values["advice"] == advice([HIFT, LORA])
+    assert [row["title"] for row in values["rows"]] == ["LoRA", "HiFT"]
+    assert values["rows"][0]["time"]["tokens_per_second"] == 1024
+    assert (values["gpu"], values["fit"]["limit_bytes"]) == (CARD.name, CARD.memory_bytes)
+    assert "HiFT: batch_size 1" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "hift"], "--method hift is set by each row of --compare"),
+        (["--batch_size", "4"], "--batch_size 4 is set by each row of --compare"),
+        (["--sweep", "seq_length=1,2"], "--compare is one question, and --sweep another"),
+        (["--max", "seq_length"], "--compare is one question, and --max another"),
+        (["--layers_per_group", "auto"], "--compare is one question, and --layers_per_group auto another"),
+        (["--bf16"], "--bf16 true is another precision to each method"),
+    ],
+)
+def test_what_a_row_decides_is_not_given(words: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_plan(["--model", str(write_config(tmp_path)), "--compare", "--gpu", "4090", *words])
+
+
+def test_without_a_card_it_says_how_to_name_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--gpu"):
+        run_plan(["--model", str(write_config(tmp_path)), "--compare"])
+
+
+def test_methods_are_swept_like_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_plan(["--model", str(write_config(tmp_path)), "--seq_length", "64", "--sweep", "method=hift,lora", "--json"])
+    points = json.loads(capsys.readouterr().out)["sweep"]
+    config = tiny_model().config
+    for point, method in zip(points, ("hift", "lora"), strict=True):
+        alone = make_plan(replace(PlanRequest(**GIVEN), method=method), config)
+        assert (point["method"], point["peak_bytes"]) == (method, alone.peak_bytes)
