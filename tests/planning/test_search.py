@@ -268,9 +268,9 @@ def test_what_can_not_change_the_peak_is_not_planned() -> None:
     found = search_noting(seen, {"batch_size": 16}, 20 * GIB)
     assert all(request.optimizer == "adamw" and request.stream_bytes == 128 * MIB for request in seen)
     reasons = dict(found.skipped)
-    assert reasons["smaller pieces of masters and state on the GPU"].startswith("no masters or optimizer state")
-    assert reasons["split masters"] == "it would spare the host, which is large enough"
-    assert reasons["8-bit optimizer state"] == "state is on the GPU in pieces of 128.0 MiB, whatever its precision"
+    for title in ("smaller pieces of masters and state on the GPU", "split masters", "8-bit optimizer state"):
+        assert reasons[title] == "no masters or optimizer state are on the GPU at the peak"
+    assert reasons["masters and state on disk"] == "it would spare the host, which is large enough"
     assert len(seen) == len(set(seen)) == found.num_plans, "nothing is planned twice"
 
 

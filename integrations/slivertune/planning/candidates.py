@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.methods import clash_with_method, planned
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
@@ -69,7 +68,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cost="the same update to the bit; the host keeps the half of a master that its weight lacks",
             fields=("master", "precision"),
             options=_split_masters,
-            cannot_help=_all_that_waits_has_room,
+            cannot_help=_no_state_that_is_too_large,
         ),
         Candidate(
             title="the batch in parts, with accumulation",
@@ -162,7 +161,7 @@ def _smaller_pieces(request: PlanRequest) -> list[PlanRequest]:
 
 def _split_masters(request: PlanRequest) -> list[PlanRequest]:
     whole = request.master_kind == "fp32" and request.state != "device"
-    return changed(request, master="split") if whole else []
+    return _changed(request, master="split") if whole else []
 
 
 def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
@@ -171,7 +170,7 @@ def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
 
 def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
     is_adam = request.optimizer == "adamw" and not planned(request.method).is_optimizer
-    return changed(request, optimizer="adamw8bit") if is_adam else []
+    return _changed(request, optimizer="adamw8bit") if is_adam else []
 
 
 def _gradients_on_host(request: PlanRequest) -> list[PlanRequest]:
@@ -185,11 +184,11 @@ def _step_in_backward(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
-    return changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
+    return _changed(request, state="disk") if _reads(request, "state") and request.state == "host" else []
 
 
 def _no_masters(request: PlanRequest) -> list[PlanRequest]:
-    return [] if request.precision == "bf16" else changed(request, precision="bf16", master=None)
+    return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
 
 
 def _four_bits(request: PlanRequest) -> list[PlanRequest]:
@@ -202,7 +201,7 @@ def _four_bits(request: PlanRequest) -> list[PlanRequest]:
 def _offload(request: PlanRequest) -> list[PlanRequest]:
     if request.offload_parameters or request.load_in_4bit or request.layout != "single":
         return []
-    return changed(request, layout="fsdp2", offload_parameters=True, gradients="device")
+    return _changed(request, layout="fsdp2", offload_parameters=True, gradients="device")
 
 
 def _parts_of_batch(request: PlanRequest, *, fewest_tokens: int) -> list[PlanRequest]:
@@ -226,7 +225,7 @@ def _reads(request: PlanRequest, setting: str) -> bool:
     return setting in planned(request.method).settings
 
 
-def changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
+def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
     """The request with other settings; none where these do not go together with the rest, or need what is not there."""
     try:
         return [replace(request, **changes)]
@@ -271,22 +270,13 @@ def _no_state_on_device(requirement: MemoryRequirement, limits: Limits) -> str |
 def _no_state_that_is_too_large(requirement: MemoryRequirement, limits: Limits) -> str | None:
     if _all_that_waits_has_room(requirement, limits) is None:
         return None
-    if _comes_in_pieces(requirement.plan.request):
-        return f"state is on the GPU in pieces of {_piece(requirement)}, whatever its precision"
     return _no_state_on_device(requirement, limits)
 
 
 def _no_masters_at_peak(requirement: MemoryRequirement, limits: Limits) -> str | None:
     if _all_that_waits_has_room(requirement, limits) is None:
         return None
-    if requirement.plan.request.precision == "mixed_hi" and _comes_in_pieces(requirement.plan.request):
-        return f"masters are on the GPU in pieces of {_piece(requirement)}, and the weights are bf16 already"
+    if requirement.plan.request.precision == "mixed_hi":
+        # The weights are bf16 already.
+        return _no_state_on_device(requirement, limits)
     return _gpu_is_large_enough(requirement, limits)
-
-
-def _comes_in_pieces(request: PlanRequest) -> bool:
-    return _reads(request, "stream_bytes") and request.state != "device" and request.stream_bytes > 0
-
-
-def _piece(requirement: MemoryRequirement) -> str:
-    return format_bytes(requirement.plan.request.stream_bytes)

@@ -1,12 +1,23 @@
-"""`--fit`: the least costly settings under which a run fits."""
+"""`--fit`: the least costly settings under which a run fits.
+
+Of two ways to make a run fit, that is the cheaper one whose costliest changed setting comes earlier in the order of the
+candidates, or, where it is the same setting, has an earlier of its values; where that is the same, too, the next
+costliest decides, and so on. How many settings are changed does not count: any number of cheap ones is cheaper than one
+that is costlier than each.
+
+To plan all combinations would take hours. The search takes settings while they gain something, decides by that which
+setting is the costliest that is needed, and then goes on in the same way among those that are cheaper. That is exact
+wherever a fit among the cheaper ones, if there is one, is found in that way.
+"""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from slivertune.planning.byte_text import format_bytes
-from slivertune.planning.candidates import Candidate, changed
-from slivertune.planning.limits import describe_limits
+from slivertune.planning.candidates import Candidate
+from slivertune.planning.impossible_fit import changed_fields, describe_impossible, shortages
 from slivertune.planning.methods import planned, planned_methods
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
@@ -15,8 +26,8 @@ Estimator = Callable[[PlanRequest], MemoryRequirement]
 """Plans a request; costs seconds."""
 Tell = Callable[[str], None]
 """Shows progress."""
-_Taken = tuple[Candidate, MemoryRequirement, MemoryRequirement]
-"""A candidate that gained something, and what was needed before and after."""
+_Taken = tuple[Candidate, PlanRequest]
+"""A candidate that was taken, and the request that it led to."""
 
 
 class DoesNotFitError(ValueError):
@@ -93,7 +104,9 @@ def search(
     fixed: Collection[str] = (),
     tell: Tell = lambda line: None,
 ) -> Found:
-    """Change settings in the order of their cost until the run fits; then take back what proved needless.
+    """Find the cheapest settings, as the head of this file says, under which the run fits.
+
+    Costs a handful of plans, and some dozens where settings have many values or help only together.
 
     Args:
         start: Where from.
@@ -124,48 +137,160 @@ class _Search:
         self._tell = tell
         self._requirements: dict[PlanRequest, MemoryRequirement] = {}
         self._reasons: dict[int, str] = {}
-        self._moves_to_host = True
+        self._tried: set[int] = set()
 
     def run(self, start: PlanRequest) -> Found:
-        try:
-            return self._run(start)
-        except DoesNotFitError:
-            # What moves bytes to a host without room for them was taken, since much can relieve the host afterwards.
-            # Where nothing did, it is left; what both ways ask for is planned once.
-            self._moves_to_host = False
-            return self._run(start)
-
-    def _run(self, start: PlanRequest) -> Found:
-        requirement = as_asked = self._plan(start)
-        taken: list[_Taken] = []
-        remaining = list(self._candidates)
-        while not requirement.fits(self._limits):
-            candidate = self._next(remaining, requirement)
-            if candidate is None:
-                raise DoesNotFitError(self._complaint(start))
-            remaining.remove(candidate)
-            better = self._take(candidate, requirement)
-            if better is not None:
-                taken.append((candidate, requirement, better))
-                requirement = better
-        requirement, steps = self._take_back(requirement, taken)
+        as_asked = self._plan(start)
+        taken = self._least(start, self._candidates)
+        if taken is None:
+            raise DoesNotFitError(
+                describe_impossible(start, self._requirements.values(), self._limits, self._candidates, self._fixed)
+            )
+        final = taken[-1][1] if taken else start
+        steps = self._steps(start, taken)
         return Found(
             start=as_asked,
-            requirement=requirement,
+            requirement=self._plan(final),
             steps=tuple(steps),
             skipped=self._skipped(steps),
             num_plans=len(self._requirements),
         )
+
+    @property
+    def _has_found(self) -> bool:
+        return any(requirement.fits(self._limits) for requirement in self._requirements.values())
 
     def _plan(self, request: PlanRequest) -> MemoryRequirement:
         if request not in self._requirements:
             self._requirements[request] = requirement = self._estimate(request)
             verdict = "fits" if requirement.fits(self._limits) else "does not fit"
             if not requirement.missing_device_bytes(self._limits):
-                verdict += "".join(f", {short}" for short in self._shortages(requirement))
+                verdict += "".join(f", {short}" for short in shortages(requirement, self._limits))
             size = format_bytes(requirement.device_bytes)
             self._tell(f"plan {len(self._requirements)}: {size} with the allowance, {verdict}")
         return self._requirements[request]
+
+    def _least(self, request: PlanRequest, candidates: Sequence[Candidate]) -> list[_Taken] | None:
+        """The cheapest changes that fit, the costliest of them first; None where none are found.
+
+        The costliest is the first that suffices if all cheaper ones may be taken, too. With it in place, the rest is
+        found among these.
+        """
+        known = self._fit(request, candidates)
+        if not known:
+            return known
+        number, found = len(candidates), known
+        while found:
+            known, number = found, max(candidates.index(candidate) for candidate, _ in found)
+            found = self._fit(request, candidates[:number]) or []
+        costliest, cheaper = candidates[number], candidates[:number]
+        option = self._cheapest_option(costliest.options(request), cheaper)
+        rest = None if option is None else self._least(option, cheaper)
+        if option is None or rest is None:
+            return known  # what fits in the order of the descent alone
+        return [(costliest, option), *rest]
+
+    def _cheapest_option(self, options: Sequence[PlanRequest], cheaper: Sequence[Candidate]) -> PlanRequest | None:
+        """The first option that fits with cheaper candidates; each needs no more than those before it."""
+        low, high = 0, len(options)
+        while low < high:
+            middle = (low + high) // 2
+            if self._fit(options[middle], cheaper) is not None:
+                high = middle
+            else:
+                low = middle + 1
+        return options[high] if high < len(options) else None
+
+    def _fit(self, request: PlanRequest, candidates: Sequence[Candidate]) -> list[_Taken] | None:
+        """Some changes by these candidates that fit, none if there is no need; None where none are found."""
+        # What moves bytes to a host without room for them is taken, since much can relieve the host afterwards. Where
+        # nothing did, it is left; what both ways ask for is planned once.
+        for moves_to_host in (True, False):
+            taken, fits = self._descend(request, candidates, moves_to_host=moves_to_host)
+            if fits:
+                return taken
+            in_the_way = self._in_the_way(request, candidates, taken)
+            if in_the_way is not None:
+                return self._fit(request, [each for each in candidates if each is not in_the_way])
+        return None
+
+    def _descend(
+        self, request: PlanRequest, candidates: Sequence[Candidate], *, moves_to_host: bool
+    ) -> tuple[list[_Taken], bool]:
+        """Take the cheapest that gains something until the run fits, and say whether it does."""
+        taken: list[_Taken] = []
+        try:
+            requirement = self._plan(request)
+        except (ValueError, ImportError):
+            return taken, False
+        remaining, without_gain = list(candidates), list[Candidate]()
+        while not requirement.fits(self._limits):
+            candidate = self._next(remaining, requirement)
+            if candidate is not None:
+                remaining.remove(candidate)
+                better = self._take(candidate, requirement, moves_to_host=moves_to_host)
+                if better is None:
+                    without_gain.append(candidate)
+                    continue
+                taken.append((candidate, better))
+                self._tried.add(id(candidate))
+            else:
+                fewer = self._leave_one_out(request, taken, moves_to_host=moves_to_host)
+                if fewer is None:
+                    return self._take_together(taken, without_gain and remaining + without_gain, requirement)
+                taken = fewer
+            requirement = self._plan(taken[-1][1])
+            # What gained nothing before may gain something now.
+            remaining, without_gain = [each for each in candidates if each in remaining + without_gain], []
+        return taken, True
+
+    def _leave_one_out(
+        self, request: PlanRequest, taken: Sequence[_Taken], *, moves_to_host: bool
+    ) -> list[_Taken] | None:
+        """What was taken without one of it that is in the way of a later one; None if it was all for the better."""
+        for left_out, _ in taken[:-1]:
+            fewer = self._apply(request, [candidate for candidate, _ in taken if candidate is not left_out])
+            try:
+                before, after = self._plan(taken[-1][1]), self._plan(fewer[-1][1])
+            except (ValueError, ImportError):
+                continue
+            if self._gains(after, before, moves_to_host=moves_to_host):
+                return fewer
+        return None
+
+    def _take_together(
+        self, taken: list[_Taken], candidates: Sequence[Candidate], requirement: MemoryRequirement
+    ) -> tuple[list[_Taken], bool]:
+        """Take all that is left: each alone gains nothing where one moment of an update is as large as another."""
+        more = self._apply(requirement.plan.request, candidates)
+        try:
+            fits = bool(more) and self._plan(more[-1][1]).fits(self._limits)
+        except (ValueError, ImportError):
+            fits = False
+        return ([*taken, *more], True) if fits else (taken, False)
+
+    def _apply(self, request: PlanRequest, candidates: Sequence[Candidate]) -> list[_Taken]:
+        """The value of each that needs least, the cheapest candidate first; without those that change nothing."""
+        changes: list[_Taken] = []
+        for candidate in sorted(candidates, key=self._candidates.index):
+            options = candidate.options(request)
+            if options and not self._fixed.intersection(candidate.fields):
+                request = options[-1]
+                changes.append((candidate, request))
+        return changes
+
+    def _in_the_way(
+        self, request: PlanRequest, candidates: Sequence[Candidate], taken: Sequence[_Taken]
+    ) -> Candidate | None:
+        """Of what was taken in vain, the last that leaves no room for something costlier."""
+        steps = [(None, request), *taken]
+        for (_, before), (candidate, after) in reversed(list(pairwise(steps))):
+            assert candidate is not None
+            for costlier in candidates[candidates.index(candidate) + 1 :]:
+                is_free = not self._fixed.intersection(costlier.fields)
+                if is_free and costlier.options(before) and not costlier.options(after):
+                    return candidate if all(each is not costlier for each, _ in taken) else None
+        return None
 
     def _next(self, remaining: Sequence[Candidate], requirement: MemoryRequirement) -> Candidate | None:
         """The cheapest candidate that can help; where the weights alone do not fit, of those that make them smaller."""
@@ -179,7 +304,9 @@ class _Search:
         plan, allowance = requirement.plan, requirement.allowance
         weights = 0 if plan.request.offload_parameters else plan.peak.parameters
         if weights + allowance.total - allowance.fragmentation > self._limits.device_bytes:
-            able = [candidate for candidate in able if candidate.shrinks_weights] or able
+            shrinking = [candidate for candidate in able if candidate.shrinks_weights]
+            # Only where nothing fits is it worth knowing how far the rest would get.
+            able = shrinking or ([] if self._has_found else able)
         return able[0] if able else None
 
     def _reason_against(self, candidate: Candidate, requirement: MemoryRequirement) -> str | None:
@@ -190,132 +317,59 @@ class _Search:
                 return f"--{name} was set"
         return candidate.cannot_help(requirement, self._limits)
 
-    def _take(self, candidate: Candidate, requirement: MemoryRequirement) -> MemoryRequirement | None:
-        """The cheapest value of a candidate that fits, or that which needs least; None if it gains nothing."""
-        options = candidate.options(requirement.plan.request)
+    def _take(self, candidate: Candidate, requirement: MemoryRequirement, *, moves_to_host: bool) -> PlanRequest | None:
+        """The value of a candidate that needs least; None if it gains nothing."""
+        least = candidate.options(requirement.plan.request)[-1]
         try:
-            least = self._plan(options[-1])
+            after = self._plan(least)
         except (ValueError, ImportError) as error:
             self._reasons[id(candidate)] = f"can't be planned: {' '.join(str(error).split())}"
             return None
-        if not self._gains(least, requirement):
+        if not self._gains(after, requirement, moves_to_host=moves_to_host):
             self._reasons[id(candidate)] = "it was planned, and gained nothing"
             return None
-        return self._cheapest_fitting(options) if least.fits(self._limits) else least
+        return least
 
-    def _gains(self, after: MemoryRequirement, before: MemoryRequirement) -> bool:
+    def _gains(self, after: MemoryRequirement, before: MemoryRequirement, *, moves_to_host: bool) -> bool:
         """Whether less is missing: on the GPU, or as much there and less elsewhere."""
         (device, elsewhere), (device_before, elsewhere_before) = (
             (on_device := each.missing_device_bytes(self._limits), each.missing_bytes(self._limits) - on_device)
             for each in (after, before)
         )
-        if elsewhere > elsewhere_before and not self._moves_to_host:
+        if elsewhere > elsewhere_before and not moves_to_host:
             return False
         return (device, elsewhere) < (device_before, elsewhere_before)
 
-    def _cheapest_fitting(self, options: Sequence[PlanRequest]) -> MemoryRequirement:
-        """The first of the options that fits; the last does, and each needs no more than those before it."""
-        low, high = 0, len(options) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._plan(options[middle]).fits(self._limits):
-                high = middle
-            else:
-                low = middle + 1
-        return self._plan(options[high])
-
-    def _take_back(
-        self, requirement: MemoryRequirement, taken: Sequence[_Taken]
-    ) -> tuple[MemoryRequirement, list[Step]]:
-        """Undo what a later, costlier candidate made needless, the costliest first."""
-        kept = list(taken)
-        for entry in sorted(taken[:-1], key=self._rank, reverse=True):
-            candidate, before, after = entry
-            names, now = _changes(before.plan.request, after.plan.request), requirement.plan.request
-            values = (before.plan.request, *candidate.options(before.plan.request))
-            options = [
-                option for value in values for option in changed(now, **{name: getattr(value, name) for name in names})
-            ]
-            if not options:
-                continue  # what was before does not go together with what was taken since
-            # What needs more than the present value: the present one fits, and so does all that follows it.
-            options = options[: options.index(now) + 1] if now in options else [options[0], now]
-            requirement = self._cheapest_fitting(options)
-            if requirement.plan.request == options[0]:
-                kept.remove(entry)
-                self._reasons[id(candidate)] = "needless after a costlier setting that had to be changed"
-        return requirement, self._steps(kept, requirement)
-
-    def _rank(self, entry: _Taken) -> int:
-        return self._candidates.index(entry[0])
-
-    def _steps(self, kept: Sequence[_Taken], final: MemoryRequirement) -> list[Step]:
+    def _steps(self, start: PlanRequest, taken: Sequence[_Taken]) -> list[Step]:
         """Each changed field once, at the costliest candidate that changed it, with its first and its final value."""
-        first: dict[str, Any] = {}
         by_candidate: dict[str, Candidate] = {}
-        for candidate, before, after in sorted(kept, key=self._rank):
-            for name, (old, _) in _changes(before.plan.request, after.plan.request).items():
-                first.setdefault(name, old)
-                by_candidate[name] = candidate
+        before = start
+        for candidate, after in taken:
+            for name in changed_fields(before, after):
+                known = by_candidate.get(name, candidate)
+                by_candidate[name] = max(known, candidate, key=self._candidates.index)
+            before = after
+        changes = {name: pair for name, pair in changed_fields(start, before).items() if name in by_candidate}
         return [
             Step(
                 title=candidate.title,
                 cost=candidate.cost,
-                changes={
-                    name: (first[name], getattr(final.plan.request, name))
-                    for name in first
-                    if by_candidate[name] is candidate
-                },
+                changes={name: pair for name, pair in changes.items() if by_candidate[name] is candidate},
             )
             for candidate in self._candidates
-            if candidate in by_candidate.values()
+            if any(by_candidate[name] is candidate for name in changes)
         ]
 
     def _skipped(self, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
+        titles = [each.title for each in self._candidates]
+        costliest = max((titles.index(step.title) for step in steps), default=-1)
         done = {step.title for step in steps}
+        for index, candidate in enumerate(self._candidates):
+            if id(candidate) in self._tried:
+                self._reasons[id(candidate)] = (
+                    "needless after a costlier setting that had to be changed"
+                    if index < costliest
+                    else "needless, as cheaper settings do"
+                )
         reasons = {each.title: self._reasons.get(id(each)) for each in self._candidates if each.title not in done}
         return tuple((title, reason) for title, reason in reasons.items() if reason)
-
-    def _shortages(self, requirement: MemoryRequirement) -> list[str]:
-        """What is short beside the GPU."""
-        missing = {
-            "host memory": requirement.missing_host_bytes(self._limits),
-            "disk": requirement.missing_disk_bytes(self._limits),
-        }
-        return [f"{format_bytes(size)} short of {place}" for place, size in missing.items() if size]
-
-    def _complaint(self, start: PlanRequest) -> str:
-        limits = self._limits
-        least = min(self._requirements.values(), key=lambda each: (each.missing_bytes(limits), each.device_bytes))
-        changes = {name: new for name, (_, new) in _changes(start, least.plan.request).items()}
-        changed = ", ".join(
-            f"--{name} {str(new).lower() if isinstance(new, bool) else new}" for name, new in changes.items()
-        )
-        parts = f"{format_bytes(least.plan.peak_bytes)} at the peak, {format_bytes(least.allowance.total)} of allowance"
-        text = (
-            f"nothing that may be changed makes this fit {describe_limits(limits)}; "
-            + "".join(f"the run is {short}; " for short in self._shortages(least))
-            + f"the smallest GPU that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: "
-            f"{parts})"
-        )
-        if limits.host_bytes is not None:
-            text += f", and {format_bytes(least.host_bytes)} of host memory"
-        if limits.disk_bytes is not None and least.disk_bytes:
-            text += f", and {format_bytes(least.disk_bytes)} of disk"
-        text += f", with {changed}" if changed else ", as asked"
-        in_the_way = {
-            name: None
-            for candidate in self._candidates
-            if candidate.options(least.plan.request)
-            for name in candidate.fields
-            if name in self._fixed
-        }
-        if in_the_way:
-            text += f"; not changed, as you set it: {', '.join(f'--{name}' for name in in_the_way)}"
-        return text
-
-
-def _changes(old: PlanRequest, new: PlanRequest) -> dict[str, tuple[Any, Any]]:
-    """Fields that differ, with both values."""
-    pairs = {item.name: (getattr(old, item.name), getattr(new, item.name)) for item in fields(PlanRequest)}
-    return {name: (before, after) for name, (before, after) in pairs.items() if before != after}

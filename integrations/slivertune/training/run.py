@@ -18,6 +18,7 @@ from slivertune.training.output.folders import START_NAME, newest_whole, read_re
 from slivertune.training.output.largest_batch import LargestBatch
 from slivertune.training.output.plan_line import DevicePeak, batch_of, plan_run
 from slivertune.training.output.report import Results, Sample, describe, print_results, write_results
+from slivertune.training.output.time_line import plan_time_beside
 
 _SET_BY_LAUNCHERS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """Environment variables of processes that torchrun, deepspeed and accelerate launch start."""
@@ -113,13 +114,13 @@ def _execute(run: Run, console: Console) -> Results:
     if is_measured:
         run.trainer.add_callback(device_peak)
         largest_batch.watch(run.trainer)
-    if run.layout == "single":
-        _evaluate_before(run)
-    else:
-        # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
-        run.display.before_training = lambda: _evaluate_before(run)
     # The Trainer's own files, which torch writes.
-    with atomic.explain_write_errors(output_folder):
+    with closing(plan_time_beside(run, plan)) as time_line, atomic.explain_write_errors(output_folder):
+        if run.layout == "single":
+            _evaluate_before(run)
+        else:
+            # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
+            run.display.before_training = lambda: _evaluate_before(run)
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     after = _evaluate(run)
     saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path, coordinator=run.coordinator)
@@ -150,6 +151,9 @@ def _execute(run: Run, console: Console) -> Results:
         measured_peak_bytes=device_peak.num_bytes or (None if peak is None else peak.device),
         planned_batch=None if plan is None else batch_of(plan.request),
         largest_batch=largest_batch.size,
+        planned_update=time_line.plan,
+        planned_update_note=time_line.note or time_line.reason,
+        tokens_per_second=_tokens_per_second(run, largest_batch),
         model_folder=saved.model_folder,
         delta_folder=saved.delta_folder,
         merge_command=saved.merge_command,
@@ -160,6 +164,14 @@ def _execute(run: Run, console: Console) -> Results:
     if run.coordinator.is_first:
         print_results(results, console, write_results(results, output_folder))
     return results
+
+
+def _tokens_per_second(run: Run, batches: LargestBatch) -> float | None:
+    """Of all processes; each trains on as much as the first."""
+    if not batches.num_tokens or not run.display.seconds:
+        return None
+    num_tokens: int = run.arguments.training.world_size * batches.num_tokens
+    return num_tokens / run.display.seconds
 
 
 def _evaluate_before(run: Run) -> None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from slivertune.core.ledger import Census
 from slivertune.training.output.largest_batch import BatchSize
 from slivertune.training.output.report import Results, Sample, print_results, write_results
+from slivertune.training.output.time_process import UpdatePlan
 
 RESULTS = Results(
     method="hift",
@@ -78,6 +79,34 @@ def test_what_was_not_measured_is_not_printed() -> None:
 def test_a_measured_peak_without_a_plan_stands_alone() -> None:
     text = printed(planned_peak_bytes=None)
     assert "3.5 MB" in text and "planned" not in text
+
+
+PLANNED_UPDATE = UpdatePlan(seconds=0.5, num_tokens=1024, num_operators=100.0)
+
+
+@pytest.mark.parametrize(
+    ("planned", "note", "text"),
+    [
+        (PLANNED_UPDATE, None, "1,600, planned 2,048 (+28.0%)\n"),
+        (PLANNED_UPDATE, "from operators alone", "1,600, planned 2,048 (+28.0%), from operators alone\n"),
+        (None, "the plan was not ready when training ended", "1,600, the plan was not ready when training ended\n"),
+        (None, None, "1,600\n"),
+    ],
+)
+def test_the_measured_speed_has_the_planned_one_beside_it(planned: Any, note: Any, text: str) -> None:
+    out = printed(tokens_per_second=1600.0, planned_update=planned, planned_update_note=note)
+    lines = [" ".join(line.split()) + "\n" for line in out.splitlines()]
+    assert f"tokens a second {text}" in lines
+    assert "tokens a second" not in printed(planned_update=planned, planned_update_note=note)
+
+
+def test_the_file_has_the_planned_update(tmp_path: Path) -> None:
+    results = replace(RESULTS, tokens_per_second=1600.0, planned_update=PLANNED_UPDATE)
+    values = json.loads(write_results(results, tmp_path).read_text())
+    assert values["tokens_per_second"] == 1600.0 and values["planned_update_note"] is None
+    assert values["planned_update"] == {
+        "seconds": 0.5, "num_tokens": 1024, "num_operators": 100.0, "tokens_per_second": 2048.0
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from slivertune.training.methods.tokens import tokens_line
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.output.folders import RESULTS_NAME
 from slivertune.training.output.largest_batch import BatchSize
+from slivertune.training.output.time_process import UpdatePlan
 
 _PEAK_ROWS = {
     "parameters": "weights",
@@ -91,6 +92,12 @@ class Results(Saved):
     """What the planned peak is for."""
     largest_batch: BatchSize | None = None
     """The batch with the most tokens that was trained on, which decides the measured one."""
+    planned_update: UpdatePlan | None = None
+    """How long an update was planned to take; None where that was not planned, or not in time."""
+    planned_update_note: str | None = None
+    """What the planned time leaves out, or why there is none."""
+    tokens_per_second: float | None = None
+    """Trained on in updates, padding included, by all processes; None where they were not counted."""
     checkpoint: Path | None
     sample: Sample | None
     command: tuple[str, ...] = ()
@@ -101,6 +108,8 @@ class Results(Saved):
         values = asdict(self)
         values["peak_bytes"] = None if self.peak is None else {**values["peak"], "device": self.peak.device}
         values["highest_bytes"] = values.pop("highest")
+        if self.planned_update is not None:
+            values["planned_update"]["tokens_per_second"] = self.planned_update.tokens_per_second
         del values["peak"]
         for name in ("model_folder", "delta_folder", "checkpoint"):
             values[name] = None if values[name] is None else str(values[name])
@@ -156,6 +165,7 @@ def _figures(results: Results, results_path: Path) -> Table:
     rows = (
         ("peak on the device", _measured_and_planned(results)),
         *((f"  most {title}", _megabytes(size)) for title, size in sizes.items() if size or title != "state on disk"),
+        ("tokens a second", _measured_and_planned_speed(results)),
         ("updates a second", results.steps_per_second and f"{results.steps_per_second:.2f}"),
         ("updates skipped", results.num_skipped and f"{results.num_skipped} (a loss or gradient was not finite)"),
         ("model", results.model_folder),
@@ -185,6 +195,17 @@ def _measured_and_planned(results: Results) -> str | None:
             f"{ran.num_tokens}"
         )
     return f"{_megabytes(measured)}, planned {_megabytes(planned)} for {batches}"
+
+
+def _measured_and_planned_speed(results: Results) -> str | None:
+    measured, planned, note = results.tokens_per_second, results.planned_update, results.planned_update_note
+    if measured is None:
+        return None
+    parts = [f"{measured:,.0f}"]
+    if planned is not None:
+        speed = planned.tokens_per_second
+        parts.append(f"planned {speed:,.0f} ({speed / measured - 1:+.1%})")
+    return ", ".join([*parts, *([note] if note else [])])
 
 
 def _megabytes(num_bytes: int) -> str:

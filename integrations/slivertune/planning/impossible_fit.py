@@ -1,0 +1,81 @@
+"""What to say where nothing that may be changed makes a run fit."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+from typing import Any
+
+from slivertune.planning.byte_text import format_bytes
+from slivertune.planning.candidates import Candidate
+from slivertune.planning.limits import describe_limits
+from slivertune.planning.plan import Limits, MemoryRequirement
+from slivertune.planning.request import PlanRequest
+
+
+def describe_impossible(
+    start: PlanRequest,
+    requirements: Collection[MemoryRequirement],
+    limits: Limits,
+    candidates: Sequence[Candidate],
+    fixed: Collection[str],
+) -> str:
+    """Say what is short, the least that would do and by which settings, and what the user had fixed.
+
+    Args:
+        start: The run as it was asked for.
+        requirements: Of all that was planned.
+        limits: What there is.
+        candidates: What could be changed.
+        fixed: Fields that had to stay as they are.
+    """
+    least = min(requirements, key=lambda each: (each.missing_bytes(limits), each.device_bytes))
+    changes = {name: new for name, (_, new) in changed_fields(start, least.plan.request).items()}
+    settings = ", ".join(
+        f"--{name} {str(new).lower() if isinstance(new, bool) else new}" for name, new in changes.items()
+    )
+    parts = f"{format_bytes(least.plan.peak_bytes)} at the peak, {format_bytes(least.allowance.total)} of allowance"
+    text = (
+        f"nothing that may be changed makes this fit {describe_limits(limits)}; "
+        + "".join(f"the run is {short}; " for short in shortages(least, limits))
+        + f"the smallest GPU that would do has {format_bytes(least.device_bytes)} ({least.device_bytes:,} bytes: "
+        f"{parts})"
+    )
+    if limits.host_bytes is not None:
+        text += f", and {format_bytes(least.host_bytes)} of host memory"
+    if limits.disk_bytes is not None and least.disk_bytes:
+        text += f", and {format_bytes(least.disk_bytes)} of disk"
+    text += f", with {settings}" if settings else ", as asked"
+    in_the_way = {
+        name: None
+        for candidate in candidates
+        if candidate.options(start) or candidate.options(least.plan.request)
+        for name in candidate.fields
+        if name in fixed
+    }
+    if in_the_way:
+        text += f"; not changed, as you set it: {', '.join(f'--{name}' for name in in_the_way)}"
+    return text
+
+
+def shortages(requirement: MemoryRequirement, limits: Limits) -> list[str]:
+    """What is short beside the GPU.
+
+    Args:
+        requirement: What a run takes.
+        limits: What there is.
+    """
+    missing = {
+        "host memory": requirement.missing_host_bytes(limits),
+        "disk": requirement.missing_disk_bytes(limits),
+    }
+    return [f"{format_bytes(size)} short of {place}" for place, size in missing.items() if size]
+
+
+def changed_fields(old: PlanRequest, new: PlanRequest) -> dict[str, tuple[Any, Any]]:
+    """Fields that differ, with both values.
+
+    Args:
+        old: The one.
+        new: The other.
+    """
+    pairs = {item.name: (getattr(old, item.name), getattr(new, item.name)) for item in fields(PlanRequest)}
+    return {name: (before, after) for name, (before, after) in pairs.items() if before != after}
