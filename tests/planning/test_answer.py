@@ -128,7 +128,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
     request = PlanRequest(**changes)
     arguments = parsed(request, tmp_path)
     model, data, training = arguments.model, arguments.data, arguments.training
-    assert (model.model_name_or_path, data.dataset, arguments.method.name) == ("owner/model", DATASET, request.method)
+    assert (model.model_name_or_path, data.dataset, arguments.method.name) == ("owner/model", [DATASET], request.method)
     understood = {
         "task": data.task,
         "seq_length": data.max_length,

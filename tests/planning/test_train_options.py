@@ -8,7 +8,18 @@ from slivertune.training.options.parse import make_parser as make_train_parser
 
 NEITHER_MEMORY_NOR_TIME = {
     # What is learned from what: rows of as many tokens need as much, whichever they are.
-    *("dataset", "dataset_config", "dataset_cache_dir", "column_names", "sample_by", "train_split", "text_column"),
+    *(
+        "dataset",
+        "dataset_weights",
+        "dataset_format",
+        "chat_template",
+        "dataset_config",
+        "dataset_cache_dir",
+        "column_names",
+        "sample_by",
+        "train_split",
+        "text_column",
+    ),
     *("text_pair_column", "prompt_column", "response_column", "response_separator", "label_column", "template"),
     *("label_words", "truncate", "skip_empty_rows", "max_train_samples", "preprocessing_num_workers"),
     *("train_sampling_strategy", "length_column_name", "remove_unused_columns", "label_names"),

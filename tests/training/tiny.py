@@ -74,9 +74,11 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def byte_tokenizer(*, corpus: Sequence[str] = (), bos: bool = False, pad: bool = True) -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    *, corpus: Sequence[str] = (), bos: bool = False, pad: bool = True, more: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
     """GPT-2's kind: bytes, merged as a corpus suggests, <eos>, and a <bos> before each text where asked."""
-    special = ["<eos>", "<pad>", "<bos>", "<mask>"]
+    special = ["<eos>", "<pad>", "<bos>", "<mask>", *more]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -96,6 +98,26 @@ def byte_tokenizer(*, corpus: Sequence[str] = (), bos: bool = False, pad: bool =
         bos_token="<bos>" if bos else None,
         mask_token="<mask>",
     )
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template as many models have it."""
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ message['content'] }}<|im_end|>"
+    "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The same, which says by itself what the assistant says."""
+
+
+def chat_tokenizer(template: str | None = CHATML, *, corpus: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Bytes with a chat template and the tokens that it writes."""
+    tokenizer = byte_tokenizer(corpus=corpus, more=("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def llama_config(*, positions: int = 64) -> PreTrainedConfig:
@@ -168,7 +190,7 @@ def sentiment_splits() -> datasets.DatasetDict:
 
 def splits_from(dataset: str | Path, *, seed: int = 0, **options: Any) -> Any:
     """`load_splits` with data arguments from keywords."""
-    return load_splits(DataArguments(dataset=str(dataset), **options), seed=seed)
+    return load_splits(DataArguments(dataset=[str(dataset)], **options), seed=seed)
 
 
 def prepared(

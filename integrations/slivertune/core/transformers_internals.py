@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 RELIED_ON: Mapping[str, str] = {
     "transformers.PreTrainedConfig()._attn_implementation": "the attention that a model was made with",
@@ -18,6 +19,7 @@ RELIED_ON: Mapping[str, str] = {
     "transformers.PreTrainedModel#_gradient_checkpointing_func": "checkpoints a block, and is set on each of them",
     "transformers.PreTrainedModel.loss_function": "kept as `_loss_function` where it was set",
     "transformers.TrainingArguments.n_gpu": "kept as `_n_gpu` where it was set",
+    "transformers.utils.chat_template_utils.render_jinja_template": "where a chat template's generation blocks lie",
     "transformers.Trainer._run_epoch": "a run that is resumed at its end makes no update",
     "transformers.Trainer._load_from_checkpoint": "sharded weights are read by one process",
     "transformers.Trainer._load_optimizer_and_scheduler": "sharded weights are read by one process",
@@ -28,6 +30,35 @@ RELIED_ON: Mapping[str, str] = {
 def find_transformers_model(model: nn.Module) -> Any:
     """The transformers model (`PreTrainedModel`) that a model is, or holds; None if it holds none."""
     return next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+
+
+def generation_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[Any] | None
+) -> tuple[str, list[tuple[int, int]]]:
+    """What a chat template writes, and where its `{% generation %}` blocks lie in it, in characters.
+
+    `apply_chat_template(return_assistant_tokens_mask=True)` of transformers 5.23 finds tokens by their offsets, which
+    GPT-2's kind of tokenizer cuts at white space: an answer that begins with a space is not marked, and behind one
+    that ends with a line break everything is.
+
+    Args:
+        tokenizer: Has a chat template.
+        messages: Without keys whose value is None.
+        tools: JSON schemas.
+
+    Returns:
+        The text, and from where to where each block lies.
+    """
+    # Its annotation names only the first of the two lists that it returns.
+    render: Any = render_jinja_template
+    (text,), (spans,) = render(
+        conversations=[messages],
+        tools=tools,
+        chat_template=tokenizer.get_chat_template(tools=tools),
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    return text, spans
 
 
 def attention_of(config: Any) -> str:

@@ -14,7 +14,7 @@ from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.interop.compilation import BlockCompilation
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
-from slivertune.training.data.splits import load_splits
+from slivertune.training.data.splits import load_datasets
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
 from slivertune.training.embedded.corpus import reference_splits
 from slivertune.training.loss import attach_loss
@@ -28,7 +28,7 @@ from slivertune.training.output.ledger_lines import LedgerLines
 from slivertune.training.planned_request import plan_request
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import settle_layout
-from slivertune.training.tasks.prepare import prepare_task
+from slivertune.training.tasks.prepare import prepare_datasets
 from slivertune.training.tasks.samples import Probe, make_probe
 from slivertune.training.tasks.task import Task
 
@@ -78,7 +78,7 @@ class Run:
     @property
     def dataset_name(self) -> str:
         """What to call the data."""
-        return self.arguments.data.dataset or "the Python language reference"
+        return " + ".join(self.arguments.data.dataset or ["the Python language reference"])
 
     def close(self) -> None:
         """Take everything off the model and the screen, also after a failure."""
@@ -234,8 +234,13 @@ def _facts(arguments: TrainArguments) -> dict[str, Any]:
 
 def _prepare_data(arguments: TrainArguments, source: ModelSource) -> Task:
     data = arguments.data
-    splits = reference_splits() if data.dataset is None else load_splits(data, seed=arguments.training.seed)
-    return prepare_task(data, source.tokenizer, source.config, splits)
+    seed = arguments.training.seed
+    sources = {"": reference_splits()} if data.dataset is None else load_datasets(data, seed=seed)
+    task = prepare_datasets(data, source.tokenizer, source.config, sources, seed=seed)
+    if task.chat_template is not None:
+        # What the model was trained with is saved with it.
+        source.tokenizer.chat_template = task.chat_template
+    return task
 
 
 def _add_ledger(

@@ -1,4 +1,3 @@
-import logging
 from typing import Any
 
 import datasets
@@ -6,7 +5,6 @@ import pytest
 
 from slivertune.training.data.columns import (
     ROW_COLUMN,
-    causal_columns,
     label_column,
     number_rows,
     sentence_columns,
@@ -17,23 +15,6 @@ from slivertune.training.options.arguments import DataArguments
 
 def table(*columns: str, **values: list[Any]) -> Any:
     return number_rows(datasets.Dataset.from_dict({**{column: ["a", "b"] for column in columns}, **values}))
-
-
-@pytest.mark.parametrize(
-    ("columns", "expected"),
-    [
-        (("id", "text"), ("text",)),
-        (("story",), ("story",)),
-        (("mr", "ref"), ("mr", "ref")),
-        (("instruction", "output", "id"), ("instruction", "output")),
-    ],
-)
-def test_plain_columns_are_guessed_and_said(
-    columns: tuple[str, ...], expected: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "slivertune"):
-        assert causal_columns(DataArguments(), table(*columns)) == expected
-    assert all(repr(name) in caplog.text for name in expected)
 
 
 PAIRS = {"text_column": "question", "text_pair_column": "sentence"}
@@ -55,39 +36,12 @@ ONE_TWO = table("one", "two")
 @pytest.mark.parametrize(
     ("choose", "options", "rows", "message"),
     [
-        # What could mean several things is not guessed.
-        (
-            causal_columns,
-            {},
-            table("text", "content"),
-            r"\(text, content\) could be text or content; name what to read with --text_column",
-        ),
-        (causal_columns, {}, table("text", "prompt", "response"), r"could be text or prompt\+response"),
-        (
-            causal_columns,
-            {},
-            table("instruction", "input", "output"),
-            r"\(instruction, input, output\) give no plain choice",
-        ),
-        (causal_columns, {}, table("mr", "reference"), r"\(mr, reference\) give no plain choice"),
-        # Nor is half of a sentence pair.
+        # Half of a sentence pair is not guessed.
         (
             sentence_columns,
             {"task": "classification"},
             table("sentence", "question", "label"),
             "could be sentence or question",
-        ),
-        (
-            causal_columns,
-            {"text_column": "three"},
-            ONE_TWO,
-            r"--text_column names the column 'three'.* its columns are one, two \(if",
-        ),
-        (
-            causal_columns,
-            {"prompt_column": "one", "response_column": "three"},
-            ONE_TWO,
-            "--response_column names the column 'three'",
         ),
         (
             label_column,
@@ -101,7 +55,7 @@ ONE_TWO = table("one", "two")
             ONE_TWO,
             "give no plain choice; name what to read with --label_column",
         ),
-        (causal_columns, {}, table(text=[1, 2]), r"column 'text' holds .*int64.*, not text"),
+        (sentence_columns, {"task": "classification"}, table(text=[1, 2]), r"column 'text' holds .*int64.*, not text"),
     ],
 )
 def test_a_column_that_is_not_plain_absent_or_no_text_is_an_error(

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from slivertune.training.data.columns import ROW_COLUMN
-from slivertune.training.data.splits import load_local, load_splits
+from slivertune.training.data.splits import load_datasets, load_local, load_splits
 from slivertune.training.options.arguments import DataArguments
 from tests.training.tiny import bert_config, prepared, splits_from, word_tokenizer, write
 
@@ -47,16 +47,16 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
     ("options", "message"),
     [
         ({"dataset": None}, "give --dataset a hub id or a local file"),
-        ({"dataset": "nowhere/rows.csv"}, "dataset 'nowhere/rows.csv' is not there (looked for from"),
-        ({"dataset": "./nowhere"}, "give an existing .csv, .tsv"),
-        ({"dataset": "two words"}, "a hub id (name or owner/name)"),
+        ({"dataset": ["nowhere/rows.csv"]}, "dataset 'nowhere/rows.csv' is not there (looked for from"),
+        ({"dataset": ["./nowhere"]}, "give an existing .csv, .tsv"),
+        ({"dataset": ["two words"]}, "a hub id (name or owner/name)"),
         ({"eval_file": "nowhere.csv"}, "eval_file 'nowhere.csv' is no file"),
         ({"eval_split": "test", "eval_file": "e.csv"}, "keep one"),
         ({"eval_split": "test"}, "has no split 'test'; it has train"),
         ({"train_split": "test[:3]"}, "has no split 'test[:3]'; it has train"),
         ({"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
         ({"dataset_config": "sst2"}, "dataset_config='sst2' is for hub datasets"),
-        ({"dataset": "owner/name", "column_names": ["a"]}, "'owner/name' is a hub dataset"),
+        ({"dataset": ["owner/name"], "column_names": ["a"]}, "'owner/name' is a hub dataset"),
         (
             {"train_split": "train[:1]"},
             "1 rows are too few to hold out 0.1 of them for evaluation; name evaluation rows",
@@ -67,7 +67,7 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
 def test_what_is_not_there_is_named_with_the_way_out(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     file = write(tmp_path / "rows.csv", NUMBERED)
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_splits(DataArguments(**{"dataset": file, **options}), seed=0)
+        load_splits(DataArguments(**{"dataset": [file], **options}), seed=0)
 
 
 @pytest.fixture
@@ -312,3 +312,22 @@ def test_a_folder_must_hold_one_kind_of_file_with_the_same_columns(
         write(tmp_path / name, text)
     with pytest.raises(ValueError, match=message):
         load_local(tmp_path, ["train"])
+
+
+def test_several_datasets_are_loaded_by_name_and_each_holds_rows_out(tmp_path: Path) -> None:
+    one, other = (write(tmp_path / f"{name}.csv", NUMBERED) for name in ("one", "other"))
+    loaded = load_datasets(DataArguments(dataset=[one, other], dataset_weights=[1.0, 2.0]), seed=0)
+    assert list(loaded) == [one, other]
+    assert [(len(splits["train"]), len(splits["eval"])) for splits in loaded.values()] == [(18, 2), (18, 2)]
+    assert list(load_datasets(DataArguments(dataset=[one]), seed=0)) == [one]
+
+
+def test_an_evaluation_file_takes_the_place_of_all_held_out_rows(tmp_path: Path) -> None:
+    one, other = (write(tmp_path / f"{name}.csv", NUMBERED) for name in ("one", "other"))
+    evaluation = write(tmp_path / "e.jsonl", '{"question": "a", "answer": "b"}\n')
+    loaded = load_datasets(DataArguments(dataset=[one, other], eval_file=evaluation), seed=0)
+    assert {name: {split: len(rows) for split, rows in splits.items()} for name, splits in loaded.items()} == {
+        one: {"train": 20},
+        other: {"train": 20},
+        evaluation: {"eval": 1},
+    }

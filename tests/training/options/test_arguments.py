@@ -13,7 +13,7 @@ def test_the_command_line_parser_reads_every_kind_of_field() -> None:
         [*words.split(), "--template", "{a}? {mask}", "--eval_fraction", "0.25", "--max_length", "32"]
     )
     assert arguments == DataArguments(
-        dataset="d.tsv",
+        dataset=["d.tsv"],
         column_names=["a", "b"],
         task="prompt_classification",
         label_words="0=no,1=yes",
@@ -21,6 +21,14 @@ def test_the_command_line_parser_reads_every_kind_of_field() -> None:
         template="{a}? {mask}",
         eval_fraction=0.25,
         max_length=32,
+    )
+
+
+def test_several_datasets_and_their_weights_are_read() -> None:
+    words = "--dataset a.jsonl b.jsonl --dataset_weights 0.7 3 --dataset_format alpaca --chat_template chat.jinja"
+    (arguments,) = HfArgumentParser(DataArguments).parse_args_into_dataclasses(words.split())
+    assert arguments == DataArguments(
+        dataset=["a.jsonl", "b.jsonl"], dataset_weights=[0.7, 3.0], dataset_format="alpaca", chat_template="chat.jinja"
     )
 
 
@@ -38,6 +46,28 @@ def test_the_command_line_parser_reads_every_kind_of_field() -> None:
         ({"prompt_column": "p", "response_column": "r", "text_column": "t"}, "exclude each other"),
         ({"task": "prompt_classification", "template": "{a} {mask}"}, "needs --label_words"),
         ({"task": "prompt_classification", "label_words": "a,b"}, "needs --template"),
+        (
+            {"dataset": ["a", "b"], "task": "classification"},
+            "['a', 'b'] names several datasets, which only task=causal_lm",
+        ),
+        ({"dataset": ["a", "b", "a"]}, "names a dataset twice; name each once"),
+        (
+            {"dataset": ["a", "b"], "dataset_weights": [1.0]},
+            "=[1.0] are 1, and the datasets are 2; give each",
+        ),
+        ({"dataset": ["a"], "dataset_weights": [1.0]}, "give each of several datasets one weight, or leave them out"),
+        ({"dataset_weights": [0.5, 0.5]}, "are 2, and the datasets are 0"),
+        ({"dataset": ["a", "b"], "dataset_weights": [1.0, 0.0]}, "must all be positive numbers; leave out a dataset"),
+        ({"dataset": ["a", "b"], "dataset_weights": [1.0, float("nan")]}, "must all be positive numbers"),
+        (
+            {"dataset_format": "alpaca", "text_column": "t"},
+            "='alpaca' says which columns are read, and so does text",
+        ),
+        (
+            {"dataset_format": "alpaca", "prompt_column": "p", "response_column": "r"},
+            "and so does prompt_column",
+        ),
+        ({"chat_template": "{{ x }}", "task": "classification"}, "has no meaning for task=classification"),
     ],
 )
 def test_what_contradicts_itself_or_would_be_ignored_is_an_error(options: dict[str, Any], message: str) -> None:

@@ -26,6 +26,10 @@ TEXTS = ["short", "a text of thirty characters ...", "mid length text"]
 PAIRS = {"prompt": ["name[Aro]", "area[north], food[thai]"], "response": ["Aro it is.", "Thai food up north."]}
 
 
+NAMED = {"prompt_column": "prompt", "response_column": "response"}
+"""Columns that a user named are read strictly: what can't be used is an error, until it is asked to be left out."""
+
+
 def causal(data: dict[str, list[str]], tokenizer: PreTrainedTokenizerFast | None = None, **options: Any) -> Task:
     return prepared(splits_of(data), tokenizer or byte_tokenizer(), llama_config(), **options)
 
@@ -108,7 +112,7 @@ def test_cutting_a_long_response_row_is_asked_for_and_said(caplog: pytest.LogCap
         caplog.text
     )
     # What is cut to a prompt without a response is not trained on.
-    assert len(causal(PAIRS, max_length=24, truncate=True, skip_empty_rows=True).train_dataset) == 1
+    assert len(causal(PAIRS, max_length=24, truncate=True, skip_empty_rows=True, **NAMED).train_dataset) == 1
     assert "they are left out" in caplog.text
 
 
@@ -150,7 +154,7 @@ def test_several_processes_make_the_same_rows(monkeypatch: pytest.MonkeyPatch) -
             r"1 of 2 rows of the train split are longer than max_length=24 tokens \(row 1, counted from 0, with 44 ",
         ),
         (
-            {"splits": splits_of(PAIRS), "max_length": 24, "truncate": True},
+            {"splits": splits_of(PAIRS), "max_length": 24, "truncate": True, **NAMED},
             r"1 of 2 rows .* leave no room for a response in max_length=24 tokens \(row 1,",
         ),
     ],

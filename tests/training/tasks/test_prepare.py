@@ -5,22 +5,28 @@ import pytest
 import torch
 from transformers import Trainer
 
+from slivertune.training.options.arguments import DataArguments
+from slivertune.training.tasks.prepare import prepare_datasets
 from slivertune.training.tasks.task import Task
 from tests.helpers.tolerance import step_limit, sum_limit, with_exact
 from tests.training.tiny import (
     bert_config,
     byte_tokenizer,
+    chat_tokenizer,
     llama_config,
     model_for,
     prepared,
     sentiment_splits,
     splits_from,
+    splits_of,
     trainer_of,
     word_tokenizer,
     write,
 )
 
 PROMPT = {"task": "prompt_classification", "template": "{sentence} it was {mask}", "label_words": "bad,good"}
+
+SHORT = "{% for message in messages %}{{ message['content'] }}|{% endfor %}"
 
 MOST_TOKENS = 32
 """In a row."""
@@ -37,6 +43,7 @@ def task_of(name: str, splits: Any = None) -> tuple[Task, Any]:
         "packed documents": {"text_column": "sentence", "packing": True, "max_length": 16},
         "responses": {"prompt_column": "sentence", "response_column": "sentence"},
         "causal prompts": PROMPT,
+        "chats": {"prompt_column": "sentence", "response_column": "sentence", "chat_template": SHORT},
     }[name]
     return prepared(splits, byte_tokenizer(), llama_config(), **options), llama_config()
 
@@ -96,11 +103,11 @@ def test_a_repeated_preparation_is_read_from_the_cache(tmp_path: Path) -> None:
     names = []
     for _ in range(2):
         splits = splits_from(file, dataset_cache_dir=str(tmp_path / "cache"))
-        for name in ("classification", "masked prompts", "causal prompts", "packed documents"):
+        for name in ("classification", "masked prompts", "causal prompts", "packed documents", "chats"):
             task, _ = task_of(name, splits)
             names.append([entry["filename"] for entry in task.train_dataset.cache_files])
         names.append(sorted(path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")))
-    assert names[:5] == names[5:]
+    assert names[:6] == names[6:]
 
 
 def test_rows_of_splits_that_were_not_loaded_here_are_numbered_too() -> None:
@@ -108,3 +115,52 @@ def test_rows_of_splits_that_were_not_loaded_here_are_numbered_too() -> None:
     splits["train"] = splits["train"].map(lambda row: {"sentence": "" if row["label"] else row["sentence"]})
     with pytest.raises(ValueError, match=r"3 of 6 rows of the train split .* \(rows 0, 2, 4, counted from 0\)"):
         prepared(splits, word_tokenizer(), bert_config(), task="classification")
+
+
+QUESTIONS = splits_of({"question": ["1+1?", "2+2?"], "answer": ["2", "4"]})
+TEXTS = splits_of({"text": [f"text {number}" for number in range(6)]})
+
+
+def mixture(sources: dict[str, Any], **options: Any) -> Task:
+    arguments = DataArguments(dataset=list(sources), **options)
+    return prepare_datasets(arguments, chat_tokenizer(), llama_config(), sources, seed=0)
+
+
+def test_datasets_of_different_formats_are_mixed_and_each_is_learned_as_its_own_says() -> None:
+    tokenizer = chat_tokenizer()
+    task = mixture({"q": QUESTIONS, "t": TEXTS})
+    learned = [tokenizer.decode([label for label in row["labels"] if label >= 0]) for row in task.train_dataset]
+    assert learned == ["2<|im_end|>\n", "4<|im_end|>\n", *(f"text {number}<eos>" for number in range(6))]
+    assert len(task.eval_dataset) == 8
+    assert [note for note in task.notes if "read as" in note] == [
+        "q: read as question and answer (question, answer), written by the chat template; loss on the answer",
+        "t: read as text (text); loss on all tokens",
+    ]
+
+
+def test_weights_change_the_training_rows_alone_and_are_said() -> None:
+    task = mixture({"q": QUESTIONS, "t": TEXTS}, dataset_weights=[0.5, 0.5])
+    answers = sum(-100 in row["labels"] for row in task.train_dataset)
+    assert answers > 2 and len(task.train_dataset) - answers >= 6
+    assert len(task.eval_dataset) == 8
+    assert task.notes[0].startswith("q (weight 0.5): read as question")
+
+
+def test_a_mixture_is_packed_as_one_stream() -> None:
+    tokenizer = chat_tokenizer()
+    task = mixture({"q": QUESTIONS, "t": TEXTS}, packing=True, max_length=32)
+    text = "".join(tokenizer.decode(row["input_ids"]) for row in task.train_dataset)
+    assert text.startswith("<|im_start|>user\n1+1?<|im_end|>") and "text 0<eos>text" in text
+
+
+def test_an_evaluation_file_of_a_mixture_has_a_format_of_its_own() -> None:
+    task = mixture({"t": {"train": TEXTS["train"]}, "e": {"eval": QUESTIONS["eval"]}})
+    assert (len(task.train_dataset), len(task.eval_dataset)) == (6, 2)
+    assert any(note.startswith("e: read as question and answer") for note in task.notes)
+
+
+def test_a_dataset_of_a_mixture_that_can_not_be_read_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^q: the dataset's columns \(one, two\) give no plain choice"):
+        mixture({"q": splits_of({"one": ["a"], "two": ["b"]}), "t": TEXTS})
+    with pytest.raises(ValueError, match=r"^q: 2 of 2 rows of the train split are longer than max_length=16 tokens"):
+        mixture({"t": TEXTS, "q": QUESTIONS}, max_length=16)

@@ -1,5 +1,6 @@
 """Which columns of a dataset are read, and which of its rows can be."""
 
+import difflib
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,8 +18,9 @@ ROW_COLUMN = "__row__"
 LABEL_COLUMN = "__label__"
 """Class number of a row, beside whatever columns the data has."""
 
-_TEXTS = ("text", "sentence", "content")
-_PROMPTS_AND_RESPONSES = (("prompt", "response"), ("prompt", "completion"), ("instruction", "output"), ("mr", "ref"))
+TEXT_COLUMNS = ("text", "sentence", "content")
+"""Names of a column that is a text."""
+
 # Beside one of these a single text column is only half of what a row says.
 _SECOND_TEXTS = frozenset(
     (
@@ -75,54 +77,16 @@ def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> s
     """
     there = user_columns(rows)
     if name not in there:
+        near = difflib.get_close_matches(name.casefold(), [each.casefold() for each in there], n=1)
+        meant = "".join(f" (did you mean {each!r}?)" for each in there if each.casefold() in near)
         raise ValueError(
-            f"{option} names the column {name!r}, which is not in the dataset; its columns are {', '.join(there)} "
-            "(if these are data, the file has no header line: name its columns with --column_names)"
+            f"{option} names the column {name!r}, which is not in the dataset{meant}; its columns are "
+            f"{', '.join(there)} (if these are data, the file has no header line: name its columns with --column_names)"
         )
     feature = rows.features[name]
     if text and not (isinstance(feature, datasets.Value) and "string" in feature.dtype):
         raise ValueError(f"column {name!r} holds {feature}, not text; choose another with {option}")
     return name
-
-
-def causal_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
-    """Take the named columns for language modelling, or the only sensible ones.
-
-    Args:
-        arguments: May name `text_column`, or `prompt_column` and `response_column`.
-        rows: A `datasets.Dataset`.
-
-    Returns:
-        The column of texts, or those of prompts and of responses; what was guessed is logged.
-
-    Raises:
-        ValueError: If a named column is absent, or none is named and the choice is not plain.
-    """
-    if arguments.prompt_column is not None and arguments.response_column is not None:
-        return (
-            require_column(rows, arguments.prompt_column, "--prompt_column"),
-            require_column(rows, arguments.response_column, "--response_column"),
-        )
-    if arguments.text_column is not None:
-        return (require_column(rows, arguments.text_column, "--text_column"),)
-    there = user_columns(rows)
-    choices = [(name,) for name in (there if len(there) == 1 else _TEXTS)] + [
-        # Alpaca's `input` belongs to the prompt as well.
-        pair
-        for pair in _PROMPTS_AND_RESPONSES
-        if pair[0] != "instruction" or "input" not in there
-    ]
-    found = [choice for choice in choices if set(choice) <= set(there)]
-    if len(found) != 1:
-        raise ValueError(_ambiguous(there, found, "--text_column, or --prompt_column and --response_column"))
-    is_text = len(found[0]) == 1
-    for name in found[0]:
-        require_column(rows, name, "--text_column" if is_text else "--prompt_column and --response_column")
-    guess = (
-        "training on the text column %r of %s" if is_text else "prompts from column %r, responses from column %r of %s"
-    )
-    logger.info(guess, *found[0], there)
-    return found[0]
 
 
 def sentence_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
@@ -142,11 +106,11 @@ def sentence_columns(arguments: DataArguments, rows: Any) -> tuple[str, ...]:
         columns = [require_column(rows, arguments.text_column, "--text_column")]
     else:
         there = user_columns(rows)
-        columns = [name for name in _TEXTS if name in there]
+        columns = [name for name in TEXT_COLUMNS if name in there]
         pairs = [] if arguments.text_pair_column is not None else sorted(_SECOND_TEXTS.intersection(there))
         if len(columns) != 1 or pairs:
             found = [(name,) for name in (*columns, *pairs)]
-            raise ValueError(_ambiguous(there, found, "--text_column (and --text_pair_column for pairs)"))
+            raise ValueError(ambiguous(there, found, "--text_column (and --text_pair_column for pairs)"))
         require_column(rows, columns[0], "--text_column")
         logger.info("classifying the text column %r of %s", columns[0], there)
     if arguments.text_pair_column is not None:
@@ -164,9 +128,31 @@ def label_column(arguments: DataArguments, rows: Any) -> str:
         return require_column(rows, arguments.label_column, "--label_column", text=False)
     there = user_columns(rows)
     if "label" not in there:
-        raise ValueError(_ambiguous(there, [], "--label_column"))
+        raise ValueError(ambiguous(there, [], "--label_column"))
     logger.info("class labels from column %r of %s", "label", there)
     return "label"
+
+
+def first_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, split: str) -> Any:
+    """The first so many rows of a split, which must have the columns that are read.
+
+    Args:
+        rows: A numbered `datasets.Dataset`.
+        columns: Those chosen from the training split.
+        arguments: How many rows of each split to use at most.
+        split: "train" or "eval".
+
+    Raises:
+        ValueError: If a column is absent, listing those there are.
+    """
+    for name in columns:
+        if name not in rows.column_names:
+            raise ValueError(
+                f"the {split} split has no column {name!r}, which the train split has; its columns are "
+                f"{', '.join(user_columns(rows))}"
+            )
+    limit = arguments.max_train_samples if split == "train" else arguments.max_eval_samples
+    return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
 
 
 def usable_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, split: str) -> Any:
@@ -189,15 +175,8 @@ def usable_rows(rows: Any, columns: Iterable[str], arguments: DataArguments, *, 
         ValueError: If a column is absent, listing those there are; or there are empty rows and they are not to be left
             out, or nothing is left.
     """
-    limit = arguments.max_train_samples if split == "train" else arguments.max_eval_samples
-    rows = rows if limit is None or limit >= len(rows) else rows.select(range(limit))
     columns = list(dict.fromkeys(columns))
-    for name in columns:
-        if name not in rows.column_names:
-            raise ValueError(
-                f"the {split} split has no column {name!r}, which the train split has; its columns are "
-                f"{', '.join(user_columns(rows))}"
-            )
+    rows = first_rows(rows, columns, arguments, split=split)
     is_blank = np.array([_blank_places(rows, name) for name in columns])
     named = ", ".join(repr(name) for name, marks in zip(columns, is_blank, strict=True) if marks.any())
     return leave_out(
@@ -254,7 +233,14 @@ def _blank_places(rows: Any, column: str) -> list[bool]:
     return [value is None or not str(value).strip() for batch in batches for value in batch[column]]
 
 
-def _ambiguous(there: list[str], choices: Sequence[tuple[str, ...]], options: str) -> str:
+def ambiguous(there: Sequence[str], choices: Sequence[tuple[str, ...]], options: str) -> str:
+    """Say that columns leave no plain choice.
+
+    Args:
+        there: The dataset's columns.
+        choices: What they could be; none, or more than one.
+        options: The options that say it.
+    """
     found = " or ".join("+".join(choice) for choice in choices)
     rule = f"could be {found}" if len(choices) > 1 else "give no plain choice"
     return f"the dataset's columns ({', '.join(there)}) {rule}; name what to read with {options}"

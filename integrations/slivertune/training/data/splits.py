@@ -4,6 +4,7 @@ Local csv, tsv, json, jsonl, txt and parquet files, or a folder of them, are rea
 """
 
 import csv
+import dataclasses
 import glob
 import logging
 import re
@@ -35,13 +36,13 @@ _HUB_ID = re.compile(r"[\w][\w.\-]*(/[\w][\w.\-]*)?")
 
 
 def load_splits(arguments: DataArguments, *, seed: int) -> Any:
-    """Load the rows to train on and the rows to evaluate on.
+    """Load the rows of one dataset to train on and to evaluate on.
 
     What lies on the disk comes before the hub. Without `eval_split` and `eval_file`, `eval_fraction` of the training
     rows, at least one, is drawn with the seed and held out.
 
     Args:
-        arguments: Names a local csv, tsv, json, jsonl, txt or parquet file, a folder of such, or a hub id, and the
+        arguments: Names one local csv, tsv, json, jsonl, txt or parquet file, a folder of such, or a hub id, and the
             splits; slices such as `train[:1000]` work.
         seed: Decides which rows are held out.
 
@@ -49,37 +50,77 @@ def load_splits(arguments: DataArguments, *, seed: int) -> Any:
         A `datasets.DatasetDict` with `train` and `eval`, whose rows know their number in the split they come from.
 
     Raises:
-        ValueError: If no dataset is named, the dataset, a split or a file is not there or can't be read, or there are
-            too few rows.
+        ValueError: If not one dataset is named, the dataset, a split or a file is not there or can't be read, or there
+            are too few rows.
         ConnectionError: If the hub can't be reached.
     """
-    dataset, config, eval_file = arguments.dataset, arguments.dataset_config, arguments.eval_file
-    if dataset is None:
-        raise ValueError("dataset=None names no rows; give --dataset a hub id or a local file")
+    if arguments.dataset is None or len(arguments.dataset) != 1:
+        raise ValueError(f"dataset={arguments.dataset} names no rows; give --dataset a hub id or a local file")
+    (dataset,) = arguments.dataset
     splits = [arguments.train_split] if arguments.eval_split is None else [arguments.train_split, arguments.eval_split]
-    path, names = Path(dataset).expanduser(), arguments.column_names
-    options: dict[str, Any] = {"sample_by": arguments.sample_by, "cache_dir": arguments.dataset_cache_dir}
-    if path.exists():
-        if config is not None:
-            raise ValueError(f"dataset_config={config!r} is for hub datasets; {path} is local, leave it out")
-        loaded = load_local(path, splits, column_names=names, **options)
-    else:
-        _check_hub_id(dataset)
-        if names is not None and eval_file is None:
-            raise ValueError(f"column_names={names} is for local csv and tsv files; {dataset!r} is a hub dataset")
-        loaded = _load_hub(dataset, config, splits, arguments.dataset_cache_dir)
-    loaded = [_with_rows(rows, dataset, split) for rows, split in zip(loaded, splits, strict=True)]
-    if eval_file is not None:
-        file = Path(eval_file).expanduser()
-        if not file.is_file():
-            raise ValueError(f"eval_file {eval_file!r} is no file; give an existing {', '.join(FORMATS)} file")
-        names = names if file.suffix.lower() in (".csv", ".tsv") else None
-        loaded += [
-            _with_rows(rows, eval_file, "train") for rows in load_local(file, ["train"], column_names=names, **options)
-        ]
+    loaded = _load_rows(dataset, splits, arguments)
+    if arguments.eval_file is not None:
+        loaded.append(_load_eval_file(arguments.eval_file, arguments))
     if len(loaded) == 1:
         return _hold_out(loaded[0], arguments.eval_fraction, seed)
     return datasets.DatasetDict(train=loaded[0], eval=loaded[1])
+
+
+def load_datasets(arguments: DataArguments, *, seed: int) -> dict[str, Any]:
+    """Load the rows of every named dataset.
+
+    Args:
+        arguments: Names one or more datasets; what it says of splits holds for each. An `eval_file` takes the place of
+            all their evaluation rows.
+        seed: Decides which rows are held out, in each.
+
+    Returns:
+        By name, what `load_splits` gives; of several datasets with an `eval_file`, each has `train` alone, and the file
+        comes last and has `eval` alone.
+
+    Raises:
+        ValueError: As `load_splits`.
+        ConnectionError: As `load_splits`.
+    """
+    names, eval_file = arguments.dataset or [], arguments.eval_file
+    if len(names) < 2:
+        return {name: load_splits(arguments, seed=seed) for name in names}
+    if eval_file is None:
+        return {
+            name: load_splits(dataclasses.replace(arguments, dataset=[name], dataset_weights=None), seed=seed)
+            for name in names
+        }
+    sources = {
+        name: datasets.DatasetDict(train=_load_rows(name, [arguments.train_split], arguments)[0]) for name in names
+    }
+    return {**sources, eval_file: datasets.DatasetDict(eval=_load_eval_file(eval_file, arguments))}
+
+
+def _load_rows(dataset: str, splits: list[str], arguments: DataArguments) -> list[Any]:
+    path, config, names = Path(dataset).expanduser(), arguments.dataset_config, arguments.column_names
+    if path.exists():
+        if config is not None:
+            raise ValueError(f"dataset_config={config!r} is for hub datasets; {path} is local, leave it out")
+        loaded = load_local(path, splits, column_names=names, **_reader_options(arguments))
+    else:
+        _check_hub_id(dataset)
+        if names is not None and arguments.eval_file is None:
+            raise ValueError(f"column_names={names} is for local csv and tsv files; {dataset!r} is a hub dataset")
+        loaded = _load_hub(dataset, config, splits, arguments.dataset_cache_dir)
+    return [_with_rows(rows, dataset, split) for rows, split in zip(loaded, splits, strict=True)]
+
+
+def _load_eval_file(eval_file: str, arguments: DataArguments) -> Any:
+    file = Path(eval_file).expanduser()
+    if not file.is_file():
+        raise ValueError(f"eval_file {eval_file!r} is no file; give an existing {', '.join(FORMATS)} file")
+    names = arguments.column_names if file.suffix.lower() in (".csv", ".tsv") else None
+    (rows,) = load_local(file, ["train"], column_names=names, **_reader_options(arguments))
+    return _with_rows(rows, eval_file, "train")
+
+
+def _reader_options(arguments: DataArguments) -> dict[str, Any]:
+    return {"sample_by": arguments.sample_by, "cache_dir": arguments.dataset_cache_dir}
 
 
 def load_local(

@@ -1,5 +1,6 @@
 """What `slivertune train` is asked beside the method's options: the run, the model, the tokens, the data."""
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ LedgerUse = Literal["every_cycle", "first_cycles", "off"]
 WeightsDtype = Literal["auto", "fp32", "bf16"]
 TaskName = Literal["causal_lm", "classification", "prompt_classification"]
 SampleBy = Literal["line", "paragraph", "document"]
+FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "question_answer"]
+"""What a row of chat or instruction data is made of; see `slivertune.training.data.formats`."""
 
 # Fields that only some tasks read; setting one for another task would be ignored in silence.
 _READ_BY: dict[str, tuple[TaskName, ...]] = {
@@ -23,6 +26,9 @@ _READ_BY: dict[str, tuple[TaskName, ...]] = {
     "template": ("prompt_classification",),
     "label_words": ("prompt_classification",),
     "packing": ("causal_lm",),
+    "dataset_weights": ("causal_lm",),
+    "dataset_format": ("causal_lm",),
+    "chat_template": ("causal_lm",),
 }
 
 
@@ -161,10 +167,35 @@ class DataArguments:
         ValueError: If a field is out of range, contradicts another, or is not read by the chosen task.
     """
 
-    dataset: str | None = field(
+    dataset: list[str] | None = field(
         default=None,
         metadata={
-            "help": "A hub dataset id, or a local csv, tsv, json, jsonl, txt or parquet file, or a folder of such."
+            "help": "A hub dataset id, or a local csv, tsv, json, jsonl, txt or parquet file, or a folder of such; "
+            "with --task causal_lm also several, each in a format of its own."
+        },
+    )
+    dataset_weights: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Of several datasets: what share of the training rows comes from each, as in 0.7 0.3; the rows are "
+            "drawn with the seed until every dataset was seen whole, so that those of a small one come again. By "
+            "default the datasets are put together as they are."
+        },
+    )
+    dataset_format: FormatName | None = field(
+        default=None,
+        metadata={
+            "help": "What chat or instruction data is made of, where its columns don't say: messages (role, content), "
+            "sharegpt (conversations of from, value), alpaca (instruction, input, output), prompt_completion, "
+            "question_answer. Found by the columns otherwise."
+        },
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "Chat template for chat and instruction data, in place of the tokenizer's: a Jinja file, or the "
+            "template itself. It is saved with the model. Loss is on its generation blocks, or else on what follows "
+            "its generation prompt."
         },
     )
     dataset_config: str | None = field(
@@ -235,8 +266,12 @@ class DataArguments:
     skip_empty_rows: bool = field(
         default=False, metadata={"help": "Leave out rows with an empty field, and say how many, in place of an error."}
     )
-    max_train_samples: int | None = field(default=None, metadata={"help": "Use at most this many training rows."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Use at most this many evaluation rows."})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Use at most this many training rows of each dataset."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Use at most this many evaluation rows of each dataset."}
+    )
     preprocessing_num_workers: int | None = field(
         default=None, metadata={"help": "Processes that tokenise; in the main process by default."}
     )
@@ -287,6 +322,14 @@ class DataArguments:
                     "the first trains on whole texts, the second on responses"
                 ),
             ),
+            *self._rules_of_several(),
+            (
+                self.dataset_format is not None and (self.text_column or self.prompt_column) is not None,
+                (
+                    f"dataset_format={self.dataset_format!r} says which columns are read, and so does "
+                    f"{'text_column' if self.text_column else 'prompt_column'}; keep one"
+                ),
+            ),
             *(
                 (
                     self.task == "prompt_classification" and not getattr(self, name),
@@ -296,5 +339,27 @@ class DataArguments:
                     ),
                 )
                 for name in ("template", "label_words")
+            ),
+        )
+
+    def _rules_of_several(self) -> tuple[tuple[bool, str], ...]:
+        """What holds for several datasets and their weights."""
+        names, weights = self.dataset or [], self.dataset_weights or []
+        return (
+            (
+                len(names) > 1 and self.task != "causal_lm",
+                f"dataset={names} names several datasets, which only task=causal_lm mixes; name one",
+            ),
+            (len(set(names)) < len(names), f"dataset={names} names a dataset twice; name each once"),
+            (
+                self.dataset_weights is not None and (len(weights) != len(names) or len(names) < 2),
+                (
+                    f"dataset_weights={self.dataset_weights} are {len(weights)}, and the datasets are {len(names)}; "
+                    "give each of several datasets one weight, or leave them out"
+                ),
+            ),
+            (
+                any(not (weight > 0 and math.isfinite(weight)) for weight in weights),
+                f"dataset_weights={self.dataset_weights} must all be positive numbers; leave out a dataset instead",
             ),
         )

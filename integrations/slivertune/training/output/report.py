@@ -235,6 +235,8 @@ def describe(run: Run) -> None:
         f"  data    {run.dataset_name}: {len(run.task.train_dataset):,} rows to train on, "
         f"{len(run.task.eval_dataset):,} to evaluate on, up to {run.task.max_length} tokens each"
     )
+    for note in run.task.notes:
+        say(f"  data    {note}")
     say(_batch(run))
     for line in run.method.lines():
         say(line)

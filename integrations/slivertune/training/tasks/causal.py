@@ -1,21 +1,26 @@
-"""Language modelling: documents, or prompts with the loss on their responses; padded or packed."""
+"""Language modelling: texts, prompts and responses, or chats, with the loss where it belongs; padded or packed."""
 
 import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from slivertune.training.data.columns import ROW_COLUMN, causal_columns, column_values, leave_out, usable_rows
+from slivertune.training.data.columns import column_values, first_rows, leave_out, usable_rows
+from slivertune.training.data.formats import find_format
+from slivertune.training.data.mixing import mix_rows
 from slivertune.training.options.arguments import DataArguments
+from slivertune.training.tasks.chat import describe_turn_end, set_chat_template
+from slivertune.training.tasks.labelled_rows import drop_unusable, encode_chats, encode_responses
+from slivertune.training.tasks.reading import Reading, check_settings_are_read, choose_reading
 from slivertune.training.tasks.task import PaddingCollator, Task
 from slivertune.training.tasks.tokenization import (
     IGNORED,
     Columns,
-    as_columns,
     check_lengths,
-    common_prefix_length,
     encode_rows,
     leading_special_tokens,
     padding_id,
@@ -51,60 +56,49 @@ def encode_documents(
     return {"input_ids": rows}
 
 
-def encode_responses(
-    batch: Columns,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    columns: tuple[str, ...],
-    separator: str,
-    max_length: int,
-    truncate: bool,
-) -> Columns:
-    """Prompt, separator, response and EOS token in one row, with labels on the response and the EOS token alone.
-
-    The row is tokenised in one piece; the response begins where its tokens part from those of the prompt alone.
-
-    Args:
-        batch: The texts.
-        tokenizer: The tokenizer.
-        columns: The columns of prompts and responses.
-        separator: Text between the two.
-        max_length: Longest row in tokens.
-        truncate: Cut the end of longer rows.
-
-    Returns:
-        The batch, row by row; `length` counts tokens before a cut, `num_targets` labels after it.
-    """
-    leading = leading_special_tokens(tokenizer)
-    prompts = [prompt + separator for prompt in batch[columns[0]]]
-    texts = [prompt + response for prompt, response in zip(prompts, batch[columns[1]], strict=True)]
-    end = max_length if truncate else None
-    rows = []
-    for ids, prompt_ids in zip(token_ids(tokenizer, texts), token_ids(tokenizer, prompts), strict=True):
-        row = [*leading, *ids, tokenizer.eos_token_id]
-        num_silent = len(leading) + common_prefix_length((ids, prompt_ids))
-        labels = [*[IGNORED] * num_silent, *row[num_silent:]][:end]
-        num_targets = len(row[num_silent:end])
-        rows.append({"input_ids": row[:end], "labels": labels, "length": len(row), "num_targets": num_targets})
-    return {**as_columns(rows), ROW_COLUMN: batch[ROW_COLUMN]}
-
-
 def prepare_causal(
-    args: DataArguments, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, splits: dict[str, Any]
+    args: DataArguments, tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, splits: Any
 ) -> Task:
-    """Tokenise for language modelling.
+    """Tokenise one dataset for language modelling.
 
     Args:
-        args: Columns, length, packing.
-        tokenizer: Must have an EOS token, which ends every text and response.
+        args: Columns, format, length, packing.
+        tokenizer: Must have an EOS token, which ends every text and response; has the chat template afterwards.
         model_config: Must be a decoder's.
         splits: Numbered `train` and `eval`.
 
     Returns:
-        Rows of `input_ids` (and `labels` for responses), judged by `eval_loss`.
+        Rows of `input_ids` (and `labels`, where not all tokens are learned), judged by `eval_loss`.
 
     Raises:
-        ValueError: If the model is an encoder-decoder, the tokenizer has no EOS token, or rows don't fit.
+        ValueError: If the model is an encoder-decoder, the tokenizer has no EOS token, columns are of no known format,
+            a chat has no template, or rows don't fit.
+    """
+    return prepare_mixture(args, tokenizer, model_config, {"": splits}, seed=0)
+
+
+def prepare_mixture(
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    sources: Mapping[str, Any],
+    *,
+    seed: int,
+) -> Task:
+    """Tokenise several datasets for language modelling, each in its own format, and mix them.
+
+    Args:
+        args: Columns, format, length, packing, and the datasets' weights.
+        tokenizer: As for `prepare_causal`.
+        model_config: Must be a decoder's.
+        sources: By name, numbered `train` and `eval`, or one of them.
+        seed: Decides in which order rows are drawn, where there are weights.
+
+    Returns:
+        The training rows of all, mixed; the evaluation rows of all, one after another.
+
+    Raises:
+        ValueError: As `prepare_causal`.
     """
     if getattr(model_config, "is_encoder_decoder", False):
         raise ValueError(
@@ -113,16 +107,71 @@ def prepare_causal(
     if not isinstance(tokenizer.eos_token_id, int):
         raise ValueError(f"{type(tokenizer).__name__} has no EOS token to end a text with; set tokenizer.eos_token")
     max_length = resolve_max_length(args.max_length, model_config, tokenizer)
-    columns = causal_columns(args, splits["train"])
-    encode = partial(_encode_split, args=args, tokenizer=tokenizer, columns=columns, max_length=max_length)
+    if args.chat_template is not None:
+        set_chat_template(tokenizer, args.chat_template)
+    readings = {}
+    for name, splits in sources.items():
+        with _about(name):
+            readings[name] = choose_reading(args, tokenizer, find_format(args, next(iter(splits.values()))))
+    check_settings_are_read(args, readings.values())
+    parts, notes = _encode_sources(args, tokenizer, sources, readings, max_length)
+    rows_of = {
+        "train": mix_rows(parts["train"], args.dataset_weights, seed=seed),
+        "eval": mix_rows(parts["eval"], None, seed=seed),
+    }
+    if args.packing:
+        rows_of = {split: pack(rows, max_length, split=split) for split, rows in rows_of.items()}
     return Task(
-        train_dataset=encode(splits["train"], split="train"),
-        eval_dataset=encode(splits["eval"], split="eval"),
+        train_dataset=rows_of["train"],
+        eval_dataset=rows_of["eval"],
         data_collator=PaddingCollator(pad_token_id=padding_id(tokenizer), causal=True, masked=not args.packing),
         model_kind="causal_lm",
         max_length=max_length,
         pad_token_id=padding_id(tokenizer),
+        notes=tuple(notes),
+        chat_template=args.chat_template and tokenizer.chat_template,
     )
+
+
+def _encode_sources(
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    sources: Mapping[str, Any],
+    readings: Mapping[str, Reading],
+    max_length: int,
+) -> tuple[dict[str, list[Any]], list[str]]:
+    """By split, the tokenised rows of every dataset that has it; and what is to be said of them."""
+    parts: dict[str, list[Any]] = {"train": [], "eval": []}
+    notes: list[str] = []
+    for place, (name, splits) in enumerate(sources.items()):
+        weight = f" (weight {args.dataset_weights[place]:g})" if args.dataset_weights and "train" in splits else ""
+        about = f"{name}{weight}: " if len(sources) > 1 else ""
+        notes.append(about + readings[name].describe(next(iter(splits.values()))))
+        for split, rows in splits.items():
+            with _about(name):
+                encoded, said = _encode_split(
+                    rows, split=split, args=args, tokenizer=tokenizer, reading=readings[name], max_length=max_length
+                )
+            parts[split].append(encoded)
+            notes += [about + line for line in said]
+    written = [
+        part[0]["labels"]
+        for name, part in zip(sources, parts["train"], strict=False)
+        if readings[name].uses_template and len(part[0]["labels"]) < max_length
+    ]
+    notes += describe_turn_end(tokenizer, written[0]) if written else []
+    return parts, notes
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Name the dataset of several that an error is about."""
+    try:
+        yield
+    except ValueError as error:
+        if not name:
+            raise
+        raise ValueError(f"{name}: {error}") from error
 
 
 def pack(rows: Any, max_length: int, *, split: str) -> Any:
@@ -168,24 +217,35 @@ def _encode_split(
     split: str,
     args: DataArguments,
     tokenizer: PreTrainedTokenizerBase,
-    columns: tuple[str, ...],
+    reading: Reading,
     max_length: int,
-) -> Any:
-    rows = usable_rows(rows, columns, args, split=split)
+) -> tuple[Any, list[str]]:
+    """The tokenised rows of a split, and what is to be said of them."""
+    found = reading.format
+    is_lenient = found.is_chat or found.is_instruction
+    choose = first_rows if is_lenient else usable_rows
+    rows = choose(rows, found.columns, args, split=split)
     encode = partial(
         encode_rows, rows, num_workers=args.preprocessing_num_workers, description=f"Tokenising the {split} split"
     )
     options: dict[str, Any] = {"tokenizer": tokenizer, "max_length": max_length}
-    if len(columns) == 1:
-        encoded = encode(partial(encode_documents, column=columns[0], whole=args.packing, **options))
+    if found.name == "text":
+        encoded = encode(partial(encode_documents, column=found.columns[0], whole=args.packing, **options))
         if not args.packing and len(encoded) > len(rows):
             logger.info(
                 "%d texts of the %s split make %d rows of at most %d tokens", len(rows), split, len(encoded), max_length
             )
+        return encoded, []
+    options |= {"found": found, "truncate": args.truncate}
+    if reading.uses_template:
+        encoded = encode(partial(encode_chats, **options))
     else:
-        options |= {"columns": columns, "separator": args.response_separator, "truncate": args.truncate}
-        encoded = encode(partial(encode_responses, **options))
-        check_lengths(encoded, max_length=max_length, truncate=args.truncate, split=split)
+        encoded = encode(partial(encode_responses, separator=args.response_separator, **options))
+    check_lengths(encoded, max_length=max_length, truncate=args.truncate, split=split)
+    notes: list[str] = []
+    if is_lenient:
+        encoded, notes = drop_unusable(encoded, found.target, max_length=max_length, split=split)
+    else:
         encoded = leave_out(
             encoded,
             np.asarray(column_values(encoded, "num_targets")) == 0,
@@ -195,8 +255,7 @@ def _encode_split(
             way_out="raise --max_length, or leave them out with --skip_empty_rows",
             none_left="no row is left, raise --max_length",
         )
-        encoded = encoded.select_columns(["input_ids", "labels"])
-    return pack(encoded, max_length, split=split) if args.packing else encoded
+    return encoded.select_columns(["input_ids", "labels"]), notes
 
 
 def _cut_blocks(batch: Columns, *, max_length: int) -> Columns:

@@ -1,13 +1,14 @@
 """From loaded splits to what the HF Trainer takes, for every task."""
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from slivertune.training.data.columns import number_rows
 from slivertune.training.options.arguments import DataArguments
-from slivertune.training.tasks.causal import prepare_causal
+from slivertune.training.tasks.causal import prepare_causal, prepare_mixture
 from slivertune.training.tasks.classification import prepare_classification, prepare_prompt_classification
 from slivertune.training.tasks.task import Task
 
@@ -43,3 +44,30 @@ def prepare_task(
     return _PREPARE[args.task](
         args, tokenizer, model_config, {name: number_rows(splits[name]) for name in ("train", "eval")}
     )
+
+
+def prepare_datasets(
+    args: DataArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    sources: Mapping[str, Any],
+    *,
+    seed: int,
+) -> Task:
+    """`prepare_task` for one dataset or several, which only language modelling mixes.
+
+    Args:
+        args: As for `prepare_task`, and the datasets' weights.
+        tokenizer: Any transformers tokenizer; it stays as it is.
+        model_config: The model's.
+        sources: As from `load_datasets`.
+        seed: Decides in which order rows of weighted datasets are drawn.
+
+    Raises:
+        ValueError: As `prepare_task`.
+    """
+    if len(sources) == 1:
+        (splits,) = sources.values()
+        return prepare_task(args, tokenizer, model_config, splits)
+    numbered = {name: {split: number_rows(rows) for split, rows in splits.items()} for name, splits in sources.items()}
+    return prepare_mixture(args, copy.deepcopy(tokenizer), model_config, numbered, seed=seed)

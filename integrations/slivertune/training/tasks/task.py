@@ -56,7 +56,7 @@ class PaddingCollator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """Datasets and hooks for a stock `transformers.Trainer`; every field but the last four is an argument of it."""
+    """Datasets and hooks for a stock `transformers.Trainer`; every field but the last six is an argument of it."""
 
     train_dataset: Any
     """`datasets.Dataset` of tokenised rows."""
@@ -79,3 +79,7 @@ class Task:
     last token by it."""
     id2label: dict[int, str] | None = None
     """Class -> the label as it stands in the data."""
+    notes: tuple[str, ...] = ()
+    """How the rows were read and which were dropped, for the first lines of a run."""
+    chat_template: str | None = None
+    """The template that was asked for in place of the tokenizer's, which the saved tokenizer should have."""

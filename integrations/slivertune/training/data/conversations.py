@@ -1,0 +1,160 @@
+"""From a row of chat or instruction data to messages, or to a prompt and a response in plain text."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slivertune.training.data.formats import DatasetFormat
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "function_response": "tool",
+    "observation": "tool",
+    "function": "tool",
+}
+"""Who speaks, in other words than those of chat templates."""
+_TEMPLATE_ROLES = ("user", "assistant", "system", "tool", "developer")
+
+ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+"""Stanford Alpaca's prompt."""
+ALPACA_PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+    "response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+"""The same for a row with an input."""
+
+
+class UnusableRowError(ValueError):
+    """A row that nothing can be learned from; the message is the reason, the same for all rows of a kind."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """Messages, and from which on the assistant's are learned.
+
+    Args:
+        messages: Each with `role`, and `content` or what else the template reads.
+        num_context: Messages at the beginning that are only read.
+        tools: JSON schemas of functions that the assistant may call.
+    """
+
+    messages: list[dict[str, Any]]
+    num_context: int = 0
+    tools: list[Any] | None = None
+
+    @property
+    def turns(self) -> list[int]:
+        """Places of the assistant's messages that are learned."""
+        return [
+            place
+            for place, message in enumerate(self.messages)
+            if place >= self.num_context and message["role"] == "assistant"
+        ]
+
+
+def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversation:
+    """Read a row as messages.
+
+    Args:
+        row: The values of the format's columns.
+        found: Any format but text.
+
+    Returns:
+        The messages of a chat; of instruction data a user's and an assistant's, where an Alpaca input follows its
+        instruction after a blank line.
+
+    Raises:
+        UnusableRowError: If something is empty or malformed, or no turn is the assistant's.
+    """
+    if found.is_chat:
+        parts = [_messages(row[name], name) for name in found.columns]
+        num_context = len(parts[0]) if len(parts) > 1 else 0
+        messages = [message for part in parts for message in part]
+        conversation = Conversation(messages=messages, num_context=num_context, tools=_tools(row.get("tools")))
+    else:
+        prompt, response = (_text(row, name) for name in found.columns)
+        if found.name == "alpaca" and not _is_blank(row.get("input")):
+            prompt = f"{prompt}\n\n{row['input']}"
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        conversation = Conversation(messages=messages)
+    if not conversation.turns:
+        raise UnusableRowError("no assistant turn")
+    return conversation
+
+
+def read_plain(row: Mapping[str, Any], found: DatasetFormat, separator: str) -> tuple[str, str]:
+    """Read a row of instruction data as plain text, for models without a chat template.
+
+    Args:
+        row: The values of the format's columns.
+        found: A format of instruction data.
+        separator: Stands between prompt and response, but for Alpaca's, whose prompt ends by itself.
+
+    Returns:
+        The prompt with all that comes before the response, and the response.
+
+    Raises:
+        UnusableRowError: If a column says nothing.
+    """
+    prompt, response = (_text(row, name) for name in found.columns)
+    if found.name != "alpaca":
+        return prompt + separator, response
+    if _is_blank(row.get("input")):
+        return ALPACA_PROMPT.format(instruction=prompt), response
+    return ALPACA_PROMPT_WITH_INPUT.format(instruction=prompt, input=row["input"]), response
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or not str(value).strip()
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    if _is_blank(row[column]):
+        raise UnusableRowError(f"nothing in column {column!r}")
+    return str(row[column])
+
+
+def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+    if not value:
+        raise UnusableRowError(f"nothing in column {column!r}")
+    if not isinstance(value, list):
+        raise UnusableRowError(f"column {column!r} holds no list of messages")
+    return [_message(each) for each in value]
+
+
+def _message(value: Any) -> dict[str, Any]:
+    """A message with `role` and `content`, from either kind of keys; keys without a value are left out."""
+    given = {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else {}
+    is_sharegpt = "role" not in given
+    role = given.pop("from" if is_sharegpt else "role", None)
+    if is_sharegpt and "value" in given:
+        given["content"] = given.pop("value")
+    if role is None or not given.keys() & {"content", "tool_calls"}:
+        raise UnusableRowError("a message without a role or without content")
+    role = _ROLES.get(role, role)
+    if is_sharegpt and role not in _TEMPLATE_ROLES:
+        raise UnusableRowError(f"a message from {role!r}, which is none of {', '.join((*_ROLES, *_TEMPLATE_ROLES))}")
+    return {"role": role, **given}
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if not value:
+        return None
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise UnusableRowError("tools that are no JSON") from error
+    if not isinstance(tools, list):
+        raise UnusableRowError("tools that are no list")
+    return tools or None

@@ -1,0 +1,212 @@
+"""What a row of language modelling data is made of: found by the columns, or an error that says what is known."""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import datasets
+
+from slivertune.training.data.columns import TEXT_COLUMNS, ambiguous, require_column, user_columns
+from slivertune.training.options.arguments import DataArguments, FormatName
+
+_PAIRS = (("mr", "ref"),)
+_COMPARED = frozenset(("chosen", "rejected"))
+# Beside one of the known formats such a column is part of what the answer depends on.
+_ALSO_MEANT = ("context", "passage", "choices", "options", "history", "system")
+_KEYS = (frozenset(("role",)), frozenset(("from", "value")))
+"""Of a message: OpenAI's (whose content may be absent beside tool calls), and ShareGPT's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DatasetFormat:
+    """How rows are read.
+
+    Args:
+        name: One of `FormatName`; or "text", whose whole rows are learned, or "prompt_response", two columns that were
+            named, or are only known as data and text.
+        columns: The columns that must be there; of "prompt_response" and the like, prompt and response.
+        optional: Columns that are read where they are there.
+        is_chat: Whether rows are lists of messages, and not strings.
+    """
+
+    name: FormatName | Literal["text", "prompt_response"]
+    columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    is_chat: bool = False
+
+    @property
+    def is_instruction(self) -> bool:
+        """Whether rows are a prompt and a response in plain strings, which a chat template can hold as two messages."""
+        return not self.is_chat and self.name not in ("text", "prompt_response")
+
+    @property
+    def target(self) -> str:
+        """What carries the loss, in a word."""
+        if self.is_chat and self.name != "prompt_completion":
+            return "assistant"
+        return {"text": "text", "prompt_response": "response"}.get(self.name, self.columns[-1])
+
+    def __str__(self) -> str:
+        """For the lines that a run begins with."""
+        title = {
+            "messages": "chat",
+            "sharegpt": "ShareGPT",
+            "alpaca": "Alpaca",
+            "prompt_completion": "prompt and completion",
+            "question_answer": "question and answer",
+            "prompt_response": "prompt and response",
+        }.get(self.name, self.name)
+        return f"{title} ({', '.join((*self.columns, *self.optional))})"
+
+
+_KNOWN = (
+    DatasetFormat(name="messages", columns=("messages",), optional=("tools",), is_chat=True),
+    DatasetFormat(name="sharegpt", columns=("conversations",), optional=("tools",), is_chat=True),
+    DatasetFormat(name="alpaca", columns=("instruction", "output"), optional=("input",)),
+    DatasetFormat(name="prompt_completion", columns=("prompt", "completion"), optional=("tools",)),
+    DatasetFormat(name="prompt_completion", columns=("prompt", "response")),
+    DatasetFormat(name="question_answer", columns=("question", "answer")),
+)
+_NAMES = sorted({*TEXT_COLUMNS, *_COMPARED, "input"}.union(*(known.columns for known in _KNOWN)))
+_WAYS_OUT = "--text_column, or --prompt_column and --response_column"
+_DESCRIBED = (
+    "messages (of role and content), conversations (of from and value), instruction + output (+ input), prompt + "
+    "completion, question + answer, text"
+)
+
+
+def find_format(arguments: DataArguments, rows: Any) -> DatasetFormat:
+    """Find how the rows of a dataset are read.
+
+    Args:
+        arguments: May name `text_column`, or `prompt_column` and `response_column`, or `dataset_format`.
+        rows: A `datasets.Dataset`.
+
+    Returns:
+        The format that was named, or the only one that the columns can have.
+
+    Raises:
+        ValueError: If a named column is absent, a column holds something else than its format says, the columns can
+            have several formats or none, or they are preferences.
+    """
+    if arguments.prompt_column is not None and arguments.response_column is not None:
+        prompt = require_column(rows, arguments.prompt_column, "--prompt_column")
+        return DatasetFormat(
+            name="prompt_response",
+            columns=(prompt, require_column(rows, arguments.response_column, "--response_column")),
+        )
+    if arguments.text_column is not None:
+        return DatasetFormat(name="text", columns=(require_column(rows, arguments.text_column, "--text_column"),))
+    there = user_columns(rows)
+    _refuse_preferences(rows, there)
+    if arguments.dataset_format is not None:
+        return _checked(_named(arguments.dataset_format, there), rows, there)
+    found = _candidates(rows, there)
+    if len(found) != 1:
+        raise ValueError(_no_choice(there, found))
+    (only,) = found
+    left_out = [name for name in _ALSO_MEANT if name in there]
+    if left_out and (only.is_chat or only.is_instruction):
+        raise ValueError(
+            f"the dataset's columns ({', '.join(there)}) look like {only}, which leaves out {', '.join(left_out)}; "
+            f"write what it says into the other columns, or go on without it by --dataset_format {only.name}"
+        )
+    return _checked(only, rows, there)
+
+
+def unread_columns(found: DatasetFormat, rows: Any) -> list[str]:
+    """The columns of a `datasets.Dataset` that a format does not read."""
+    return [name for name in user_columns(rows) if name not in (*found.columns, *found.optional)]
+
+
+def _candidates(rows: Any, there: Sequence[str]) -> list[DatasetFormat]:
+    """All formats that the names of the columns allow."""
+    found = [known for known in _KNOWN if set(known.columns) <= set(there)]
+    found += [DatasetFormat(name="prompt_response", columns=pair) for pair in _PAIRS if set(pair) <= set(there)]
+    found += [DatasetFormat(name="text", columns=(name,)) for name in TEXT_COLUMNS if name in there]
+    if not found and len(there) == 1 and _is_text(rows.features[there[0]]):
+        return [DatasetFormat(name="text", columns=(there[0],))]
+    return found
+
+
+def _named(name: FormatName, there: Sequence[str]) -> DatasetFormat:
+    choices = [known for known in _KNOWN if known.name == name]
+    for known in choices:
+        if set(known.columns) <= set(there):
+            return known
+    wanted = " or ".join(" + ".join(known.columns) for known in choices)
+    raise ValueError(
+        f"dataset_format={name} reads {wanted}, and the dataset's columns are {', '.join(there)}; rename them, or "
+        "leave out --dataset_format"
+    )
+
+
+def _checked(found: DatasetFormat, rows: Any, there: Sequence[str]) -> DatasetFormat:
+    """The format with those of its optional columns that are there and say something.
+
+    Its columns must hold what they should. Prompts and completions may be lists of messages, too.
+    """
+    optional = tuple(name for name in found.optional if name in there and str(rows.features[name]) != "Value('null')")
+    found = replace(found, optional=optional)
+    if found.name == "prompt_completion" and isinstance(_first_value(rows, found.columns[0]), list):
+        found = replace(found, is_chat=True)
+    if found.is_chat:
+        for name in found.columns:
+            _require_messages(rows, name)
+        return found
+    option = "--text_column" if found.name == "text" else "--prompt_column and --response_column"
+    for name in (*found.columns, *(name for name in found.optional if name != "tools")):
+        require_column(rows, name, option)
+    return found
+
+
+def _is_text(feature: Any) -> bool:
+    return isinstance(feature, datasets.Value) and "string" in feature.dtype
+
+
+def _first_value(rows: Any, column: str) -> Any:
+    """The first value of a column that is not empty."""
+    for batch in rows.select_columns([column]).iter(batch_size=100):
+        for value in batch[column]:
+            if value:
+                return value
+    return None
+
+
+def _require_messages(rows: Any, column: str) -> None:
+    value = _first_value(rows, column)
+    if value is None:
+        raise ValueError(f"column {column!r} has no messages in any row")
+    first = value[0] if isinstance(value, list) else value
+    if not isinstance(value, list) or not isinstance(first, dict) or not any(keys <= first.keys() for keys in _KEYS):
+        raise ValueError(
+            f"column {column!r} should hold lists of messages, as in "
+            '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}] or with from and value, and '
+            f"its first value begins {str(value)[:60]!r}; write the rows so, as jsonl or parquet"
+        )
+
+
+def _refuse_preferences(rows: Any, there: Sequence[str]) -> None:
+    columns = [name for name in there if name in _COMPARED]
+    if {"prompt", "completion", "label"} <= set(there) and str(rows.features["label"]) == "Value('bool')":
+        columns = ["completion", "label"]
+    if columns:
+        raise ValueError(
+            f"the columns {' and '.join(columns)} are preferences, and slivertune train does not tune to preferences; "
+            "use TRL's DPOTrainer (KTOTrainer for single labels) with HiFT or SFT by slivertune.attach(trainer, "
+            "slivertune.HiFTConfig()), or name what to read with --prompt_column and --response_column"
+        )
+
+
+def _no_choice(there: Sequence[str], found: Sequence[DatasetFormat]) -> str:
+    """Say that the columns have no format, or several, and what there is to do."""
+    choices = [found_one.columns for found_one in found]
+    if len(found) > 1:
+        names = [each.name for each in found if each.is_chat or each.is_instruction]
+        chosen = f", or --dataset_format {' or '.join(names)}" if names else ""
+        return ambiguous(there, choices, _WAYS_OUT + chosen)
+    near = {name: difflib.get_close_matches(name.casefold(), _NAMES, n=1, cutoff=0.8) for name in there}
+    meant = ", ".join(f"{match[0]!r} by {name!r}" for name, match in near.items() if match and match[0] != name)
+    asked = f"; did you mean {meant}? Rename what is misspelt" if meant else ""
+    return f"{ambiguous(there, choices, _WAYS_OUT)}; formats found by their columns are {_DESCRIBED}{asked}"

@@ -1,0 +1,143 @@
+"""Rows with labels on the response or on the assistant's turns, and which of them are dropped."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from slivertune.training.data.columns import ROW_COLUMN, column_values
+from slivertune.training.data.conversations import UnusableRowError, read_conversation, read_plain
+from slivertune.training.data.formats import DatasetFormat
+from slivertune.training.tasks.chat import Encoded, encode_conversation
+from slivertune.training.tasks.tokenization import (
+    IGNORED,
+    Columns,
+    as_columns,
+    common_prefix_length,
+    leading_special_tokens,
+    token_ids,
+)
+
+_MOST_REASONS = 5
+"""How many reasons to drop rows are said, the most frequent first."""
+
+
+def encode_responses(
+    batch: Columns,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    found: DatasetFormat,
+    separator: str,
+    max_length: int,
+    truncate: bool,
+) -> Columns:
+    """Prompt, separator, response and EOS token in one row, with labels on the response and the EOS token alone.
+
+    The row is tokenised in one piece; the response begins where its tokens part from those of the prompt alone.
+
+    Args:
+        batch: The texts.
+        tokenizer: The tokenizer.
+        found: What the columns are.
+        separator: Text between the two.
+        max_length: Longest row in tokens.
+        truncate: Cut the end of longer rows.
+
+    Returns:
+        The batch, row by row; `length` counts tokens before a cut, `num_targets` predicted labels after it, `fault`
+        says why a row can't be used.
+    """
+    leading = leading_special_tokens(tokenizer)
+
+    def encode(row: dict[str, Any]) -> list[Encoded]:
+        prompt, response = read_plain(row, found, separator)
+        ids, prompt_ids = token_ids(tokenizer, [prompt + response, prompt])
+        whole = [*leading, *ids, int(tokenizer.eos_token_id)]
+        num_silent = len(leading) + common_prefix_length((ids, prompt_ids))
+        return [(whole, [*[IGNORED] * num_silent, *whole[num_silent:]])]
+
+    return _encode_each(batch, encode, max_length if truncate else None)
+
+
+def encode_chats(
+    batch: Columns, *, tokenizer: PreTrainedTokenizerBase, found: DatasetFormat, max_length: int, truncate: bool
+) -> Columns:
+    """Conversations as the chat template writes them, with labels on the assistant's turns; see `encode_conversation`.
+
+    Args:
+        batch: The columns of the format.
+        tokenizer: Has a chat template.
+        found: What the columns are.
+        max_length: Longest row in tokens.
+        truncate: Cut the end of longer rows.
+
+    Returns:
+        As `encode_responses`; a conversation may make several rows.
+    """
+    return _encode_each(
+        batch,
+        lambda row: encode_conversation(tokenizer, read_conversation(row, found)),
+        max_length if truncate else None,
+    )
+
+
+def drop_unusable(encoded: Any, target: str, *, max_length: int, split: str) -> tuple[Any, list[str]]:
+    """Leave out rows that can't be used, or have nothing to learn.
+
+    Args:
+        encoded: What `encode_responses` or `encode_chats` made, as a numbered `datasets.Dataset`.
+        target: What is learned, in a word.
+        max_length: The longest row in tokens.
+        split: Name of the split, for messages.
+
+    Returns:
+        The other rows; and lines that say how many were dropped, and why, and how many conversations became several.
+
+    Raises:
+        ValueError: If nothing is left.
+    """
+    faults, counts = column_values(encoded, "fault"), column_values(encoded, "num_targets")
+    numbers = column_values(encoded, ROW_COLUMN)
+    nothing = f"no {target} token within max_length={max_length}"
+    reasons = [fault or ("" if count else nothing) for fault, count in zip(faults, counts, strict=True)]
+    total = len(set(numbers))
+    # One of the rows that a conversation became may be left.
+    left = {number for number, reason in zip(numbers, reasons, strict=True) if not reason}
+    why = {number: reason for number, reason in zip(numbers, reasons, strict=True) if reason and number not in left}
+    by_reason = Counter(why.values()).most_common()
+    notes = [f"{count:,} of {total:,} {split} rows dropped: {reason}" for reason, count in by_reason[:_MOST_REASONS]]
+    others = sum(count for _, count in by_reason[_MOST_REASONS:])
+    if others:
+        notes.append(f"{others:,} of {total:,} {split} rows dropped for other reasons")
+    if not left:
+        raise ValueError(
+            f"no row of the {split} split can be learned from: {'; '.join(notes)}; correct the rows, raise "
+            "--max_length, or name what to read with --dataset_format, or --prompt_column and --response_column"
+        )
+    several = sum(count > 1 for count in Counter(numbers).values())
+    if several:
+        notes.append(
+            f"{several:,} of {total:,} {split} conversations became a row for each of the assistant's turns, since the "
+            "chat template writes a turn otherwise once others follow"
+        )
+    return encoded.select(np.flatnonzero([not reason for reason in reasons])), notes
+
+
+def _encode_each(batch: Columns, encode: Callable[[dict[str, Any]], Sequence[Encoded]], end: int | None) -> Columns:
+    """Encode row by row; one that can't be is a row of its own, which says why."""
+    rows = []
+    for place, number in enumerate(batch[ROW_COLUMN]):
+        try:
+            for ids, labels in encode({name: values[place] for name, values in batch.items()}):
+                labels = labels[:end]
+                # The first token of a row is predicted by nothing.
+                num_targets = sum(label != IGNORED for label in labels[1:])
+                row = {"input_ids": ids[:end], "labels": labels, "length": len(ids), "num_targets": num_targets}
+                rows.append({**row, "fault": "", ROW_COLUMN: number})
+        except UnusableRowError as error:
+            # Something in every list, by which the datasets library knows its type.
+            row = {"input_ids": [0], "labels": [IGNORED], "length": 0, "num_targets": 0}
+            rows.append({**row, "fault": str(error), ROW_COLUMN: number})
+    return as_columns(rows)

@@ -1,0 +1,92 @@
+"""How rows of a format become text: by a chat template, or plainly."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from slivertune.training.data.formats import DatasetFormat, unread_columns
+from slivertune.training.options.arguments import DataArguments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """What rows are, and whether a chat template writes them."""
+
+    format: DatasetFormat
+    uses_template: bool
+
+    @property
+    def uses_separator(self) -> bool:
+        """Whether a separator stands between prompt and response."""
+        return not self.uses_template and self.format.name not in ("text", "alpaca")
+
+    def describe(self, rows: Any) -> str:
+        """One line for the beginning of a run.
+
+        Args:
+            rows: A `datasets.Dataset`, whose columns that are not read are named.
+        """
+        found = self.format
+        how = ""
+        if not found.is_chat and found.name != "text":
+            how = ", written by the chat template" if self.uses_template else ""
+            if found.is_instruction and not self.uses_template:
+                kind = "the Alpaca prompt" if found.name == "alpaca" else "plain text"
+                how = f", written as {kind} since the tokenizer has no chat template"
+        loss = {"text": "all tokens", "assistant": "the assistant's turns"}.get(found.target, f"the {found.target}")
+        unread = unread_columns(found, rows)
+        rest = f"; not read: {', '.join(unread)}" if unread else ""
+        return f"read as {found}{how}; loss on {loss}{rest}"
+
+
+def choose_reading(args: DataArguments, tokenizer: PreTrainedTokenizerBase, found: DatasetFormat) -> Reading:
+    """Choose whether a chat template writes the rows.
+
+    It writes chats, and instruction data where there is one; columns that were named by hand are read as plain text,
+    unless a template was named as well.
+
+    Args:
+        args: May name a chat template.
+        tokenizer: Has the template, if there is one.
+        found: What rows are.
+
+    Raises:
+        ValueError: If rows are chats and there is no template.
+    """
+    has_template = bool(tokenizer.chat_template)
+    if found.is_chat and not has_template:
+        raise ValueError(
+            f"the rows are {found}, and the tokenizer has no chat template to write them with; name one by "
+            "--chat_template (a Jinja file, or the template itself), or take a model whose tokenizer has one"
+        )
+    if found.name == "prompt_response":
+        return Reading(format=found, uses_template=args.chat_template is not None)
+    return Reading(format=found, uses_template=found.name != "text" and has_template)
+
+
+def check_settings_are_read(args: DataArguments, readings: Iterable[Reading]) -> None:
+    """Refuse settings that no dataset reads.
+
+    Args:
+        args: The settings.
+        readings: Of all datasets.
+
+    Raises:
+        ValueError: If a chat template or a separator was given that nothing is written with.
+    """
+    readings = list(readings)
+    formats = " and ".join(str(reading.format) for reading in readings)
+    if args.chat_template is not None and not any(reading.uses_template for reading in readings):
+        raise ValueError(
+            f"chat_template={args.chat_template!r} writes chats and instructions, and the rows are {formats}; leave "
+            "it out"
+        )
+    separator = DataArguments().response_separator
+    if args.response_separator != separator and not any(reading.uses_separator for reading in readings):
+        raise ValueError(
+            f"response_separator={args.response_separator!r} stands between prompts and responses in plain text, and "
+            f"the rows are {formats}{' by a chat template' if any(each.uses_template for each in readings) else ''}; "
+            "leave it out"
+        )

@@ -1,0 +1,71 @@
+from typing import Any
+
+import pytest
+
+from slivertune.training.data.conversations import UnusableRowError, read_conversation, read_plain
+from slivertune.training.data.formats import DatasetFormat
+
+CHAT = DatasetFormat(name="messages", columns=("messages",), optional=("tools",), is_chat=True)
+ALPACA = DatasetFormat(name="alpaca", columns=("instruction", "output"), optional=("input",))
+PAIR = DatasetFormat(name="prompt_completion", columns=("prompt", "completion"))
+PAIR_OF_CHATS = DatasetFormat(name="prompt_completion", columns=("prompt", "completion"), is_chat=True)
+ASKED = {"role": "user", "content": "1+1?"}
+ANSWERED = {"role": "assistant", "content": "2"}
+
+
+@pytest.mark.parametrize(
+    ("speaker", "role"),
+    [
+        ("human", "user"),
+        ("gpt", "assistant"),
+        ("chatgpt", "assistant"),
+        ("function_call", "assistant"),
+        ("observation", "tool"),
+        ("system", "system"),
+        ("user", "user"),
+    ],
+)
+def test_who_speaks_is_told_in_the_words_of_chat_templates(speaker: str, role: str) -> None:
+    rows = {"messages": [{"from": speaker, "value": "x"}, {"from": "gpt", "value": "2"}]}
+    assert read_conversation(rows, CHAT).messages[0] == {"role": role, "content": "x"}
+
+
+def test_what_a_message_has_beside_its_content_is_kept_but_for_what_is_empty() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "sum"}], "name": None}
+    read = read_conversation({"messages": [ASKED, call]}, CHAT)
+    assert read.messages == [ASKED, {"role": "assistant", "tool_calls": [{"name": "sum"}]}]
+
+
+@pytest.mark.parametrize("given", [[{"name": "sum"}], '[{"name": "sum"}]'])
+def test_tools_are_a_list_or_its_json(given: Any) -> None:
+    assert read_conversation({"messages": [ASKED, ANSWERED], "tools": given}, CHAT).tools == [{"name": "sum"}]
+
+
+def test_the_messages_of_a_prompt_are_context() -> None:
+    rows = {"prompt": [ASKED, ANSWERED, ASKED], "completion": [ANSWERED]}
+    read = read_conversation(rows, PAIR_OF_CHATS)
+    assert (len(read.messages), read.num_context, read.turns) == (4, 3, [3])
+
+
+def test_braces_in_an_instruction_stay_as_they_are() -> None:
+    prompt, _ = read_plain({"instruction": "Fill {input}.", "input": "{0}", "output": "x"}, ALPACA, "\n")
+    assert "### Instruction:\nFill {input}.\n\n### Input:\n{0}\n\n" in prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "found", "message"),
+    [
+        ({"messages": [ASKED]}, CHAT, "no assistant turn"),
+        ({"messages": "[]"}, CHAT, "column 'messages' holds no list of messages"),
+        ({"messages": ["hello"]}, CHAT, "a message without a role or without content"),
+        ({"messages": [ASKED, ANSWERED], "tools": "sum"}, CHAT, "tools that are no JSON"),
+        ({"messages": [ASKED, ANSWERED], "tools": "{}"}, CHAT, "tools that are no list"),
+        ({"prompt": [ASKED, ANSWERED], "completion": [ASKED]}, PAIR_OF_CHATS, "no assistant turn"),
+        ({"prompt": "x", "completion": "\n"}, PAIR, "nothing in column 'completion'"),
+    ],
+)
+def test_a_row_that_says_nothing_is_refused_with_the_reason(
+    row: dict[str, Any], found: DatasetFormat, message: str
+) -> None:
+    with pytest.raises(UnusableRowError, match=message):
+        read_conversation(row, found)

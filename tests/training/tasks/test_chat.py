@@ -1,0 +1,215 @@
+"""What a chat template writes, and which of it is learned; what is expected is written by hand."""
+
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from slivertune.training.data.conversations import Conversation, UnusableRowError
+from slivertune.training.tasks.chat import describe_turn_end, encode_conversation, set_chat_template
+from slivertune.training.tasks.tokenization import IGNORED
+from tests.training.tiny import CHATML, MARKED, byte_tokenizer, chat_tokenizer
+
+TWO_TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+]
+BEGINNING = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+SECOND = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+
+FORGETFUL = CHATML.replace(
+    "{{ message['content'] }}",
+    "{% if loop.last and message['role'] == 'assistant' %}<think></think>{% endif %}{{ message['content'] }}",
+)
+"""Writes thoughts before the last answer alone, as Qwen3 does."""
+THOUGHTFUL = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+"""Lets the model think at generation, and forgets of it in the data."""
+STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user must begin') }}{% endif %}" + CHATML
+
+
+def parts(tokenizer: PreTrainedTokenizerFast, ids: list[int], labels: list[int]) -> list[tuple[str, str]]:
+    """The texts of a row, each with whether it is read or learned."""
+    assert len(ids) == len(labels) and all(label in (IGNORED, token) for token, label in zip(ids, labels, strict=True))
+    pairs = zip(ids, labels, strict=True)
+    return [
+        ("learned" if is_learned else "read", tokenizer.decode([token for token, _ in run]))
+        for is_learned, run in groupby(pairs, lambda pair: pair[1] != IGNORED)
+    ]
+
+
+def encoded(template: str, messages: list[dict[str, Any]], **options: Any) -> list[list[tuple[str, str]]]:
+    # Merges that reach over a border, where they can.
+    tokenizer = chat_tokenizer(template, corpus=["assistant\n\n\n2"] * 5)
+    rows = encode_conversation(tokenizer, Conversation(messages=messages, **options))
+    return [parts(tokenizer, ids, labels) for ids, labels in rows]
+
+
+def test_every_turn_of_the_assistant_is_learned_with_what_ends_it_and_nothing_else() -> None:
+    tokenizer = chat_tokenizer()
+    ((ids, labels),) = encode_conversation(tokenizer, Conversation(messages=TWO_TURNS))
+    assert ids == tokenizer.apply_chat_template(TWO_TURNS)["input_ids"]
+    assert parts(tokenizer, ids, labels) == [
+        ("read", BEGINNING),
+        ("learned", "2<|im_end|>\n"),
+        ("read", SECOND),
+        ("learned", "4<|im_end|>\n"),
+    ]
+
+
+def test_a_token_that_reaches_over_the_end_of_the_prompt_is_learned() -> None:
+    # "\n\n" is one token, whose first half is the prompt's.
+    (row,) = encoded(CHATML, [*TWO_TURNS[:2], {"role": "assistant", "content": "\n\n2"}])
+    assert row == [("read", BEGINNING.removesuffix("\n")), ("learned", "\n\n\n2<|im_end|>\n")]
+
+
+def test_the_blocks_that_a_template_marks_are_learned() -> None:
+    tokenizer = chat_tokenizer(MARKED)
+    ((ids, labels),) = encode_conversation(tokenizer, Conversation(messages=TWO_TURNS))
+    assert ids == chat_tokenizer().apply_chat_template(TWO_TURNS)["input_ids"]
+    assert parts(tokenizer, ids, labels) == [
+        ("read", BEGINNING),
+        ("learned", "2<|im_end|>"),
+        ("read", "\n" + SECOND),
+        ("learned", "4<|im_end|>"),
+        ("read", "\n"),
+    ]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_white_space_at_the_border_is_learned_though_offsets_leave_it_out(template: str) -> None:
+    tokenizer = chat_tokenizer(template.replace("<|im_end|>{% endgeneration", "<|im_end|> {% endgeneration"))
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    messages = [*TWO_TURNS[:2], {"role": "assistant", "content": " 2"}, *TWO_TURNS[3:]]
+    ((ids, labels),) = encode_conversation(tokenizer, Conversation(messages=messages))
+    learned = [text for kind, text in parts(tokenizer, ids, labels) if kind == "learned"]
+    end = "<|im_end|> " if template is MARKED else "<|im_end|>\n"
+    assert learned == [f" 2{end}", f"4{end}"]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_only_the_completion_of_a_prompt_is_learned_though_the_prompt_has_answers(template: str) -> None:
+    ((read, learned),) = encoded(template, TWO_TURNS, num_context=4)
+    assert read == ("read", BEGINNING + "2<|im_end|>\n" + SECOND)
+    assert learned == ("learned", "4<|im_end|>\n")
+
+
+def test_what_follows_the_last_answer_is_read() -> None:
+    (row,) = encoded(CHATML, [*TWO_TURNS[:3], {"role": "user", "content": "Thanks"}])
+    assert row[1:] == [("learned", "2<|im_end|>\n"), ("read", "<|im_start|>user\nThanks<|im_end|>\n")]
+
+
+def test_a_turn_that_opens_a_conversation_answers_nothing_and_is_read() -> None:
+    (row,) = encoded(CHATML, [{"role": "assistant", "content": "Hello"}, *TWO_TURNS[1:3]])
+    assert row[0] == (
+        "read",
+        "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n",
+    )
+    assert row[1:] == [("learned", "2<|im_end|>\n")]
+
+
+def test_turns_that_a_template_writes_otherwise_later_become_rows_of_their_own() -> None:
+    first, second = encoded(FORGETFUL, TWO_TURNS)
+    assert first == [("read", BEGINNING), ("learned", "<think></think>2<|im_end|>\n")]
+    # As the model will see it when it is asked the second time: without the thoughts of the first.
+    assert second == [
+        ("read", BEGINNING + "2<|im_end|>\n" + SECOND),
+        ("learned", "<think></think>4<|im_end|>\n"),
+    ]
+    assert len(encoded(FORGETFUL, TWO_TURNS[:3])) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (THOUGHTFUL, TWO_TURNS, r"does not begin the assistant's turn with its generation prompt .*\{% generation %\}"),
+        (STRICT, TWO_TURNS, "the chat template refuses them: a user must begin"),
+        (CHATML, [{"role": "assistant", "content": "Hello"}], "no assistant turn after another message"),
+        ("{{ messages[0]['content'] + 1 }}", TWO_TURNS, "the chat template refuses them: can only concatenate"),
+    ],
+)
+def test_a_conversation_that_a_template_can_not_write_is_no_row(
+    template: str, messages: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(UnusableRowError, match=message):
+        encoded(template, messages)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("llama3", [["2<|eot_id|>", "4<|eot_id|>"]]),
+        ("qwen2_5", [["2<|im_end|>\n", "4<|im_end|>\n"]]),
+        ("gemma3", [["2<end_of_turn>\n", "4<end_of_turn>\n"]]),
+        # These write a turn otherwise once others follow.
+        ("qwen3", [["<think>\n\n</think>\n\n2<|im_end|>\n"], ["<think>\n\n</think>\n\n4<|im_end|>\n"]]),
+        ("phi3", [["2<|end|>\n<eos>"], ["4<|end|>\n<eos>"]]),
+        ("gptoss", [["<|channel|>final<|message|>2<|return|>"], ["<|channel|>final<|message|>4<|return|>"]]),
+        # This one marks by itself what is learned.
+        ("llama3_training", [["2<|eot_id|>", "4<|eot_id|>"]]),
+    ],
+)
+def test_templates_of_well_known_models_say_what_is_learned(name: str, rows: list[list[str]]) -> None:
+    trl = pytest.importorskip("trl")
+    file = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    if not file.is_file():
+        pytest.skip(f"this version of trl has no {name}.jinja")
+    tokenizer = byte_tokenizer(bos=True)
+    tokenizer.chat_template = file.read_text(encoding="utf-8")
+    found = encode_conversation(tokenizer, Conversation(messages=TWO_TURNS[1:]))
+    texts = [[text for kind, text in parts(tokenizer, *row) if kind == "learned"] for row in found]
+    assert texts == rows
+
+
+def test_tools_that_are_no_schemas_are_refused() -> None:
+    with pytest.raises(UnusableRowError, match="the chat template refuses them: Tools should either be a JSON schema"):
+        encoded(CHATML, TWO_TURNS, tools=["sum"])
+
+
+def test_tools_are_written_where_the_template_does() -> None:
+    ((read, _),) = encoded("{{ tools[0]['name'] }}: " + CHATML, TWO_TURNS[1:3], tools=[{"name": "sum"}])
+    assert read[1].startswith("sum: <|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CHATML, ["the chat template ends a turn by '<|im_end|>' and not by the EOS token '<eos>'"]),
+        (CHATML.replace("<|im_end|>", "{{ eos_token }}"), []),
+        (
+            CHATML.replace("<|im_end|>", "."),
+            ["the chat template ends a turn by no token of its own"],
+        ),
+    ],
+)
+def test_a_turn_that_ends_by_another_token_than_a_text_does_is_said(template: str, said: list[str]) -> None:
+    tokenizer = chat_tokenizer(template)
+    ((_, labels),) = encode_conversation(tokenizer, Conversation(messages=TWO_TURNS))
+    assert [re.split("[:,]", line)[0] for line in describe_turn_end(tokenizer, labels)] == said
+
+
+def test_a_template_is_a_file_or_the_text_itself(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text(CHATML, encoding="utf-8")
+    for given in (CHATML, str(file)):
+        tokenizer = byte_tokenizer()
+        set_chat_template(tokenizer, given)
+        assert tokenizer.chat_template == CHATML
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere.jinja", r"'nowhere.jinja' is neither a file nor a template \(which has a \{\{ or \{%\)"),
+        ("{% for %}", "is no Jinja: line 1: "),
+    ],
+)
+def test_what_is_no_template_is_refused(given: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        set_chat_template(byte_tokenizer(), given)

@@ -1,0 +1,188 @@
+"""Chats and instructions through the command: what it says first, what it learns, and what it leaves."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from slivertune.cli import main
+from tests.training.tiny import CHATML, MARKED, chat_tokenizer, llama_config
+from tests.training.tiny_runs import COMBINATIONS, complaint, train, train_arguments
+
+WORDS = ("red", "blue", "green", "black")
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": word.upper()}]}
+    for word in WORDS
+] * 6
+QUESTIONS = [{"question": f"Say {word}.", "answer": word.upper()} for word in WORDS] * 6
+
+
+TURN_END = (
+    "the chat template ends a turn by '<|im_end|>' and not by the EOS token '<eos>': where generation should end with "
+    "the turn, pass the former's id as eos_token_id"
+)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def make_base(folder: Path, template: str | None) -> Path:
+    """A random Llama of two layers, whose tokenizer has a chat template or none."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(llama_config(positions=128)).save_pretrained(folder)
+    chat_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chat_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("chat") / "base", CHATML)
+
+
+@pytest.fixture(scope="module")
+def plain_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("plain") / "base", None)
+
+
+def test_every_command_of_the_page_on_data_runs_as_shown(
+    chat_base: Path,
+    checkout: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (checkout / "docs" / "data.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name, text in re.findall(r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        Path(name).write_text(text, encoding="utf-8")
+    commands = re.findall(r"^slivertune (train .*)$", page, re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        words = command.replace("PATH_OR_HUB_ID", str(chat_base)).split()
+        assert main([*words, "--max_steps", "1", "--sample_tokens", "0", "--memory_ledger", "off"]) == 0
+    lines = first_lines(capsys.readouterr().out)
+    (shown,) = re.findall(r"^  data    (read as .*)$", page, re.MULTILINE)
+    assert lines.count(shown) == 2 and f"chat.jsonl (weight 0.7): {shown}" in lines
+
+
+def first_lines(printed: str) -> list[str]:
+    return re.findall(r"^  data    (.*)$", printed, re.MULTILINE)
+
+
+def loss_of_answers(folder: Path, tokenizer: PreTrainedTokenizerFast) -> float:
+    """The mean loss of a saved model over what follows the generation prompt, by plain transformers."""
+    model, losses = AutoModelForCausalLM.from_pretrained(folder), []
+    for row in CHATS[: len(WORDS)]:
+        prompt = tokenizer.apply_chat_template(row["messages"][:1], add_generation_prompt=True)["input_ids"]
+        whole = tokenizer.apply_chat_template(row["messages"])["input_ids"]
+        labels = [-100] * len(prompt) + whole[len(prompt) :]
+        with torch.no_grad():
+            losses.append(model(input_ids=torch.tensor([whole]), labels=torch.tensor([labels])).loss.item())
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("method", ["hift", pytest.param("dense", marks=pytest.mark.slow)])
+def test_a_chat_trains_and_the_saved_model_answers_in_plain_transformers(
+    method: str, chat_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*CHATS, {"messages": [{"role": "user", "content": "Nobody answers."}]}]
+    data = write_rows(tmp_path / "chats.jsonl", rows)
+    results = train(chat_base, data, tmp_path / "out", "--max_steps", "60", "--sample_tokens", "8", method=method)
+    printed = capsys.readouterr().out
+    named, *notes = first_lines(printed)
+    assert named.startswith(f"{data}: 22 rows to train on, 2 to evaluate on")
+    assert notes == [
+        "read as chat (messages); loss on the assistant's turns",
+        "1 of 23 train rows dropped: no assistant turn",
+        TURN_END,
+    ]
+    folder = Path(results["model_folder"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == CHATML
+    # Only what is said was trained: four words and their ends, which 60 updates learn nearly by heart.
+    assert loss_of_answers(folder, tokenizer) < 0.7 * loss_of_answers(chat_base, tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompt = tokenizer.apply_chat_template(CHATS[0]["messages"][:1], add_generation_prompt=True, return_tensors="pt")
+    out = model.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert out.shape[1] > prompt["input_ids"].shape[1]
+    sample = results["sample"]
+    assert sample["prompt"].startswith("user\nSay ") and sample["expected"].strip() in {word.upper() for word in WORDS}
+
+
+def test_a_named_template_is_used_and_saved_with_the_model(
+    plain_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, template = write_rows(tmp_path / "chats.jsonl", CHATS), tmp_path / "chat.jinja"
+    template.write_text(MARKED, encoding="utf-8")
+    results = train(plain_base, data, tmp_path / "out", "--chat_template", str(template))
+    assert AutoTokenizer.from_pretrained(results["model_folder"]).chat_template == MARKED
+    assert AutoTokenizer.from_pretrained(results["checkpoint"]).chat_template == MARKED
+    assert "read as chat (messages)" in first_lines(capsys.readouterr().out)[1]
+
+
+def test_datasets_of_two_formats_train_together_by_weight(
+    chat_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats, questions = write_rows(tmp_path / "a.jsonl", CHATS), write_rows(tmp_path / "b.jsonl", QUESTIONS)
+    more = ("--dataset", str(chats), str(questions), "--dataset_weights", "0.7", "0.3")
+    results = train(chat_base, chats, tmp_path / "out", *more)
+    assert results["dataset"] == f"{chats} + {questions}"
+    _, first, second, last = first_lines(capsys.readouterr().out)
+    assert first == f"{chats} (weight 0.7): read as chat (messages); loss on the assistant's turns"
+    assert second.startswith(
+        f"{questions} (weight 0.3): read as question and answer (question, answer), written by the"
+    )
+    assert last == TURN_END
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("hift with tokens", False),
+        pytest.param("sft", True, marks=pytest.mark.slow),
+        pytest.param("lora with tokens", True, marks=pytest.mark.slow),
+    ],
+)
+def test_every_method_and_token_selection_take_chats(name: str, packed: bool, chat_base: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", CHATS)
+    more = (*COMBINATIONS[name], "--packing", str(packed), "--max_length", "64")
+    results = train(chat_base, data, tmp_path / "out", *more)
+    assert results["num_steps"] == 6
+    assert results["after"]["eval_loss"] != results["before"]["eval_loss"]
+
+
+@pytest.mark.slow
+def test_a_resumed_chat_run_ends_with_the_same_loss(chat_base: Path, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", CHATS)
+    whole = train(chat_base, data, tmp_path / "whole", "--save_steps", "3")
+    resume = ("--resume_from_checkpoint", str(tmp_path / "whole" / "checkpoint-3"))
+    again = train(chat_base, data, tmp_path / "again", "--save_steps", "3", *resume)
+    assert again["after"] == whole["after"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        (CHATS, (), "the tokenizer has no chat template to write them with; name one by --chat_template"),
+        ([{"message": row["messages"]} for row in CHATS], (), "did you mean 'messages' by 'message'?"),
+        ([{"chosen": "a", "rejected": "b"}] * 9, (), "does not tune to preferences; use TRL's DPOTrainer"),
+        (CHATS, ("--dataset_weights", "0.5", "0.5"), "dataset_weights=[0.5, 0.5] are 2, and the datasets are 1"),
+        (CHATS, ("--chat_template", "nowhere"), "chat_template='nowhere' is neither a file nor a template"),
+    ],
+)
+def test_the_command_ends_with_what_is_wrong_and_the_way_out(
+    rows: list[dict[str, Any]],
+    more: tuple[str, ...],
+    message: str,
+    plain_base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    assert message in complaint(capsys, train_arguments(plain_base, data, tmp_path / "out", *more))
