@@ -207,9 +207,9 @@ def rows_of(way: Way, question: Question) -> list[Row]:
                 return add_allowance(plan(request))
 
             needs = [_largest(replace(first, token_ratio=each), question, estimate) for each in (None, ratio)]
+        return [Row(way=way, requirement=need, time=_time(need, question)) for need in needs]
     except (ValueError, ImportError) as error:
         return [Row(way=way, requirement=None, time=None, reason=" ".join(str(error).split()))]
-    return [Row(way=way, requirement=need, time=_time(need, question)) for need in needs]
 
 
 def _largest(

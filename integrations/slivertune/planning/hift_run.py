@@ -19,7 +19,7 @@ from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.hift_schedule import record_sample
 from slivertune.planning.make import attached
 from slivertune.planning.methods import MeasuredSteps, Measurer, PlannedMethod, given_arguments
-from slivertune.planning.plan import GroupPlan
+from slivertune.planning.plan import GroupPlan, Phase
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule_recorder import ScheduleRecorder
 from slivertune.planning.step import (
@@ -123,16 +123,17 @@ class HiFTRun:
             ledger.reset_peak()
             meet_gradients(self.optimizer, self._model, forward)
             backward = ledger.peak
+            phase: Phase = "step"
             first = measure_update(ledger, self.optimizer)
-            if backward.device > first.census.device:
-                first = replace(first, census=backward)  # where the backward steps
+            if backward.device > first.census.device:  # where the backward steps
+                first, phase = replace(first, census=backward), "backward"
             self._meter.forget(parameters)
             second = measure_step(ledger, forward, self.optimizer, num_backwards=self._request.num_backwards)
         if not self._meter.has_seen(parameters):
             return None
         if self._can_be_taken_up:
             self._known[group.index] = _KnownTurn(first, second.update, self.optimizer.state_dict())
-        return self._larger(first, second)
+        return self._larger(first, second, phase)
 
     def _measure_again(self, group: Group, forward: Forward, known: "_KnownTurn") -> StepPeak:
         with Ledger(self._model) as ledger:
@@ -148,11 +149,11 @@ class HiFTRun:
         request = self._request
         return request.state in ("host", "disk") and request.gradients != "stepped" and request.update == "step"
 
-    def _larger(self, first: UpdatePeak, second: StepPeak) -> StepPeak:
+    def _larger(self, first: UpdatePeak, second: StepPeak, phase: Phase = "step") -> StepPeak:
         first = first.beside(second.update.before.residual)
         after = first.after if self._request.state == "discard" else second.after
         if first.census.device > second.census.device:
-            return replace(second, census=first.census, phase="step", after=after)
+            return replace(second, census=first.census, phase=phase, after=after)
         return replace(second, after=after)
 
     def _begin_turn(self, group: Group, state: dict[str, Any], num_updates: int = 0) -> None:
