@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -75,7 +76,7 @@ def test_the_process_ends_when_nobody_is_there_to_hear_the_answer() -> None:
     process = process_of(line)
     assert process.stdin is not None and process.poll() is None
     process.stdin.close()
-    assert process.wait(timeout=120) == 1
+    assert process.wait(timeout=120) == -signal.SIGTERM
     line.close()
 
 
