@@ -166,17 +166,30 @@ def test_the_fastest_come_first_then_what_does_not_fit_then_what_cannot_be_plann
     assert in_order([REFUSED, DENSE, HIFT, LORA, HIFT_SHARE]) == [LORA, HIFT_SHARE, HIFT, DENSE, REFUSED]
 
 
-def test_the_advice_is_the_fastest_that_trains_everything_and_what_would_be_faster() -> None:
+def test_the_advice_is_what_trains_each_weight_on_the_most_tokens_and_what_reads_more() -> None:
     assert advice([LORA, HIFT, HIFT_SHARE]) == (
-        "take HiFT: the fastest of what fits and trains all weights on all tokens; LoRA, 4.0 x as fast, trains 0.0% "
-        "as many values"
+        "take HiFT: of what fits and trains all weights on all tokens, it trains each weight on the most tokens a "
+        "second, 256; LoRA reads 4.0 x as many, and trains 0.0% as many values"
     )
     assert advice([HIFT, HIFT_SHARE]).endswith(
-        "HiFT + TokenTune, 2.0 x as fast, trains all weights on 30% of the tokens"
+        "HiFT + TokenTune reads 2.0 x as many, and trains all weights, on 30% of the tokens"
     )
-    assert advice([HIFT, DENSE]).endswith("trains all weights on all tokens, and of all that fits")
+    assert advice([HIFT, DENSE]).endswith("256, and nothing reads more")
     assert advice([LORA, DENSE]).startswith("take LoRA: nothing that trains all weights fits")
     assert advice([DENSE, REFUSED]).startswith("nothing fits")
+
+
+def test_one_group_of_many_is_not_taken_for_reading_tokens_faster() -> None:
+    assert HIFT.requirement is not None
+    groups = tuple(replace(HIFT.requirement.plan.groups[0], indices=tuple(range(34))) for _ in range(1))
+    plan = replace(HIFT.requirement.plan, groups=groups)
+    in_groups = replace(HIFT_SHARE, requirement=replace(HIFT.requirement, plan=plan))
+    assert (in_groups.speed, in_groups.weight_speed) == (512, 512 / 34)
+    whole = replace(HIFT, way=replace(HIFT.way, title="HiFT, all layers"))
+    assert advice([in_groups, whole]) == (
+        "take HiFT, all layers: of what fits and trains all weights on all tokens, it trains each weight on the most "
+        "tokens a second, 256; HiFT reads 2.0 x as many, and trains all weights, each in one update of 34"
+    )
 
 
 def comparison() -> Comparison:
