@@ -11,11 +11,12 @@ from rich.console import Console
 from slivertune.planning.cards import card_named
 from slivertune.planning.command import run_plan
 from slivertune.planning.compare import Comparison, Question, Row, Way, advice, compare, in_order, rows_of, ways_of
-from slivertune.planning.comparison_plot import comparison_figure, draw_comparison
+from slivertune.planning.comparison_plot import comparison_figure
 from slivertune.planning.comparison_report import describe_row, describe_trained, print_comparison
 from slivertune.planning.make import make_plan, plans_of_batches
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
+from slivertune.planning.plot import save
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule_player import UpdateTime
 from tests.planning.made import moment, simple_plan, tiny_model, write_config
@@ -181,7 +182,7 @@ def test_the_advice_is_what_trains_each_weight_on_the_most_tokens_and_what_reads
 
 def test_one_group_of_many_is_not_taken_for_reading_tokens_faster() -> None:
     assert HIFT.requirement is not None
-    groups = tuple(replace(HIFT.requirement.plan.groups[0], indices=tuple(range(34))) for _ in range(1))
+    groups = (replace(HIFT.requirement.plan.groups[0], indices=tuple(range(34))),)
     plan = replace(HIFT.requirement.plan, groups=groups)
     in_groups = replace(HIFT_SHARE, requirement=replace(HIFT.requirement, plan=plan))
     assert (in_groups.speed, in_groups.weight_speed) == (512, 512 / 34)
@@ -233,7 +234,7 @@ def test_it_is_drawn_as_memory_and_speed_of_each_row(tmp_path: Path) -> None:
     assert [bar.get_width() for bar in speed.containers[0]] == [1024, 256, 0]
     assert [text.get_text() for text in speed.texts] == ["1,024", "256", "does not fit"]
     assert "planned" in figure.get_suptitle()
-    draw_comparison(comparison(), tmp_path / "ways.png")
+    save(comparison_figure(comparison()), tmp_path / "ways.png")
     assert (tmp_path / "ways.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -13,7 +13,7 @@ from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.candidates import all_candidates
 from slivertune.planning.cards import Card, card_here, card_named, find_card
 from slivertune.planning.compare import Comparison, Question, compare, in_order
-from slivertune.planning.comparison_plot import draw_comparison
+from slivertune.planning.comparison_plot import comparison_figure
 from slivertune.planning.comparison_report import describe_row, print_comparison
 from slivertune.planning.configs import ModelFigures, find_model
 from slivertune.planning.largest import LargestField, find_largest
@@ -22,7 +22,7 @@ from slivertune.planning.limits import limits_of, trains_here
 from slivertune.planning.make import make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
-from slivertune.planning.plot import draw, require_matplotlib
+from slivertune.planning.plot import draw, require_matplotlib, save
 from slivertune.planning.quiet import quiet_libraries
 from slivertune.planning.report import line_printer, print_answer, print_sweep
 from slivertune.planning.request import PlanRequest
@@ -46,7 +46,10 @@ def run_plan(argv: Sequence[str]) -> None:
         require_matplotlib()
     answer = _answer(arguments)
     if arguments.plot is not None:
-        draw_comparison(answer, arguments.plot) if isinstance(answer, Comparison) else draw(answer, arguments.plot)
+        if isinstance(answer, Comparison):
+            save(comparison_figure(answer), arguments.plot)
+        else:
+            draw(answer, arguments.plot)
     if arguments.json:
         print(json.dumps(answer.to_json(), indent=2))
         return

@@ -5,18 +5,19 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing import get_context
 from typing import Any
 
 import torch
 
 from slivertune import __version__
-from slivertune.core.layers import find_layers
 from slivertune.planning.cards import Card, Rates
 from slivertune.planning.configs import ModelFigures
 from slivertune.planning.largest import find_largest
+from slivertune.planning.layers_per_group import count_layers
 from slivertune.planning.limits import limits_json
-from slivertune.planning.make import build_model, plans_of_batches
+from slivertune.planning.make import plans_of_batches
 from slivertune.planning.methods import planned
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import PlannedTime, plan_time, with_room_ahead
@@ -57,7 +58,7 @@ def ways_of(model: ModelFigures, given: Mapping[str, Any]) -> list[Way]:
         given: What the user has set of all rows.
     """
     dense = Way(title="dense", settings={"method": "dense"}, trains_all=True)
-    num_layers = len(find_layers(build_model(dense.request(given), model.config)))
+    num_layers = count_layers(dense.request(given), model.config)
     all_layers = {"method": "hift", "layers_per_group": num_layers, "gradients": "host"}
     return [
         Way(title="HiFT, all layers", settings=all_layers, trains_all=True),
@@ -217,6 +218,7 @@ def rows_of(way: Way, question: Question) -> list[Row]:
         first = way.request({**question.given, "token_ratio": None})
         with plans_of_batches(first, question.model.config) as plan:
 
+            @cache  # the smallest is asked for twice
             def estimate(request: PlanRequest) -> MemoryRequirement:
                 return add_allowance(plan(request))
 

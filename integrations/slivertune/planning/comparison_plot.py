@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slivertune.core.atomic import atomic_file
 from slivertune.planning.byte_text import common_unit, format_bytes
 from slivertune.planning.compare import Comparison
-from slivertune.planning.plot import COLOURS, DOTS_PER_INCH, LIMIT_COLOUR, style_axes, style_of_allowance
+from slivertune.planning.plot import COLOURS, LIMIT_COLOUR, style_axes, style_of_allowance
 from slivertune.planning.report import PART_TITLES
 
 if TYPE_CHECKING:
@@ -16,21 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BAR_HEIGHT = 0.66
-
-
-def draw_comparison(comparison: Comparison, path: Path) -> None:
-    """Draw a comparison.
-
-    Args:
-        comparison: What was planned.
-        path: The PNG to write.
-
-    Raises:
-        OSError: If it can't be written; an older file is whole then.
-    """
-    figure = comparison_figure(comparison)
-    with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=DOTS_PER_INCH)
 
 
 def comparison_figure(comparison: Comparison) -> Figure:

@@ -7,7 +7,7 @@ from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.compare import Comparison, Row, advice
 from slivertune.planning.limits import describe_limits, unlimited_needs
 from slivertune.planning.report import line_printer
-from slivertune.planning.time_report import format_seconds
+from slivertune.planning.time_report import describe_rates, format_seconds
 
 _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
 
@@ -52,11 +52,7 @@ def print_comparison(comparison: Comparison, num_tokens: float | None, console: 
     needs = [row.requirement for row in comparison.rows if row.requirement is not None]
     for need in unlimited_needs(max(needs, key=lambda each: each.host_bytes), question.limits) if needs else ():
         say(f"warning: {need}")
-    rates = question.rates()
-    say(
-        f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s (--efficiency) and "
-        f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way; assumptions, not measurements of your machine"
-    )
+    say(describe_rates(question.rates()))
     say(advice(comparison.rows))
 
 

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,9 @@ from slivertune.planning.step import (
     StepPeak,
     UpdatePeak,
     claim_state,
+    give_gradients,
     group_plan,
+    larger_of_two,
     largest_of,
     measure_step,
     measure_update,
@@ -48,10 +49,6 @@ class PlannedDense(PlannedMethod):
     """One optimizer over all that trains."""
 
     bf16_precision = "mixed"
-
-    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
-        """Run two steps: the first makes the state, all later ones have it from their beginning."""
-        return self.measurer(request, model, layout)(request, forward)
 
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
         """Measures with one optimizer, whose updates are made for the first batch alone."""
@@ -111,8 +108,7 @@ class _Steps:
         run = partial(measure_step, ledger, forward, num_backwards=request.num_backwards)
         if self._first is None:
             # A forward and backward without state need no more than one with it.
-            for parameter in self._trained:
-                parameter.grad = torch.empty_like(parameter)
+            give_gradients(self._trained)
             self._first = measure_update(ledger, self._optimizer)
             self._meter.forget(self._trained)
         claim_state(self._optimizer)  # this ledger may be another than the one that saw it made
@@ -122,10 +118,7 @@ class _Steps:
             self._optimizer, self._first, self._second = _optimizer_over(self._trained, request), None, None
             return largest_of([run(self._optimizer) for _ in range(2)])
         self._second = second.update
-        first = self._first.beside(second.update.before.residual)
-        if first.census.device > second.census.device:
-            return replace(second, census=first.census, phase="step")
-        return second
+        return larger_of_two(self._first, second)
 
 
 class PlannedLora(PlannedDense):

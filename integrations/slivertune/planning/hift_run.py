@@ -28,6 +28,7 @@ from slivertune.planning.step import (
     StepPeak,
     UpdatePeak,
     group_plan,
+    larger_of_two,
     largest_of,
     measure_step,
     measure_update,
@@ -150,11 +151,8 @@ class HiFTRun:
         return request.state in ("host", "disk") and request.gradients != "stepped" and request.update == "step"
 
     def _larger(self, first: UpdatePeak, second: StepPeak, phase: Phase = "step") -> StepPeak:
-        first = first.beside(second.update.before.residual)
         after = first.after if self._request.state == "discard" else second.after
-        if first.census.device > second.census.device:
-            return replace(second, census=first.census, phase=phase, after=after)
-        return replace(second, after=after)
+        return replace(larger_of_two(first, second, phase), after=after)
 
     def _begin_turn(self, group: Group, state: dict[str, Any], num_updates: int = 0) -> None:
         """Let it be a group's turn, after so many of its updates."""
@@ -213,10 +211,6 @@ class PlannedHiFT(PlannedMethod):
     def waits_on_host(self, request: PlanRequest) -> bool:
         """Whether state is on the GPU in its own step alone."""
         return request.state != "device"
-
-    def measure(self, request: PlanRequest, model: nn.Module, forward: Forward, layout: Layout) -> MeasuredSteps:
-        """Run two updates of each distinct group."""
-        return self.measurer(request, model, layout)(request, forward)
 
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer:
         """Measures with one optimizer, whose updates are made for the first batch alone."""

@@ -128,7 +128,7 @@ def choose_layers_per_group(
     """
     check_has_copies(request)
     trials = []
-    for layers_per_group in _halved(_num_layers(request, config)):
+    for layers_per_group in _halved(count_layers(request, config)):
         trial = _try(replace(request, layers_per_group=layers_per_group), config, card, limits, prefetch_bytes)
         trials.append(trial)
         tell(trial.describe())
@@ -155,7 +155,13 @@ def check_has_copies(request: PlanRequest) -> None:
         )
 
 
-def _num_layers(request: PlanRequest, config: PreTrainedConfig) -> int:
+def count_layers(request: PlanRequest, config: PreTrainedConfig) -> int:
+    """The layers that HiFT finds in a model, embedding and head included.
+
+    Args:
+        request: Names the model's head.
+        config: The model's configuration.
+    """
     return len(find_layers(build_model(request, config)))
 
 

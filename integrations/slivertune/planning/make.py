@@ -72,9 +72,7 @@ def plans_of_batches(request: PlanRequest, config: PreTrainedConfig) -> Iterator
         Plans one of them as `make_plan` does, to the byte.
     """
     if request.layout == "single":
-        model = build_model(request, config)
-        with without_data(request.kernels):
-            give_sizes(model)
+        with built(request, config) as (model, _):
             measure = planned(request.method).measurer(request, model, request.layout)
             if measure is not None:
                 yield lambda other: _plan(other, model, measure(other, _forward(model, other, config)))

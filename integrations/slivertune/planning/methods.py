@@ -77,7 +77,10 @@ class PlannedMethod:
         Raises:
             ValueError: If the method does not fit the model.
         """
-        raise NotImplementedError
+        measure = self.measurer(request, model, layout)
+        if measure is None:
+            raise NotImplementedError
+        return measure(request, forward)
 
     def measurer(self, request: PlanRequest, model: nn.Module, layout: Layout) -> Measurer | None:
         """What measures runs that differ in their batch or in `token_ratio`, and what no batch changes once for all.

@@ -146,7 +146,7 @@ def play_run(plan: Plan, schedule: Schedule, rates: Rates) -> PlannedTime:
         update=mean_update(schedule, rates),
         owed=owed(plan, rates),
         num_tokens=request.batch_size * request.seq_length * request.gradient_accumulation_steps * request.num_gpus,
-        flops=_flops(schedule),
+        flops=schedule.mean_of_operators(lambda cost: cost[0]),
         disk_bytes_per_update=mean_state_bytes(plan) / request.num_gpus if writes else 0.0,
     )
 
@@ -199,13 +199,3 @@ def _parts(operators: Mapping[Cost, int], number: int, is_hosts: bool) -> dict[C
         cost = (flops // number, num_bytes // number)
         parts[cost] = parts.get(cost, 0) + count
     return parts
-
-
-def _flops(schedule: Schedule) -> float:
-    total, share = 0.0, 0.0
-    for entry in schedule.entries:
-        if isinstance(entry, Begin):
-            share = schedule.shares.get(entry.step, 0.0)
-        elif isinstance(entry, Work):
-            total += share * sum(flops * count for (flops, _), count in entry.operators.items())
-    return total

@@ -27,7 +27,7 @@ _BAR_WIDTH = 0.62
 _FEWEST_PLACES = 4
 """Fewer bars are drawn as slim as this many would be."""
 _LINE_CHARACTERS = 88
-DOTS_PER_INCH = 150
+_DOTS_PER_INCH = 150
 
 
 def require_matplotlib() -> None:
@@ -50,9 +50,21 @@ def draw(answer: Answer | SweepAnswer, path: Path) -> None:
     Raises:
         OSError: If it can't be written; an older file is whole then.
     """
-    figure = sweep_figure(answer) if isinstance(answer, SweepAnswer) else groups_figure(answer)
+    save(sweep_figure(answer) if isinstance(answer, SweepAnswer) else groups_figure(answer), path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure.
+
+    Args:
+        figure: What was drawn.
+        path: The PNG to write.
+
+    Raises:
+        OSError: If it can't be written; an older file is whole then.
+    """
     with atomic_file(path) as temporary:
-        figure.savefig(temporary, dpi=DOTS_PER_INCH)
+        figure.savefig(temporary, dpi=_DOTS_PER_INCH)
 
 
 def sweep_figure(answer: SweepAnswer) -> Figure:

@@ -13,7 +13,7 @@ from slivertune.planning.methods import planned
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule import Schedule
 from slivertune.planning.schedule_recorder import ScheduleRecorder
-from slivertune.planning.step import Forward, within_update
+from slivertune.planning.step import Forward, give_gradients, within_update
 
 
 def record_schedule(request: PlanRequest, config: PreTrainedConfig) -> Schedule:
@@ -78,8 +78,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
         optimizer: Over parameters without data.
     """
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
+        give_gradients(group["params"])
     with FakeOverrides():
         optimizer.step()
         optimizer.zero_grad()

@@ -1,6 +1,6 @@
 """A schedule: what a run's host queues on the streams of a device, in its order. Recorded once, played on any card."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,3 +77,17 @@ class Schedule:
     shares: Mapping[int, float]
     """By number of a step: the share of the run's updates that are like it; 1 together. Steps without one come before
     those that count, and leave what these meet."""
+
+    def mean_of_operators(self, of_one: Callable[[Cost], float]) -> float:
+        """A sum over the operators of an update, in the mean over the run's.
+
+        Args:
+            of_one: What an operator adds.
+        """
+        total, share = 0.0, 0.0
+        for entry in self.entries:
+            if isinstance(entry, Begin):
+                share = self.shares.get(entry.step, 0.0)
+            elif isinstance(entry, Work):
+                total += share * sum(of_one(cost) * count for cost, count in entry.operators.items())
+        return total

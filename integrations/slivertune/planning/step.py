@@ -116,6 +116,26 @@ def measure_step(
     )
 
 
+def larger_of_two(first: UpdatePeak, second: StepPeak, phase: Phase = "step") -> StepPeak:
+    """The step with the largest total: of the first update, which makes the state, and of a later one.
+
+    Args:
+        first: The first update alone: its forward and backward have no more than those of the second.
+        second: A step that has its state from the beginning.
+        phase: In which the first makes its update.
+    """
+    first = first.beside(second.update.before.residual)
+    if first.census.device > second.census.device:
+        return replace(second, census=first.census, phase=phase)
+    return second
+
+
+def give_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Let parameters have gradients of which nobody asks where they come from."""
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+
+
 def measure_update(ledger: Ledger, optimizer: torch.optim.Optimizer) -> UpdatePeak:
     """Run an update for which gradients are there.
 

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slivertune.planning.byte_text import format_bytes
-from slivertune.planning.cards import Card
+from slivertune.planning.cards import Card, Rates
 from slivertune.planning.planned_time import PlannedTime
 
 _TITLES = {"forward": "forward", "backward": "backward", "step": "update"}
@@ -37,12 +37,18 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
     if time.disk_bytes_per_update:
         table.add_row("writes to disk", format_bytes(round(time.disk_bytes_per_hour)), "an hour")
     console.print(table)
-    console.print(
+    console.print(describe_rates(rates), markup=False, highlight=False, soft_wrap=True)
+
+
+def describe_rates(rates: Rates) -> str:
+    """What planned seconds assume, in one line.
+
+    Args:
+        rates: Of the card, as they are taken to be reached.
+    """
+    return (
         f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s (--efficiency) and "
-        f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way; assumptions, not measurements of your machine",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way; assumptions, not measurements of your machine"
     )
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from slivertune.planning.cards import Rates
     from slivertune.planning.plan import Plan
-    from slivertune.planning.schedule import Schedule
 
 LENGTH_BYTES = 8
 _LOWEST_PRIORITY = 19
@@ -68,19 +67,11 @@ def answer(question: TimeQuestion) -> UpdatePlan:
 
     schedule = record_run(question.plan.request, question.config)
     planned = play_run(question.plan, schedule, question.rates)
-    return UpdatePlan(seconds=planned.seconds, num_tokens=planned.num_tokens, num_operators=_num_operators(schedule))
-
-
-def _num_operators(schedule: Schedule) -> float:
-    from slivertune.planning.schedule import Begin, Work
-
-    number, share = 0.0, 0.0
-    for entry in schedule.entries:
-        if isinstance(entry, Begin):
-            share = schedule.shares.get(entry.step, 0.0)
-        elif isinstance(entry, Work):
-            number += share * sum(entry.operators.values())
-    return number
+    return UpdatePlan(
+        seconds=planned.seconds,
+        num_tokens=planned.num_tokens,
+        num_operators=schedule.mean_of_operators(lambda cost: 1),
+    )
 
 
 def main() -> None:
