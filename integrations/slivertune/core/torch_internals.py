@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
@@ -41,6 +42,8 @@ RELIED_ON: Mapping[str, str] = {
     "torch._C._TorchDispatchModeKey.FAKE": "tells whether tensors have no data",
     "torch._subclasses.fake_tensor.FakeTensor": "tells tensors without data",
     "torch._subclasses.fake_tensor.FakeTensorMode": "runs a step on tensors without data",
+    "torch._subclasses.fake_tensor.FakeTensorMode.dispatch": "answers operators on inputs that were met before",
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager": "makes an operator's result without running it",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "says that a step needs values",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "says that a step needs values",
     "torch.utils._python_dispatch.TorchDispatchMode": "sees every operator",
@@ -52,6 +55,8 @@ RELIED_ON: Mapping[str, str] = {
     "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
     "torch._foreach_norm": "the norm as clip_grad_norm_ computes it on a GPU",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
+    "torch.ops.prim.device.default": "asks where a tensor without data says it lies",
+    "torch.ops.aten._unsafe_view.default": "the view that torch does not call one",
     "torch.ops.aten._unique2.default": "the operator whose result's size depends on values",
     "torch.ops.aten._scaled_dot_product_attention_math.default": "attention as plain products",
     "torch._grouped_mm": "the experts' products, which torch.nn.functional.grouped_mm calls",
@@ -80,6 +85,10 @@ READS_A_VALUE = torch.ops.aten._local_scalar_dense.default
 """The operator of `tensor.item()`."""
 FINDS_DISTINCT_VALUES = torch.ops.aten._unique2.default
 """The operator of `tensor.unique()`."""
+ASKS_FOR_DEVICE = torch.ops.prim.device.default
+"""The operator of `tensor.device`, for tensors that say they lie elsewhere."""
+UNNAMED_VIEW = torch.ops.aten._unsafe_view.default
+"""Returns a view, though its schema says that it does not."""
 GROUPED_PRODUCT = torch._grouped_mm
 """What `torch.nn.functional.grouped_mm` calls; a function mode sees this, and not that."""
 FLOP_FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
@@ -148,6 +157,36 @@ def tensor_without_memory(kind: type[Tensor], like: torch.Tensor) -> Tensor:
 def multi_tensor_norm(tensor: torch.Tensor) -> torch.Tensor:
     """The 2-norm by the kernel that `clip_grad_norm_` takes on a GPU, which may round it otherwise."""
     return torch._foreach_norm([tensor], 2.0)[0]
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    storage: torch.UntypedStorage | None = None,
+    offset: int = 0,
+) -> FakeTensor:
+    """Make a tensor without data, some times faster than an operator does.
+
+    Args:
+        mode: Entered.
+        shape: Of the tensor.
+        stride: In elements.
+        dtype: Of the tensor.
+        device: Where it says it lies.
+        storage: That of another tensor without data, of which it is a view; None for its own.
+        offset: In that storage, in elements.
+    """
+    with in_kernel_invocation_manager(mode):
+        if storage is None:
+            form = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        else:
+            form = torch.empty((), dtype=dtype, device="meta")
+            form.set_(storage, offset, shape, stride)
+    return FakeTensor(mode, form, device)
 
 
 def is_wrapper_type(kind: type) -> bool:

@@ -13,12 +13,12 @@ from slivertune.core.torch_internals import (
     READS_A_VALUE,
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     TorchDispatchMode,
     is_without_data,
 )
 from slivertune.core.transformers_internals import has_own
 from slivertune.planning.kernels import Kernels, kernels_of
+from slivertune.planning.operator_cache import CachedFakeTensorMode
 
 _MASKS = "sdpa"
 """The implementation of attention whose masks are made."""
@@ -37,7 +37,7 @@ def without_data(kernels: Kernels = "gpu") -> Iterator[None]:
         ValueError: If the code inside can't go on without knowing a value.
     """
     try:
-        with FakeTensorMode(), kernels_of(kernels), one_sequence_a_row(), warnings.catch_warnings():
+        with CachedFakeTensorMode(), kernels_of(kernels), one_sequence_a_row(), warnings.catch_warnings():
             # The streamed step compares storages by address, which is right for those without data, too.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor", UserWarning)
             yield

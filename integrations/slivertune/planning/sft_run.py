@@ -254,11 +254,12 @@ class PlannedSFT(PlannedMethod):
     ) -> Mapping[int, float]:
         """Record the updates of a phase and those outside, or one without and one with a reselection."""
         steps, interval, counts = _sampled(request)
-        with _nothing_kept(), attached(request, model):
+        with _nothing_kept():
             optimizer = _sized(request, model, steps, interval)
             optimizer.claim_state()
-            for _ in counts:
-                record_update(recorder, optimizer, forward, num_backwards=request.gradient_accumulation_steps)
+            with attached(request, model):
+                for _ in counts:
+                    record_update(recorder, optimizer, forward, num_backwards=request.gradient_accumulation_steps)
         return {index: count / sum(counts) for index, count in enumerate(counts) if count}
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:

@@ -1,0 +1,148 @@
+"""Tensors without data whose operators are looked up by the forms of their inputs.
+
+A model's blocks are alike, so that nearly every operator of a plan was met before. torch's own `FakeTensorMode` keeps
+what it met as well, and asks for more than plans ever have (symbolic sizes, sparse tensors, tracing): a look-up here
+takes a quarter of the time. What can't be looked up for certain is left to torch: operators of other libraries, results
+that depend on values, inputs whose values torch remembers, and results in the memory of an input of no view.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from slivertune.core.torch_internals import (
+    ASKS_FOR_DEVICE,
+    UNNAMED_VIEW,
+    FakeTensor,
+    FakeTensorMode,
+    fake_tensor,
+    storage_key,
+)
+
+_Make = Callable[[Sequence[Any]], Any]
+"""Makes an operator's result from its positional arguments."""
+
+_PLAIN = frozenset(
+    {
+        bool,
+        complex,
+        float,
+        int,
+        str,
+        type(None),
+        torch.device,
+        torch.dtype,
+        torch.layout,
+        torch.memory_format,
+    }
+)
+_NEVER_KNOWN = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
+
+
+class CachedFakeTensorMode(FakeTensorMode):
+    """`FakeTensorMode`, whose operators are run once for inputs of the same forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: dict[tuple[Any, ...], _Make] = {}
+
+    @override
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is ASKS_FOR_DEVICE:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", None) != "aten":
+            return super().dispatch(func, types, args, kwargs)
+        is_view = func.is_view or func is UNNAMED_VIEW
+        # A number without a dtype of its own takes the default one.
+        key: list[Any] = [func, torch.get_default_dtype()]
+        try:
+            _add_forms(key, args, is_view)
+            for name, value in kwargs.items():
+                key.append(name)
+                _add_forms(key, (value,), is_view)
+        except _NoFormError:
+            return super().dispatch(func, types, args, kwargs)
+        make = self._known.get(tuple(key))
+        if make is not None:
+            return make(args)
+        result = super().dispatch(func, types, args, kwargs)
+        make = None if _NEVER_KNOWN.intersection(func.tags) else self._maker(result, args, kwargs, is_view)
+        if make is not None:
+            self._known[tuple(key)] = make
+        return result
+
+    def _maker(self, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_view: bool) -> _Make | None:
+        """What makes such a result again; None where that is not certain."""
+        if result is None:
+            return lambda args: None
+        if type(result) is tuple:
+            makers = [self._maker(each, args, kwargs, is_view) for each in result]
+            known = [each for each in makers if each is not None]
+            return None if len(known) < len(makers) else lambda args: tuple(make(args) for make in known)
+        if type(result) is not FakeTensor or not _is_plain(result):
+            return None
+        for place, argument in enumerate(args):
+            if argument is result:
+                return lambda args: args[place]
+        return self._maker_of_tensor(result, args, kwargs, is_view)
+
+    def _maker_of_tensor(
+        self, result: FakeTensor, args: Sequence[Any], kwargs: Mapping[str, Any], is_view: bool
+    ) -> _Make | None:
+        form = (tuple(result.shape), result.stride(), result.dtype, result.fake_device)
+        memory = storage_key(result.untyped_storage())
+        if is_view:
+            if not isinstance(args[0], FakeTensor) or storage_key(args[0].untyped_storage()) != memory:
+                return None
+            offset = int(result.storage_offset())
+            return lambda args: fake_tensor(self, *form, storage=args[0].untyped_storage(), offset=offset)
+        if any(storage_key(each.untyped_storage()) == memory for each in _tensors((*args, *kwargs.values()))):
+            return None
+        # What an operator pads, a tensor of the same strides does not.
+        if fake_tensor(self, *form).untyped_storage().nbytes() != result.untyped_storage().nbytes():
+            return None
+        return lambda args: fake_tensor(self, *form)
+
+
+class _NoFormError(Exception):
+    """An argument's form does not decide what an operator returns."""
+
+
+def _add_forms(key: list[Any], values: Iterable[Any], with_offsets: bool) -> None:
+    """Append what decides the form of an operator's result.
+
+    Raises:
+        _NoFormError: If a value is known to torch, or is of a type that is not known here.
+    """
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or not _is_plain(value):
+                raise _NoFormError
+            key += (value.shape, value.stride(), value.dtype, value.fake_device)
+            if with_offsets:
+                key.append(value.storage_offset())
+        elif kind in _PLAIN:
+            key += (kind, value)  # 1 and 1.0 and True are equal, and make other dtypes
+        elif kind is list or kind is tuple:
+            key.append(len(value))
+            _add_forms(key, value, with_offsets)
+        else:
+            raise _NoFormError
+
+
+def _is_plain(tensor: FakeTensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
