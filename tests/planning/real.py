@@ -94,7 +94,7 @@ def attach_hooks(request: PlanRequest, model: Any) -> None:
 
 
 def quantise(model: Any) -> None:
-    """Put the linear layers of the blocks into bitsandbytes' NF4, and the norms into fp32."""
+    """Put the linear layers of the blocks into bitsandbytes' NF4."""
     from bitsandbytes.nn import Linear4bit
 
     for parent in list(model.model.layers.modules()):
@@ -110,9 +110,6 @@ def quantise(model: Any) -> None:
                 layer.weight.data.copy_(child.weight.data)
                 layer.support_avx512bf16_for_cpu = False
                 setattr(parent, name, layer.to("cpu"))
-    for module in model.modules():
-        if "Norm" in type(module).__name__:
-            module.float()
 
 
 def real_batch(request: PlanRequest, config: Any) -> dict[str, torch.Tensor]:

@@ -169,7 +169,7 @@ def test_adapters_are_as_planned(method: Any, checkpointing: bool, four_bit: boo
 
 
 @pytest.mark.parametrize("method", ["lora", "sft"])
-def test_norms_in_fp32_under_a_head_in_bf16_are_planned_with_their_loss_in_chunks(method: Any) -> None:
+def test_4_bit_weights_under_a_head_in_bf16_are_planned_with_their_loss_in_chunks(method: Any) -> None:
     # A vocabulary that sets the peak: whole logits would be 2 x 64 x 8192 x (2 + 4 + 4 + 2) bytes more.
     config = LlamaConfig(**{**LLAMA.to_dict(), "vocab_size": 8192})
     request = PlanRequest(method=method, precision="bf16", load_in_4bit=True, density=0.05, **SIZES)

@@ -138,7 +138,7 @@ def losses_of(results: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("words", [("--bf16",), ("--weights_dtype", "bf16"), ("--bf16", "--weights_dtype", "fp32"), ()])
-def test_norms_in_fp32_under_a_head_in_bf16_score_in_chunks_with_the_gradients_of_whole_logits(
+def test_4_bit_weights_under_a_head_in_bf16_score_in_chunks_with_the_gradients_of_whole_logits(
     words: tuple[str, ...], tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ("--lora_rank", "4", "--load_in_4bit", "--use_cpu", *words)

@@ -96,7 +96,7 @@ class _CodedProduct(torch.autograd.Function):
 
 
 def hold_in_4bit(model: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Put the linear layers of a model's blocks into NF4, and its norms into fp32, as `slivertune train` does.
+    """Put the linear layers of a model's blocks into NF4, as `slivertune train` does.
 
     Args:
         model: The model; changed.
@@ -108,10 +108,6 @@ def hold_in_4bit(model: nn.Module, compute_dtype: torch.dtype) -> None:
         if type(module) is nn.Linear and f"{path}.weight" in in_blocks:
             owner, _, name = path.rpartition(".")
             setattr(modules[owner], name, CodedLinear(module, compute_dtype))
-    for module in model.modules():
-        parameters = list(module.parameters(recurse=False))
-        if parameters and not list(module.children()) and all(parameter.ndim == 1 for parameter in parameters):
-            module.float()
 
 
 def num_weights(module: nn.Module) -> int:

@@ -39,7 +39,7 @@ def attach_loss(
         ),
         (arguments.use_liger_kernel, "--use_liger_kernel brings a loss of its own"),
     )
-    # As training runs it: without autocast, the fp32 norms of a 4-bit model don't go with a head in bf16.
+    # As training runs it: without autocast, fp32 adapters may not go with a head in bf16.
     with trainer.accelerator.autocast():
         reason = next((text for is_so, text in reasons if is_so), None) or why_not_chunked(model)
     if reason is not None:

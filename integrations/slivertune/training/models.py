@@ -74,8 +74,7 @@ def choose_precision(
     DeepSpeed itself turns the weights to bf16 or fp16 and keeps fp32 masters of what trains, so there the setting goes
     to its config.
 
-    SFT adds fp32 deltas to weights that may be bf16, so it holds them as HiFT does; beside 4-bit weights, where norms
-    are fp32, as LoRA does.
+    SFT adds fp32 deltas to weights that may be bf16, so it holds them as HiFT does; beside 4-bit weights, as LoRA does.
 
     Args:
         bf16_use: What `--bf16` means to the method.
@@ -251,21 +250,20 @@ def four_bit_options(
 def prepare_four_bit(model: PreTrainedModel) -> None:
     """Make a model with 4-bit weights fit to train adapters beside them.
 
-    Norms are held in fp32, as QLoRA holds them: they scale all that passes, and take next to no memory. Weights keep
-    the layout in which they have a backward: on CPUs with AVX512-BF16, bitsandbytes 0.50 changes it in the first
-    evaluation, and rounds the scales on the way; from then on no gradient passes.
+    Weights keep the layout in which they have a backward: on CPUs with AVX512-BF16, bitsandbytes 0.50 changes it in the
+    first evaluation, and rounds the scales on the way; from then on no gradient passes.
+
+    Norms keep their dtype. PEFT's `prepare_model_for_kbit_training` casts them to fp32, as QLoRA's own code does; what
+    a bf16 weight says is then the same, but every activation after the first block is fp32, and takes twice the memory.
 
     Args:
-        model: Its modules without children whose parameters are all vectors are its norms.
+        model: Changed.
     """
     from bitsandbytes.nn import Linear4bit  # type: ignore[attr-defined]
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
-        parameters = list(module.parameters(recurse=False))
-        if parameters and not list(module.children()) and all(parameter.ndim == 1 for parameter in parameters):
-            module.float()
 
 
 def is_not_about_codes(record: logging.LogRecord) -> bool:
