@@ -177,6 +177,18 @@ def test_strides_and_offsets_count() -> None:
         square, rows = torch.empty(4, 4), torch.empty(8, 6)
         assert [(each * 2).stride() for each in (square, square.t(), square)] == [(4, 1), (1, 4), (4, 1)]
         assert [each[1:].storage_offset() for each in (rows[:4], rows[4:], rows[:4])] == [6, 30, 6]
+        by_strides = [each.as_strided((2, 2), (1, 1), 3).storage_offset() for each in (rows[:4], rows[4:])]
+        assert by_strides == [3, 3]
+        assert [each.as_strided((2, 2), (1, 1)).storage_offset() for each in (rows[:4], rows[4:])] == [0, 24]
+
+
+def test_views_of_another_dtype_begin_where_their_base_does() -> None:
+    with CachedFakeTensorMode():
+        memory = torch.empty(96, dtype=torch.uint8)
+        parts = [memory[start : start + 16] for start in (0, 16, 40)]
+        assert [part.view(torch.float32).storage_offset() for part in parts] == [0, 4, 10]
+        with pytest.raises(RuntimeError, match="divisible"):
+            memory[6:22].view(torch.float32)
 
 
 def test_views_lie_in_the_memory_of_their_own_tensor() -> None:

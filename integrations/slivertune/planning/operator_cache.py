@@ -38,6 +38,9 @@ _PLAIN = frozenset(
         torch.memory_format,
     }
 )
+_VIEW_BY_STRIDES = torch.ops.aten.as_strided.default
+_LARGEST_ITEM = 16
+"""Bytes of an element of the largest dtype."""
 _NEVER_KNOWN = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view})
 
 
@@ -61,10 +64,12 @@ class CachedFakeTensorMode(FakeTensorMode):
         # A number without a dtype of its own takes the default one.
         key: list[Any] = [func, torch.get_default_dtype()]
         try:
-            _add_forms(key, args, is_view)
+            _add_forms(key, args)
             for name, value in kwargs.items():
                 key.append(name)
-                _add_forms(key, (value,), is_view)
+                _add_forms(key, (value,))
+            if is_view:
+                key.append(_place_of(func, args[0]))
         except _NoFormError:
             return super().dispatch(func, types, args, kwargs)
         make = self._known.get(tuple(key))
@@ -80,10 +85,10 @@ class CachedFakeTensorMode(FakeTensorMode):
         """What makes such a result again; None where that is not certain."""
         if result is None:
             return lambda args: None
-        if type(result) is tuple:
+        if isinstance(result, (tuple, list)):
             makers = [self._maker(each, args, kwargs, is_view) for each in result]
-            known = [each for each in makers if each is not None]
-            return None if len(known) < len(makers) else lambda args: tuple(make(args) for make in known)
+            known, kind = [each for each in makers if each is not None], type(result)
+            return None if len(known) < len(makers) else lambda args: kind(make(args) for make in known)
         if type(result) is not FakeTensor or not _is_plain(result):
             return None
         for place, argument in enumerate(args):
@@ -99,8 +104,8 @@ class CachedFakeTensorMode(FakeTensorMode):
         if is_view:
             if not isinstance(args[0], FakeTensor) or storage_key(args[0].untyped_storage()) != memory:
                 return None
-            offset = int(result.storage_offset())
-            return lambda args: fake_tensor(self, *form, storage=args[0].untyped_storage(), offset=offset)
+            distance = _first_byte(result) - _first_byte(args[0])
+            return lambda args: self._view(args[0], form, distance)
         if any(storage_key(each.untyped_storage()) == memory for each in _tensors((*args, *kwargs.values()))):
             return None
         # What an operator pads, a tensor of the same strides does not.
@@ -108,12 +113,17 @@ class CachedFakeTensorMode(FakeTensorMode):
             return None
         return lambda args: fake_tensor(self, *form)
 
+    def _view(self, base: FakeTensor, form: Any, distance: int) -> FakeTensor:
+        """A view that begins so many bytes after its base."""
+        offset = (_first_byte(base) + distance) // form[2].itemsize
+        return fake_tensor(self, *form, storage=base.untyped_storage(), offset=offset)
+
 
 class _NoFormError(Exception):
     """An argument's form does not decide what an operator returns."""
 
 
-def _add_forms(key: list[Any], values: Iterable[Any], with_offsets: bool) -> None:
+def _add_forms(key: list[Any], values: Iterable[Any]) -> None:
     """Append what decides the form of an operator's result.
 
     Raises:
@@ -125,15 +135,26 @@ def _add_forms(key: list[Any], values: Iterable[Any], with_offsets: bool) -> Non
             if value.constant is not None or not _is_plain(value):
                 raise _NoFormError
             key += (value.shape, value.stride(), value.dtype, value.fake_device)
-            if with_offsets:
-                key.append(value.storage_offset())
         elif kind in _PLAIN:
             key += (kind, value)  # 1 and 1.0 and True are equal, and make other dtypes
         elif kind is list or kind is tuple:
             key.append(len(value))
-            _add_forms(key, value, with_offsets)
+            _add_forms(key, value)
         else:
             raise _NoFormError
+
+
+def _place_of(func: Any, base: Any) -> int:
+    """What of the place of a view's base decides the view, beside that it moves along with the base."""
+    if type(base) is not FakeTensor:
+        raise _NoFormError
+    if func is _VIEW_BY_STRIDES:
+        return int(base.storage_offset())  # its own offset counts from the storage's beginning
+    return _first_byte(base) % _LARGEST_ITEM  # another dtype has to begin at one of its elements
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
