@@ -34,7 +34,10 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--version"], [f"slivertune {__version__}\n"]),
         (["--help"], ["train", "merge", "unmerge", "path", "--version", "--debug"]),
-        (["train", "--help"], ["--layers_per_group"]),
+        (["train", "--help"], ["--layers_per_group", "examples:"]),
+        (["train", "--help", "all"], ["--layers_per_group", "--fsdp_config"]),
+        (["train", "run.yaml", "--help"], ["--layers_per_group"]),
+        (["plan", "--help"], ["--layers_per_group", "examples:"]),
     ],
 )
 def test_version_and_help(arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +92,31 @@ def test_the_help_of_path_lists_every_file_that_it_finds(capsys: pytest.CaptureF
     assert [name for name in found if main(["path", name]) != 0] == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "slivertune: error: argument COMMAND: invalid choice: 'trian' (choose from"),
+        (["trian"], "); did you mean train?; see slivertune --help\n"),
+        (["merge", "a", "--output_dir", "b", "--alow_quantized_base"], "; did you mean --allow_quantized_base?; see"),
+        (
+            ["unmerge", "a", "--output", "b", "--output_dir", "c"],
+            "slivertune unmerge: error: unrecognized arguments: --",
+        ),
+    ],
+)
+def test_a_mistyped_command_or_option_is_one_line_that_says_what_was_meant(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and message in error and error.count("\n") == 1
+
+
+def test_a_preset_that_is_nearly_spelled_so_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "; did you mean single_gpu_24g.yaml?" in complaint(capsys, ["path", "single_gpu_24"])
+
+
 def test_an_unknown_preset_is_one_line_and_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     error = complaint(capsys, ["path", "nowhere"])
     assert re.fullmatch(r"slivertune path: error: no preset is called 'nowhere'; .*\n", error)
@@ -117,6 +145,12 @@ def test_no_command_or_an_unknown_one_is_code_2(arguments: list[str]) -> None:
     [
         (["--method", "magic"], "argument --method: invalid choice: 'magic'"),
         (["--nothing"], "unrecognized arguments: --nothing"),
+        (
+            ["--learning_rat", "1"],
+            "unrecognized arguments: --learning_rat 1; did you mean --learning_rate?; see slivert",
+        ),
+        (["absent.yaml"], "config file absent.yaml is not there"),
+        (["chats.jsonl"], "'chats.jsonl' is no config file, whose name would end in .yaml, .yml, .json; a model is"),
         (["--layers_per_group", "0"], "layers_per_group=0 must be at least 1"),
         (
             ["--model_name_or_path", "./nowhere", "--dataset", "rows.csv"],
@@ -199,7 +233,9 @@ def test_ctrl_c_names_a_whole_checkpoint_and_the_command_that_continues_it(tiny_
     "folder", [("--output_dir", "{out}"), ("--output_dir={out}",), ("--output-dir", "{out}"), ("--output-dir={out}",)]
 )
 @pytest.mark.parametrize("resume", [(), ("--resume_from_checkpoint=true",), ("--resume-from-checkpoint", "true")])
+@pytest.mark.parametrize("file", [(), ("my run.yaml",)])
 def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_were_spelled(
+    file: tuple[str, ...],
     resume: tuple[str, ...],
     folder: tuple[str, ...],
     launcher: str | None,
@@ -212,12 +248,21 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
         monkeypatch.setenv(launcher, "no")
     output = tmp_path / "my out"
     monkeypatch.setattr("slivertune.training.run.newest_whole", lambda *args, **kwargs: (output / "checkpoint-3", []))
-    words = ("--seed", "3", *(word.format(out=output) for word in folder), *resume, "--sample_prompt", "a 'b' $c")
+    words = (
+        *file,
+        "--seed",
+        "3",
+        *(word.format(out=output) for word in folder),
+        *resume,
+        "--sample_prompt",
+        "a 'b' $c",
+    )
     command = ("slivertune", "train", *words)
     arguments: Any = SimpleNamespace(command=command, training=SimpleNamespace(output_dir=str(output)))
     line = describe_interruption(arguments).partition("continue with: ")[2]
     start, program, rest = line.partition("slivertune train ")
     assert shlex.split(rest) == [
+        *file,
         *("--seed", "3", "--sample_prompt", "a 'b' $c"),
         *("--output_dir", str(output), "--resume_from_checkpoint", "true"),
     ]

@@ -9,8 +9,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from slivertune import __version__
+from slivertune.core.option_parser import OptionParser
 from slivertune.core.presets import example_names, preset_names, preset_path
 
 _FAILED = 1
@@ -77,12 +79,26 @@ def _act(options: argparse.Namespace, arguments: list[str]) -> None:
         run_unmerge(options.merged, options.output_dir)
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _CommandParser(OptionParser):
+    """Ends the program where something was mistyped, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and what may have been meant."""
+        self.exit(_BAD_ARGUMENTS, f"{self.prog}: error: {self.explain(message)}\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Complain of what a command does not know in its own words, and not in those of the parser above it."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+
+def _make_parser() -> _CommandParser:
+    parser = _CommandParser(
         prog="slivertune",
         description="Fine-tune a sliver of a model at a time.",
         epilog="slivertune COMMAND --help lists what a command takes.",
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"slivertune {__version__}")
     parser.add_argument("--debug", action="store_true", help="before the command: show the whole traceback of an error")
@@ -93,7 +109,6 @@ def _make_parser() -> argparse.ArgumentParser:
         "path",
         help="print where a preset lies",
         description="Print the path of a preset, as for accelerate launch --config_file $(slivertune path PRESET) ...",
-        allow_abbrev=False,
     )
     presets, examples = ", ".join(preset_names()), ", ".join(example_names())
     path.add_argument(
@@ -105,12 +120,11 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_merge_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_merge_commands(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     merge = commands.add_parser(
         "merge",
         help="add SFT deltas to a plain checkpoint",
         description="Write a copy of a checkpoint with SFT deltas added to its weights.",
-        allow_abbrev=False,
     )
     merge.add_argument("deltas", nargs="+", metavar="DELTAS", help="folder with deltas; several are summed")
     merge.add_argument(
@@ -128,7 +142,6 @@ def _add_merge_commands(commands: argparse._SubParsersAction[argparse.ArgumentPa
         "unmerge",
         help="take merged SFT deltas out of a checkpoint again",
         description="Write a copy of a merged checkpoint with the base's weights restored, to the bit.",
-        allow_abbrev=False,
     )
     unmerge.add_argument("merged", metavar="MERGED", help="folder that `slivertune merge` wrote")
     for command in (merge, unmerge):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from slivertune.planning.arguments import make_parser as make_plan_parser
-from slivertune.planning.arguments import parse_plan_arguments
-from slivertune.training.options.parse import make_parser as make_train_parser
+from slivertune.planning.arguments import argument_fields, parse_plan_arguments
+from slivertune.planning.parser import make_parser as make_plan_parser
+from slivertune.training.options.parser import make_parser as make_train_parser
 
 NEITHER_MEMORY_NOR_TIME = {
     # What is learned from what: rows of as many tokens need as much, whichever they are.
@@ -76,7 +76,7 @@ NOT_PLANNED = {
 
 
 def test_every_option_of_train_is_planned_under_its_name_or_has_a_reason_not_to_be() -> None:
-    planned = make_plan_parser()._option_string_actions
+    planned = make_plan_parser(argument_fields())._option_string_actions
     options = {action.option_strings[0].removeprefix("--") for action in make_train_parser()._actions} - {"-h"}
     options = {name.removeprefix("no_") for name in options}
     same_name = {name for name in options if f"--{name}" in planned}

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
 from slivertune.core.manifest import find_damage, read_entries, write_manifest
-from slivertune.training.output.folders import START_NAME
+from slivertune.training.output.folders import SETTINGS_NAME, START_NAME
 from tests.helpers.models import differing
 from tests.training.tiny_runs import (
     METHODS,
@@ -151,7 +151,7 @@ def test_one_command_starts_continues_and_finishes_a_run(
     output = tmp_path / "runs" / method
     with patch("slivertune.training.run._evaluate", side_effect=KeyboardInterrupt):  # before its first update
         assert main(command) == 130
-    assert sorted(path.name for path in output.iterdir()) == [START_NAME]
+    assert sorted(path.name for path in output.iterdir()) == [START_NAME, SETTINGS_NAME]
     with monkeypatch.context() as patched:  # ended while its fourth checkpoint file was being written
         patched.setattr("slivertune.training.callbacks.write_together", _ends_at(output / "checkpoint-4"))
         assert main(command) == 130

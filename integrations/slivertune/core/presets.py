@@ -5,6 +5,8 @@ A wheel carries `launch/` and `ds_configs/` inside the package; a checkout has t
 
 from pathlib import Path
 
+from slivertune.core.suggestions import did_you_mean
+
 _SUFFIX_OF_FOLDER = {"launch": ".yaml", "ds_configs": ".json"}
 _EXAMPLE_SUFFIXES = (".slurm", ".hostfile")
 
@@ -51,7 +53,7 @@ def preset_path(name: str) -> Path:
     if name in example_names():
         return _find_folder("launch") / name
     names = [*(path.name for path in presets), *example_names()]
-    raise ValueError(f"no preset is called {name!r}; there are {', '.join(names)}")
+    raise ValueError(f"no preset is called {name!r}; there are {', '.join(names)}{did_you_mean(name, names)}")
 
 
 def _find_presets() -> list[Path]:

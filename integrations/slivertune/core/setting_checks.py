@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from slivertune.core.suggestions import did_you_mean
+
 
 def check_integer(name: str, value: object, minimum: int | None = None) -> None:
     """Refuse a setting that is no integer, or less than the minimum.
@@ -32,7 +34,8 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         ValueError: Naming the setting, its value and the choices.
     """
     if value not in choices:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+        meant = did_you_mean(str(value), choices)
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}{meant}")
 
 
 def integer_or_auto(name: str, text: str) -> int | Literal["auto"]:

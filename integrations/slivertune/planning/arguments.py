@@ -1,17 +1,15 @@
 """From the command line of `slivertune plan` to what is asked."""
 
-import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin
+from typing import Any, Literal, get_origin
 
-from slivertune.core.setting_checks import integer_or_auto
+from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.byte_text import parse_memory_size
 from slivertune.planning.cards import EFFICIENCY, known_cards
 from slivertune.planning.largest import LargestField
-from slivertune.planning.methods import planned_methods
+from slivertune.planning.parser import make_parser
 from slivertune.planning.request import KINDS, PlanRequest, kinds_of, option
 from slivertune.planning.shipped import SHIPPED_MODELS
 from slivertune.planning.train_words import WORD_KINDS, TrainWords
@@ -45,7 +43,8 @@ def _sweep(text: str) -> Sweep:
     name, separator, listed = text.partition("=")
     read = SWEPT_FIELDS.get(name)
     if read is None or not separator:
-        raise ValueError(f"{text!r} is no sweep; write FIELD=V1,V2,... with one of {', '.join(SWEPT_FIELDS)}")
+        meant = did_you_mean(name, SWEPT_FIELDS)
+        raise ValueError(f"{text!r} is no sweep; write FIELD=V1,V2,... with one of {', '.join(SWEPT_FIELDS)}{meant}")
     try:
         values = tuple(read(value) for value in listed.split(","))
     except ValueError as error:
@@ -265,21 +264,8 @@ class PlanArguments:
         return self.fit_bytes is not None or self.fits_card
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Turn argparse's complaint into an exception.
-
-        Args:
-            message: What is wrong.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(f"{message}; see slivertune plan --help")
-
-
 def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
-    """Read the arguments of `slivertune plan`; `--help` prints them all and exits.
+    """Read the arguments of `slivertune plan`; `--help` prints them and exits.
 
     Args:
         argv: What follows `slivertune plan`.
@@ -293,7 +279,7 @@ def parse_plan_arguments(argv: Sequence[str]) -> PlanArguments:
     # What was not typed is absent.
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(make_parser().parse_args([_with_underscores(word) for word in argv])).items()
+        for name, value in vars(make_parser(argument_fields()).parse_args(map(_with_underscores, argv))).items()
     }
     given = {name: values.pop(name) for name in tuple(values) if name in KINDS}
     words = TrainWords(**{name: values.pop(name) for name in tuple(values) if name in WORD_KINDS})
@@ -319,72 +305,8 @@ def _with_underscores(word: str) -> str:
     return name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of `slivertune plan`: an argument for each field of `PlanRequest` and of `PlanArguments`."""
-    parser = _Parser(
-        prog="slivertune plan",
-        description=(
-            "Say what a run will need before it runs: its real step is made on tensors without data, every living byte "
-            "counted. Needs neither weights nor a GPU."
-        ),
-        epilog=(
-            "slivertune plan --model llama-2-7b --precision mixed_hi | slivertune plan --model llama-2-7b --batch_size "
-            "8 --fit 24GiB | slivertune plan --model llama-3-8b --precision mixed_hi --gradient_checkpointing --sweep "
-            "seq_length=512,2048,8192 --fit 24GiB --plot lengths.png | slivertune plan --model llama-3-8b --precision "
-            "mixed_hi --gradient_checkpointing --gpu 4090 --tokens 10e6"
-        ),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    own_kinds = kinds_of(PlanArguments)
+def argument_fields() -> list[tuple[Field[Any], Any]]:
+    """Every argument of `slivertune plan`, in the order of its help: a field, and the type of its values."""
     model, *questions = [item for item in fields(PlanArguments) if item.metadata]
-    for item in (model, *fields(PlanRequest), *fields(TrainWords), *questions):
-        title = item.metadata["group"]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        _add(groups[title], item, {**own_kinds, **WORD_KINDS, **KINDS}[item.name])
-    return parser
-
-
-def _add(group: argparse._ArgumentGroup, item: Any, kind: Any) -> None:
-    """Add the argument of a field, with its default in parentheses unless the text says it."""
-    text, read, more = (item.metadata[key] for key in ("text", "read", "more"))
-    names = item.metadata["names"] or (f"--{item.name}",)
-    if item.default not in (None, MISSING) and "by default" not in text:
-        text += f" ({str(item.default).lower()})"
-    if kind is bool:
-        more = {"nargs": "?", "const": True, "type": _reader(_true_or_false), "metavar": "true|false"}
-    elif item.name == "method" or get_origin(kind) is Literal:
-        more = {"choices": get_args(kind) or planned_methods()}
-    elif get_origin(kind) is tuple:
-        more = {"nargs": "+", "metavar": "NAME"}
-    elif read is not None:
-        more = {**more, "type": _reader(read)}
-    elif item.metadata["or_auto"]:
-        more = {"type": _reader(partial(integer_or_auto, item.name)), "metavar": "N|auto"}
-    elif kind in (int, float):
-        more = {"metavar": "N" if kind is int else "SHARE", **more, "type": kind}
-    group.add_argument(*names, dest=item.name, help=text, **more)
-    if item.default is True:
-        group.add_argument(
-            f"--no_{item.name}", dest=item.name, action="store_false", help=f"the same as {names[0]} false"
-        )
-
-
-def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let argparse show what a reader complains of."""
-
-    def read_or_complain(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return read_or_complain
-
-
-def _true_or_false(text: str) -> bool:
-    if text.lower() in ("true", "false", "yes", "no", "1", "0"):
-        return text.lower() in ("true", "yes", "1")
-    raise ValueError(f"{text!r} is neither true nor false")
+    kinds = {**kinds_of(PlanArguments), **WORD_KINDS, **KINDS}
+    return [(item, kinds[item.name]) for item in (model, *fields(PlanRequest), *fields(TrainWords), *questions)]

@@ -1,6 +1,5 @@
 """From what the user calls a model to its configuration; no weights are read, and no code of a model's own is run."""
 
-import difflib
 import json
 import re
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from slivertune.core.suggestions import closest
 from slivertune.planning.request import TaskName
 from slivertune.planning.shipped import SHIPPED_MODELS
 
@@ -103,8 +103,8 @@ def _download_config(model: str) -> Path:
     Raises:
         ValueError: If the hub has no such model, does not show it, or can't be reached.
     """
-    near = difflib.get_close_matches(model.rpartition("/")[2].casefold(), SHIPPED_MODELS, n=1)
-    meant = f"Did you mean {near[0]}? " if near else ""
+    near = closest(model.rpartition("/")[2], SHIPPED_MODELS, cutoff=0.6)
+    meant = f"Did you mean {near}? " if near else ""
     ways_out = (
         f"{meant}Name one of {', '.join(SHIPPED_MODELS)}, or a folder with the model's {CONFIG_NAME}, or a hub id"
     )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.methods import planned
 from slivertune.planning.optimizers import OPTIM_NAMES, OptimizerName
 from slivertune.planning.request import PlanRequest, PrecisionName, kinds_of, option
@@ -109,5 +110,6 @@ def optimizer_named(optim: str, optim_args: str) -> OptimizerName:
         ValueError: If a plan does not know it.
     """
     if optim not in OPTIM_NAMES:
-        raise ValueError(f"a plan does not know --optim {optim}, but {', '.join(OPTIM_NAMES)}")
+        meant = did_you_mean(optim, OPTIM_NAMES)
+        raise ValueError(f"a plan does not know --optim {optim}, but {', '.join(OPTIM_NAMES)}{meant}")
     return "sgd_momentum" if optim == "sgd" and "momentum=" in optim_args else OPTIM_NAMES[optim]

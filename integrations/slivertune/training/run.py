@@ -13,8 +13,9 @@ from slivertune.core import atomic
 from slivertune.training.assemble import Run
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
+from slivertune.training.options.settings_file import write_settings
 from slivertune.training.output.display import describe_metrics
-from slivertune.training.output.folders import START_NAME, newest_whole, read_results
+from slivertune.training.output.folders import SETTINGS_NAME, START_NAME, newest_whole, read_results
 from slivertune.training.output.largest_batch import LargestBatch
 from slivertune.training.output.plan_line import DevicePeak, batch_of, plan_run
 from slivertune.training.output.report import Results, Sample, describe, print_results, write_results
@@ -107,6 +108,7 @@ def _execute(run: Run, console: Console) -> Results:
     if run.coordinator.is_first:
         output_folder.mkdir(parents=True, exist_ok=True)
         atomic.write_json(output_folder / START_NAME, {"command": run.arguments.command})
+        write_settings(run.arguments, output_folder / SETTINGS_NAME)
     describe(run)
     # The figures are the first rank's, and so is what is said.
     is_measured = run.arguments.run.memory_ledger != "off" and run.coordinator.is_first

@@ -53,6 +53,7 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
         ({"eval_file": "nowhere.csv"}, "eval_file 'nowhere.csv' is no file"),
         ({"eval_split": "test", "eval_file": "e.csv"}, "keep one"),
         ({"eval_split": "test"}, "has no split 'test'; it has train"),
+        ({"eval_split": "trian[:3]"}, "use --eval_file); did you mean train?"),
         ({"train_split": "test[:3]"}, "has no split 'test[:3]'; it has train"),
         ({"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
         ({"dataset_config": "sst2"}, "dataset_config='sst2' is for hub datasets"),
@@ -68,6 +69,12 @@ def test_what_is_not_there_is_named_with_the_way_out(options: dict[str, Any], me
     file = write(tmp_path / "rows.csv", NUMBERED)
     with pytest.raises(ValueError, match=re.escape(message)):
         load_splits(DataArguments(**{"dataset": [file], **options}), seed=0)
+
+
+def test_a_file_of_nearly_that_name_is_asked_for(tmp_path: Path) -> None:
+    file = write(tmp_path / "questions.csv", NUMBERED)
+    with pytest.raises(ValueError, match=re.escape(f"; did you mean {file}?")):
+        load_splits(DataArguments(dataset=[str(tmp_path / "qusetions.csv")]), seed=0)
 
 
 @pytest.fixture

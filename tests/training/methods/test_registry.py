@@ -131,7 +131,7 @@ def test_its_defaults_options_and_checks_are_those_of_the_command_line(capsys: p
     text = capsys.readouterr().out
     assert "--method {dense,hift,sft,lora,random_layers}" in text
     assert "random_layers: layers drawn for each update" in " ".join(text.split())
-    assert "\nmethod random_layers:\n  --num_random_layers" in text
+    assert "\n--method random_layers, layers drawn for each update:\n  --num_random_layers" in text
 
 
 def test_a_name_or_an_option_that_is_taken_is_refused() -> None:

@@ -13,9 +13,9 @@ from transformers import TrainingArguments
 from slivertune.hift.config import HiFTConfig
 from slivertune.training.methods.hift import HiFTArguments
 from slivertune.training.methods.lora import LoraArguments
-from slivertune.training.methods.sft import SFTArguments
-from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
-from slivertune.training.options.parse import make_parser, parse_train_arguments
+from slivertune.training.options.arguments import TokenArguments
+from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.options.parser import make_parser
 
 PROMPTS = [
     *("--dataset", "d.csv"),
@@ -28,21 +28,6 @@ PROMPTS = [
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-def test_help_lists_every_argument(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_train_arguments(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    kinds = (RunArguments, HiFTArguments, SFTArguments, LoraArguments, TokenArguments, ModelArguments, DataArguments)
-    for kind in (*kinds, TrainingArguments):
-        for item in dataclasses.fields(kind):
-            assert f"--{item.name}" in text or not item.init
-    assert "\n  --method {dense,hift,sft,lora}\n" in text
-    titles = ("run", "method hift", "method sft", "method lora", "tokens", "model", "data")
-    for title in (*titles, "transformers.TrainingArguments"):
-        assert f"\n{title}:\n" in text
 
 
 def test_no_two_arguments_share_a_name() -> None:

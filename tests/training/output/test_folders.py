@@ -7,6 +7,7 @@ import pytest
 from slivertune.core.atomic import write_json
 from slivertune.core.manifest import MANIFEST_NAME, find_damage, write_manifest
 from slivertune.training.output.folders import (
+    SETTINGS_NAME,
     START_NAME,
     RunFolder,
     checkpoint_folders,
@@ -26,7 +27,8 @@ def test_a_fresh_run_takes_the_first_free_default_folder() -> None:
     assert choose_run_folder("hift", None, None).path == Path("runs/hift")
     Path("runs/hift").mkdir(parents=True)
     assert choose_run_folder("hift", None, "false").path == Path("runs/hift"), "an empty folder is free"
-    (Path("runs/hift") / START_NAME).touch()
+    for name in (START_NAME, SETTINGS_NAME):
+        (Path("runs/hift") / name).touch()
     assert choose_run_folder("hift", None, None).path == Path("runs/hift"), "so is that of a run that only started"
     Path("runs/hift/results.json").touch()
     Path("runs/hift-2").touch()

@@ -1,6 +1,5 @@
 """Which columns of a dataset are read, and which of its rows can be."""
 
-import difflib
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import datasets
 import numpy as np
 
+from slivertune.core.suggestions import close_names
 from slivertune.training.options.arguments import DataArguments
 
 logger = logging.getLogger(__name__)
@@ -77,8 +77,7 @@ def require_column(rows: Any, name: str, option: str, *, text: bool = True) -> s
     """
     there = user_columns(rows)
     if name not in there:
-        near = difflib.get_close_matches(name.casefold(), [each.casefold() for each in there], n=1)
-        meant = "".join(f" (did you mean {each!r}?)" for each in there if each.casefold() in near)
+        meant = "".join(f" (did you mean {each!r}?)" for each in close_names(name, there)[:1])
         raise ValueError(
             f"{option} names the column {name!r}, which is not in the dataset{meant}; its columns are "
             f"{', '.join(there)} (if these are data, the file has no header line: name its columns with --column_names)"

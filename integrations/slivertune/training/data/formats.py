@@ -1,12 +1,12 @@
 """What a row of language modelling data is made of: found by the columns, or an error that says what is known."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import datasets
 
+from slivertune.core.suggestions import closest
 from slivertune.training.data.columns import TEXT_COLUMNS, ambiguous, require_column, user_columns
 from slivertune.training.options.arguments import DataArguments, FormatName
 
@@ -206,7 +206,7 @@ def _no_choice(there: Sequence[str], found: Sequence[DatasetFormat]) -> str:
         names = [each.name for each in found if each.is_chat or each.is_instruction]
         chosen = f", or --dataset_format {' or '.join(names)}" if names else ""
         return ambiguous(there, choices, _WAYS_OUT + chosen)
-    near = {name: difflib.get_close_matches(name.casefold(), _NAMES, n=1, cutoff=0.8) for name in there}
-    meant = ", ".join(f"{match[0]!r} by {name!r}" for name, match in near.items() if match and match[0] != name)
+    near = {name: closest(name, _NAMES, cutoff=0.8) for name in there}
+    meant = ", ".join(f"{match!r} by {name!r}" for name, match in near.items() if match is not None and match != name)
     asked = f"; did you mean {meant}? Rename what is misspelt" if meant else ""
     return f"{ambiguous(there, choices, _WAYS_OUT)}; formats found by their columns are {_DESCRIBED}{asked}"

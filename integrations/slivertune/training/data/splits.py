@@ -17,6 +17,7 @@ import datasets
 import huggingface_hub
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
+from slivertune.core.suggestions import closest, did_you_mean
 from slivertune.training.data.columns import number_rows
 from slivertune.training.options.arguments import DataArguments
 
@@ -277,7 +278,7 @@ def _check_splits(path: Path, splits: list[str], there: list[str]) -> None:
             if part.split("[")[0].strip() not in there:
                 raise ValueError(
                     f"{path} has no split {part!r}; it has {', '.join(there)} (a file has one split, train; for other "
-                    "rows to evaluate on, use --eval_file)"
+                    f"rows to evaluate on, use --eval_file){did_you_mean(part.split('[')[0], there)}"
                 )
 
 
@@ -293,8 +294,16 @@ def _check_hub_id(dataset: str) -> None:
     if looks_local or not _HUB_ID.fullmatch(dataset):
         raise ValueError(
             f"dataset {dataset!r} is not there (looked for from {Path.cwd()}); give an existing "
-            f"{', '.join(FORMATS)} file, a folder of such, or a hub id (name or owner/name)"
+            f"{', '.join(FORMATS)} file, a folder of such, or a hub id (name or owner/name){_named_beside(dataset)}"
         )
+
+
+def _named_beside(dataset: str) -> str:
+    """Ask for a file of nearly the same name."""
+    path = Path(dataset).expanduser()
+    there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = closest(path.name, there)
+    return "" if near is None else f"; did you mean {path.parent / near}?"
 
 
 def _with_rows(rows: Any, dataset: str, split: str) -> Any:

@@ -208,7 +208,7 @@ class HiFTMethod(SliverMethod):
                 )
         except ValueError as error:
             raise ValueError(f"--layers_per_group auto: {error}") from error
-        self.options = replace(options, layers_per_group=str(choice.chosen.layers_per_group))
+        self.options = replace(options, layers_per_group=str(choice.chosen.layers_per_group), gpu=None)
         say(choice.lines()[0])
 
     @property

@@ -1,14 +1,13 @@
 """From the command line of `slivertune train` to the settings of a run."""
 
-import argparse
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import TrainingArguments
 
 from slivertune.core.activation_room import check_can_measure
 from slivertune.core.kept_activations import without_checkpointing
@@ -16,6 +15,8 @@ from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
 from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
+from slivertune.training.options.config_file import read_settings
+from slivertune.training.options.parser import given_values
 from slivertune.training.output.folders import RunFolder, choose_run_folder
 from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.ranks.processes import (
@@ -27,11 +28,8 @@ from slivertune.training.ranks.processes import (
 
 _Dataclass = TypeVar("_Dataclass")
 
-# transformers 5.23 renamed these and warns of the old names, which every older command line uses.
-_RENAMED = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
+_DERIVED = frozenset(("sample_prompt", "dataloader_pin_memory"))
+"""Defaults that follow from all else and from the machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,30 +46,18 @@ class TrainArguments:
     folder: RunFolder
     given: frozenset[str]
     """Names of the arguments that the user set."""
+    values: dict[str, Any]
+    """What the user set and what the method and the embedded model bring, by name: what makes the same run again, but
+    for its folder."""
     command: tuple[str, ...]
     """The command line, for the hint how to resume."""
 
 
-class _Parser(HfArgumentParser):
-    """Raises where argparse would print a usage of two hundred options and exit."""
-
-    def error(self, message: str) -> NoReturn:
-        """Turn argparse's complaint into an exception.
-
-        Args:
-            message: What is wrong.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(f"{message}; see slivertune train --help")
-
-
 def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | None = None) -> TrainArguments:
-    """Read and check the arguments of `slivertune train`; `--help` prints them all and exits.
+    """Read and check the arguments of `slivertune train`; `--help` prints them and exits.
 
     Args:
-        argv: What follows `slivertune train`.
+        argv: What follows `slivertune train`: maybe a config file, which the first process reads, then options.
         coordinator: The processes of this run, where there are several; the first chooses the folder.
 
     Returns:
@@ -84,11 +70,12 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         SilentError: If the first process found no folder.
     """
     coordinator = coordinator or LaunchCoordinator()
-    typed = _given_values(argv)
+    typed = given_values(argv, lambda path: coordinator.decide("the config file", lambda: read_settings(path)))
+    _check_total_limit(typed.get("save_total_limit"))
     given = frozenset(typed)
     method_class = TRAIN_METHODS[typed.get("method", DEFAULT_METHOD.name)]
     check_method(method_class, given)
-    values = {**default_values(method_class, typed), **typed}
+    values = {"method": method_class.name, **default_values(method_class, typed), **typed}
     method = method_class(_build(method_class.options_class, values))
     model = _build(ModelArguments, values)
     if model.load_in_4bit:
@@ -108,6 +95,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         "the run's folder",
         lambda: choose_run_folder(method.name, values.get("output_dir"), values.get("resume_from_checkpoint")),
     )
+    again = _settings_again(values, given, mixed)
     values |= {
         "bf16": precision.autocast == "bf16",
         "fp16": precision.autocast == "fp16",
@@ -130,6 +118,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         precision=precision,
         folder=folder,
         given=given,
+        values=again,
         command=("slivertune", "train", *argv),
     )
 
@@ -166,69 +155,16 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
     return defaults
 
 
-def make_parser() -> HfArgumentParser:
-    """The parser of `slivertune train`, with every argument in a group of its own kind."""
-    kinds: dict[str, type] = {
-        "run": RunArguments,
-        **{f"method {name}": method.options_class for name, method in TRAIN_METHODS.items()},
-        "tokens": TokenArguments,
-        "model": ModelArguments,
-        "data": DataArguments,
-        "transformers.TrainingArguments": TrainingArguments,
-    }
-    # The parser reads the title of a group from the class; a subclass made for the parser alone carries it.
-    grouped: list[Any] = [
-        type(kind.__name__, (kind,), {"_argument_group_name": title}) for title, kind in kinds.items()
-    ]
-    parser = _Parser(
-        grouped,
-        prog="slivertune train",
-        usage="slivertune train [options]",
-        description=(
-            "Fine-tune a causal language model or a classifier with the Hugging Face Trainer. Without any options: a "
-            "small byte-level Llama, made on this machine, learns the Python language reference by HiFT."
-        ),
-        epilog=(
-            "Without --output_dir, a run writes to runs/METHOD, or the first free one of runs/METHOD-2, -3, ... "
-            "--resume_from_checkpoint takes a checkpoint's folder; or true for the newest whole one; or auto for the "
-            "newest whole one, and the start where there is none, so that one command both starts and continues a run: "
-            "given again after a kill it goes on in the same folder, by default the newest of runs/METHOD; a run that "
-            "is finished it leaves alone, and says so. "
-            "Lines come once a cycle of HiFT, once a reselection of SFT, or every 8 updates. The embedded model and "
-            "data bring a learning rate, a schedule, a length, a batch size and HiFT's layers_per_group of their own; "
-            "what is given here wins."
-        ),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--method",
-        default=DEFAULT_METHOD.name,
-        choices=TRAIN_METHODS,
-        help="; ".join(f"{name}: {method.help}" for name, method in TRAIN_METHODS.items()).replace("%", "%%"),
-    )
-    return parser
+def _settings_again(values: Mapping[str, Any], given: frozenset[str], mixed: str) -> dict[str, Any]:
+    """What makes the same run again, in another folder; with the precision that a launcher may have asked for."""
+    precision = {} if mixed == "no" else {mixed: True}
+    left_out = {"output_dir", "resume_from_checkpoint", *(_DERIVED - given)}
+    return {name: value for name, value in {**values, **precision}.items() if name not in left_out}
 
 
-def _given_values(argv: Sequence[str]) -> dict[str, Any]:
-    """What the user typed, by field name, without any default.
-
-    Raises:
-        ValueError: If there is something that a run does not do, and `TrainingArguments` would act on.
-    """
-    parser = make_parser()
-    # argparse fills in a default only where the namespace has nothing yet.
-    absent = object()
-    nothing = argparse.Namespace(**dict.fromkeys(vars(parser.parse_args([])), absent))
-    given = vars(parser.parse_args(list(argv), nothing))
-    values = {name: value for name, value in given.items() if value is not absent}
-    for old, new in _RENAMED.items():
-        if old in values:
-            values.setdefault(new, values.pop(old))
-    limit = values.get("save_total_limit")
+def _check_total_limit(limit: int | None) -> None:
     if limit is not None and limit < 1:
         raise ValueError(f"save_total_limit={limit} must be at least 1; leave it out to keep all checkpoints")
-    return values
 
 
 def _mixed_precision(values: dict[str, Any]) -> str:

@@ -21,6 +21,8 @@ RESULTS_NAME = "results.json"
 """The file that a run writes into its folder when it ends."""
 START_NAME = "slivertune_run.json"
 """The file that it writes there when it starts, so that one which is killed early can start again in that folder."""
+SETTINGS_NAME = "slivertune_run.yaml"
+"""The file with its settings that it writes beside that one."""
 
 _RUNS = Path("runs")
 
@@ -194,7 +196,7 @@ def _is_occupied(folder: Path) -> bool:
     if not folder.is_dir():
         return folder.exists()
     # Nor is what a kill has left of a write.
-    return any(path.name != START_NAME and not is_partial(path) for path in folder.iterdir())
+    return any(path.name not in (START_NAME, SETTINGS_NAME) and not is_partial(path) for path in folder.iterdir())
 
 
 def checkpoint_folders(output_folder: Path) -> list[Path]:

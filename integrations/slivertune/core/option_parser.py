@@ -1,0 +1,62 @@
+"""The parser of a command: its errors say what a mistyped option or choice may mean."""
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NoReturn
+
+from slivertune.core.suggestions import did_you_mean
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Raises where argparse would print its usage and exit, and suggests what was meant."""
+
+    other_words: ClassVar[Mapping[str, str]] = {}
+    """What other programs call an option of this one, by their name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # A prefix of an option would change its meaning with every option that is added.
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        """Turn argparse's complaint into an exception.
+
+        Args:
+            message: What is wrong.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(self.explain(message))
+
+    def explain(self, message: str) -> str:
+        """Add to a complaint what may have been meant, and where to look.
+
+        Args:
+            message: argparse's.
+        """
+        return f"{message}{self._suggestion(message)}; see {self.prog} --help"
+
+    def suggest_option(self, word: str, known: Iterable[str]) -> str:
+        """Ask whether an option was meant, at the end of an error.
+
+        Args:
+            word: As it was typed, with its hyphens or without.
+            known: Names of options, as they are to be shown.
+        """
+        known = list(known)
+        name = self.other_words.get(word.strip("-").replace("-", "_"))
+        shown = next((each for each in known if name is not None and each.strip("-") == name), None)
+        return did_you_mean(word, known) if shown is None else f"; did you mean {shown}?"
+
+    def _suggestion(self, message: str) -> str:
+        # argparse 3.11 to 3.13 tells which word it does not know, and which choices there are, in its message alone.
+        kind, _, rest = message.partition("unrecognized arguments: ")
+        if rest and not kind:
+            options = [word.partition("=")[0] for word in rest.split() if word.startswith("--")]
+            return next(filter(None, (self.suggest_option(each, self._options()) for each in options)), "")
+        wrong = re.search(r"invalid choice: (.+) \(choose from (.+)\)$", message)
+        return "" if wrong is None else did_you_mean(wrong[1].strip("'\""), re.findall(r"[\w.+-]+", wrong[2]))
+
+    def _options(self) -> list[str]:
+        return re.findall(r"--[a-zA-Z]\w*", self.format_usage())

@@ -1,0 +1,65 @@
+"""What a mistyped word may mean."""
+
+import difflib
+from collections.abc import Iterable
+
+_CUTOFF = 0.7
+"""Of difflib's ratio, from which on two words are spelled alike."""
+_FEWEST_LETTERS = 4
+_MOST_SHOWN = 3
+
+
+def close_names(word: str, known: Iterable[str]) -> list[str]:
+    """Find the names that a word may mean.
+
+    Args:
+        word: As it was typed.
+        known: All names.
+
+    Returns:
+        The one that is spelled nearly so, whatever its case, hyphens and underscores; or else the first few that have
+        the word as a part, as `num_train_epochs` has `epochs`; mostly none.
+    """
+    names, wanted = list(known), _plain(word)
+    near = closest(word, names)
+    if near is not None:
+        return [near]
+    parts = [name for name in names if f"_{wanted}_" in f"_{_plain(name)}_"]
+    return parts[:_MOST_SHOWN] if len(wanted) >= _FEWEST_LETTERS else []
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = _CUTOFF) -> str | None:
+    """Find the name that is spelled most like a word, whatever its case, hyphens and underscores.
+
+    Args:
+        word: As it was typed.
+        known: All names.
+        cutoff: The least of difflib's ratio, 1 where both are the same.
+
+    Returns:
+        The name, or None where none is spelled so.
+    """
+    spelled = {_plain(name): name for name in known}
+    near = difflib.get_close_matches(_plain(word), spelled, n=1, cutoff=cutoff)
+    return spelled[near[0]] if near else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Ask whether a known name was meant, at the end of an error.
+
+    Args:
+        word: As it was typed.
+        known: All names.
+
+    Returns:
+        `; did you mean NAME?`, or nothing where no name is close.
+    """
+    names = close_names(word, known)
+    if not names:
+        return ""
+    listed = " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    return f"; did you mean {listed}?"
+
+
+def _plain(name: str) -> str:
+    return name.strip("-").replace("-", "_").casefold()

@@ -1,0 +1,110 @@
+"""The parser and the help of `slivertune plan`, made of the fields that hold what is asked."""
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args, get_origin
+
+from slivertune.core.option_help import ON_SPELLING, HelpEntry, HelpGroup, describe_option, render_help
+from slivertune.core.option_parser import OptionParser
+from slivertune.core.setting_checks import integer_or_auto
+from slivertune.planning.methods import planned_methods
+
+_DESCRIPTION = (
+    "Say what a run will need before it runs: its real step is made on tensors without data, every living byte "
+    "counted. Needs neither weights nor a GPU."
+)
+_CHECKPOINTED = "slivertune plan --model llama-3-8b --precision mixed_hi --gradient_checkpointing"
+_EXAMPLES = (
+    "slivertune plan --model llama-2-7b --batch_size 8 --fit 24GiB",
+    f"{_CHECKPOINTED} --gpu 4090 --tokens 10e6",
+    f"{_CHECKPOINTED} --fit 24GiB --sweep seq_length=512,2048,8192 --plot lengths.png",
+)
+
+
+class _PlanParser(OptionParser):
+    other_words: ClassVar[Mapping[str, str]] = {
+        "max_seq_length": "seq_length",
+        "fp16": "precision",
+        "optimizer_name": "optimizer",
+        "lora_r": "lora_rank",
+        "checkpointing": "gradient_checkpointing",
+        "card": "gpu",
+        "gpus": "num_gpus",
+        "epochs": "num_train_epochs",
+    }
+    groups: tuple[HelpGroup, ...] = ()
+
+    def format_help(self) -> str:
+        """The text of `slivertune plan --help`."""
+        return render_help(
+            usage="slivertune plan --model MODEL [--option value ...]",
+            description=_DESCRIPTION,
+            examples=_EXAMPLES,
+            groups=[*self.groups, HelpGroup("help", [HelpEntry("-h, --help", "this text")])],
+            notes=(ON_SPELLING,),
+        )
+
+
+def make_parser(arguments: Iterable[tuple[Field[Any], Any]]) -> argparse.ArgumentParser:
+    """The parser of `slivertune plan`, whose values are absent unless they were typed.
+
+    Args:
+        arguments: A field with metadata by `planning.request.option` for each argument, and the type of its values.
+    """
+    parser = _PlanParser(prog="slivertune plan", argument_default=argparse.SUPPRESS)
+    groups: dict[str, list[HelpEntry]] = {}
+    for item, kind in arguments:
+        words = _words(item, kind)
+        names = item.metadata["names"] or (f"--{item.name}",)
+        parser.add_argument(*names, dest=item.name, **words)
+        if item.default is True:
+            parser.add_argument(f"--no_{item.name}", dest=item.name, action="store_false")
+        groups.setdefault(item.metadata["group"], []).append(_entry(item, names, words))
+    parser.groups = tuple(HelpGroup(title, entries) for title, entries in groups.items())
+    return parser
+
+
+def _words(item: Any, kind: Any) -> dict[str, Any]:
+    """What argparse is told of a field."""
+    read, more = item.metadata["read"], dict(item.metadata["more"])
+    if kind is bool:
+        return {"nargs": "?", "const": True, "type": _reader(_true_or_false), "metavar": "true|false"}
+    if item.name == "method" or get_origin(kind) is Literal:
+        return {"choices": get_args(kind) or planned_methods()}
+    if get_origin(kind) is tuple:
+        return {"nargs": "+", "metavar": "NAME"}
+    if read is not None:
+        return {**more, "type": _reader(read)}
+    if item.metadata["or_auto"]:
+        return {"type": _reader(partial(integer_or_auto, item.name)), "metavar": "N|auto"}
+    if kind in (int, float):
+        return {"metavar": "N" if kind is int else "SHARE", **more, "type": kind}
+    return more
+
+
+def _entry(item: Any, names: tuple[str, ...], words: Mapping[str, Any]) -> HelpEntry:
+    value = {"?": "[{}]", "+": "{} ..."}.get(words.get("nargs", ""), "{}").format(words.get("metavar", ""))
+    default = None if item.default is MISSING else item.default
+    return describe_option(
+        names, item.metadata["text"], value=value, choices=tuple(words.get("choices", ())), default=default
+    )
+
+
+def _reader(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let argparse show what a reader complains of."""
+
+    def read_or_complain(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read_or_complain
+
+
+def _true_or_false(text: str) -> bool:
+    if text.lower() in ("true", "false", "yes", "no", "1", "0"):
+        return text.lower() in ("true", "yes", "1")
+    raise ValueError(f"{text!r} is neither true nor false")

@@ -1,0 +1,209 @@
+"""A file of options for `slivertune train`: YAML or JSON, one key an option.
+
+Values are taken as they are written, as if they had been typed: in YAML 1.1 `off` and `no` would be false, which
+`save_strategy: no` does not mean, and `1e-4` would be a string.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slivertune.core.suggestions import did_you_mean
+
+SUFFIXES = (".yaml", ".yml", ".json")
+_TAG = "tag:yaml.org,2002:"
+_TEXT_TAGS = frozenset(f"{_TAG}{kind}" for kind in ("str", "int", "float", "bool", "timestamp"))
+
+Value = str | list[str] | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key of a file and its value, as it is written."""
+
+    key: str
+    value: Value
+    place: str
+    """The file, and the line where that is known; for errors."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml ships no types
+    """YAML's safe types, with numbers such as 1e-4 inside of mappings, as YAML 1.2 and JSON have them."""
+
+
+_LOWERCASE_EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver(f"{_TAG}float", _LOWERCASE_EXPONENT, list("-+.0123456789"))
+
+
+def read_settings(path: Path) -> list[Setting]:
+    """Read a file of options.
+
+    Args:
+        path: Ends in .yaml, .yml or .json.
+
+    Returns:
+        Its settings, in order.
+
+    Raises:
+        ValueError: If it is not there, can't be read, holds no mapping, or has a key twice or a value that no option
+            takes.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(
+            f"{str(path)!r} is no config file, whose name would end in {', '.join(SUFFIXES)}; a model is named by "
+            "--model_name_or_path, data by --dataset"
+        )
+    text = _read_text(path)
+    read = _read_json if path.suffix.lower() == ".json" else _read_yaml
+    settings = read(text, path)
+    if not settings:
+        raise ValueError(f"config file {path} is empty; write one option a line, as in learning_rate: 1e-4")
+    return settings
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        beside = path.expanduser().parent
+        there = [each.name for each in beside.iterdir() if each.suffix in SUFFIXES] if beside.is_dir() else []
+        raise ValueError(f"config file {path} is not there{did_you_mean(path.name, there)}") from None
+    except IsADirectoryError:
+        raise ValueError(f"config file {path} is a folder; name a file in it") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config file {path} is not text in UTF-8: {error}") from error
+    except OSError as error:
+        raise ValueError(f"config file {path} can't be read: {error.strerror}") from error
+
+
+def _read_yaml(text: str, path: Path) -> list[Setting]:
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return []
+        if not isinstance(root, yaml.MappingNode):
+            raise ValueError(f"config file {path} must be a mapping, a line for each option: learning_rate: 1e-4")
+        _check_keys(root, path)
+        return [
+            Setting(str(key.value), _value(str(key.value), node, place := _place(path, key), loader), place)
+            for key, node in root.value
+        ]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+        raise ValueError(f"config file {path} is no valid YAML: {error.problem}{where}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"config file {path} is no valid YAML: {error}") from error
+
+
+def _place(path: Path, node: Any) -> str:
+    return f"{path}, line {node.start_mark.line + 1}"
+
+
+def _check_keys(root: Any, path: Path) -> None:
+    """Refuse keys that are no names, and those that come twice, in mappings inside of it, too."""
+    for node in _mappings(root, set()):
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == f"{_TAG}merge":
+                raise ValueError(f"{_place(path, key)}: a key must be a name, and merging (<<) is not known here")
+            if key.value in seen:
+                raise _said_twice(_place(path, key), key.value, f", first in line {seen[key.value]}")
+            seen[key.value] = key.start_mark.line + 1
+
+
+def _said_twice(place: str, key: str, first: str = "") -> ValueError:
+    return ValueError(f"{place}: {key} is set twice{first}; keep one of the two")
+
+
+def _mappings(node: Any, visited: set[int]) -> Iterator[Any]:
+    """The mappings under a node, itself among them; an alias may lead back to where it is."""
+    if id(node) in visited or isinstance(node, yaml.ScalarNode):
+        return
+    visited.add(id(node))
+    is_mapping = isinstance(node, yaml.MappingNode)
+    if is_mapping:
+        yield node
+    for child in (value for _, value in node.value) if is_mapping else node.value:
+        yield from _mappings(child, visited)
+
+
+def _value(key: str, node: Any, place: str, loader: Any) -> Value:
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = loader.construct_object(node, deep=True)
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return _checked_list(key, [_scalar(key, item, place) for item in node.value], place)
+    return _scalar(key, node, place)
+
+
+def _scalar(key: str, node: Any, place: str) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise _nested(key, place)
+    if node.tag == f"{_TAG}null":
+        raise _has_no_value(key, place)
+    if node.tag not in _TEXT_TAGS:
+        raise ValueError(f"{place}: {key} has a value of the type {node.tag}, which no option takes; leave the tag out")
+    return str(node.value)
+
+
+def _nested(key: str, place: str) -> ValueError:
+    return ValueError(f"{place}: {key} has a list or a mapping inside of a list, which no option takes")
+
+
+def _has_no_value(key: str, place: str) -> ValueError:
+    return ValueError(f"{place}: {key} has no value; give it one (in quotes if it is a text), or leave the key out")
+
+
+def _checked_list(key: str, items: list[str], place: str) -> list[str]:
+    if not items:
+        raise ValueError(f"{place}: {key} is an empty list; name something, or leave the key out")
+    return items
+
+
+def _read_json(text: str, path: Path) -> list[Setting]:
+    if not text.strip():
+        return []
+    try:
+        root = json.loads(text, object_pairs_hook=_unique_keys(str(path)))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"config file {path} is no valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"config file {path} is no valid JSON: it is nested too deeply") from error
+    if not isinstance(root, dict):
+        raise ValueError(f'config file {path} must be an object, a key for each option: {{"learning_rate": 1e-4}}')
+    return [Setting(key, _json_value(key, value, str(path)), str(path)) for key, value in root.items()]
+
+
+def _unique_keys(place: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise _said_twice(place, key)
+            found[key] = value
+        return found
+
+    return collect
+
+
+def _json_value(key: str, value: Any, place: str) -> Value:
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, list):
+        return _checked_list(key, [_json_scalar(key, item, place) for item in value], place)
+    return _json_scalar(key, value, place)
+
+
+def _json_scalar(key: str, value: Any, place: str) -> str:
+    if isinstance(value, (dict, list)):
+        raise _nested(key, place)
+    if value is None:
+        raise _has_no_value(key, place)
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,175 @@
+"""`slivertune train --help`: our options and the Trainer's that people set; with `all`, every one."""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from slivertune.core.option_help import ON_SPELLING, HelpEntry, HelpGroup, describe_option, render_help
+from slivertune.training.methods.registry import TRAIN_METHODS
+from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
+from slivertune.training.options.table import Option, train_options
+
+_RUN = "slivertune train --model_name_or_path PATH_OR_HUB_ID --dataset chats.jsonl"
+_EXAMPLES = (
+    f"{_RUN} --learning_rate 4e-5 --bf16 --output_dir runs/mine",
+    "slivertune train run.yaml --learning_rate 2e-5",
+    f"{_RUN} --method lora --load_in_4bit --bf16 --token_ratio 0.3 --output_dir runs/qlora",
+)
+_DESCRIPTION = (
+    "Fine-tune a causal language model or a classifier with the Hugging Face Trainer. Without any options: a small "
+    "byte-level Llama, made on this machine, learns the Python language reference by HiFT. Options may stand in a YAML "
+    "or JSON file, a key for each, as in learning_rate: 1e-4; what is typed wins."
+)
+_ON_DEFAULTS = (
+    "Lines come once a cycle of HiFT, once a reselection of SFT, or every 8 updates. The embedded model and data bring "
+    "a learning rate, a schedule, a length, a batch size and HiFT's layers_per_group of their own; what is given here "
+    "wins."
+)
+_ON_ALL = "slivertune train --help all lists every other field of transformers.TrainingArguments, too."
+
+_TRAINERS: dict[str, str] = {
+    "learning_rate": "the optimizer's, at the schedule's peak",
+    "num_train_epochs": "how often the data are trained on",
+    "max_steps": "updates, in place of epochs",
+    "per_device_train_batch_size": "rows in a forward, on each device",
+    "gradient_accumulation_steps": "forwards and backwards before an update",
+    "warmup_steps": "updates of the warmup, or as a share of all, below 1",
+    "lr_scheduler_type": "how the learning rate falls",
+    "optim": "the optimizer of dense, hift and lora: adamw_torch, sgd, adafactor, adamw_bnb_8bit, ...",
+    "weight_decay": "of all weights but norms and biases",
+    "max_grad_norm": "gradients are clipped to this norm; 0 clips none",
+    "seed": "of data, dropout and all that is drawn",
+    "bf16": "train in bfloat16; see --weights_dtype for what each method makes of it",
+    "gradient_checkpointing": "keep each block's input alone, and compute the block again in backward",
+    "output_dir": (
+        "folder of the run, by default runs/METHOD, or the first free one of runs/METHOD-2, -3, ...; it keeps "
+        "slivertune_run.yaml, which makes the same run"
+    ),
+    "resume_from_checkpoint": (
+        "a checkpoint's folder; or true for the newest whole one; or auto for the newest whole one, and the start "
+        "where there is none, so that one command both starts and continues a run: given again after a kill it goes "
+        "on in the same folder, by default the newest of runs/METHOD; a run that is finished it leaves alone, and "
+        "says so"
+    ),
+    "logging_strategy": "when a line of the log is due",
+    "logging_steps": "updates between two of them, by default as many as the method's cycle",
+    "eval_strategy": "when to evaluate, beside before and after",
+    "eval_steps": "updates between two evaluations, by default logging_steps",
+    "per_device_eval_batch_size": "rows in a forward of an evaluation",
+    "save_strategy": "when to write a checkpoint",
+    "save_steps": "updates between two checkpoints",
+    "save_total_limit": "checkpoints to keep, by default all",
+    "report_to": "where the log is sent: tensorboard, wandb, ..., all",
+}
+"""The Trainer's options that people set, in words that hold here."""
+_MOST_CHOICES = 12
+"""That the short help lists."""
+_OF_TRAINING = (
+    "learning_rate",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "warmup_steps",
+    "lr_scheduler_type",
+    "optim",
+    "weight_decay",
+    "max_grad_norm",
+    "seed",
+    "non_finite_limit",
+)
+_OF_MEMORY = ("bf16", "gradient_checkpointing", "keep_activations", "chunked_cross_entropy", "memory_ledger")
+
+
+class PrintHelp(argparse.Action):
+    """Prints the help and ends the program."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Print all options if `all` was asked for."""
+        print(help_text(has_all=values == "all"), end="")
+        parser.exit()
+
+
+def common_options() -> list[Option]:
+    """The options that `--help` shows, in its order."""
+    return [option for _, options in _groups(train_options()) for option in options]
+
+
+def help_text(*, has_all: bool, width: int | None = None) -> str:
+    """The text of `slivertune train --help`.
+
+    Args:
+        has_all: Whether the rarely used options of the Trainer belong to it.
+        width: Of a line; by default the terminal's.
+    """
+    options = train_options()
+    groups = [
+        HelpGroup(title, [_entry(each, has_all=has_all) for each in members]) for title, members in _groups(options)
+    ]
+    if has_all:
+        shown = {each.name for each in common_options()}
+        others = [_entry(each, has_all=True) for name, each in options.items() if name not in shown]
+        groups.append(HelpGroup("every other field of transformers.TrainingArguments", others))
+    asked = HelpEntry("-h, --help [all]", "this text; with all, every option of the Trainer in it")
+    return render_help(
+        usage="slivertune train [RUN.yaml] [--option value ...]",
+        description=_DESCRIPTION,
+        examples=_EXAMPLES,
+        groups=[*groups, HelpGroup("help", [asked])],
+        notes=(_ON_DEFAULTS, ON_SPELLING) if has_all else (_ON_DEFAULTS, ON_SPELLING, _ON_ALL),
+        width=width,
+    )
+
+
+def _groups(options: dict[str, Option]) -> Iterator[tuple[str, list[Option]]]:
+    def named(names: Iterable[str]) -> list[Option]:
+        return [options[name] for name in names]
+
+    def owned(*owners: type) -> list[Option]:
+        return [each for each in options.values() if each.owner in owners]
+
+    placed = {*_OF_TRAINING, *_OF_MEMORY}
+    rest = [name for name in _TRAINERS if name not in placed]
+    rest += [each.name for each in owned(RunArguments) if each.name not in placed]
+    yield "model and data", owned(ModelArguments, DataArguments)
+    yield "method", named(["method"])
+    for name, method in TRAIN_METHODS.items():
+        if members := owned(method.options_class):
+            yield f"--method {name}, {method.help}", members
+    yield "with any method, TokenTune", owned(TokenArguments)
+    yield "training", named(_OF_TRAINING)
+    yield "memory", named(_OF_MEMORY)
+    yield "output and resume", named(rest)
+
+
+def _entry(option: Option, *, has_all: bool) -> HelpEntry:
+    text = _TRAINERS[option.name] if option.name in _TRAINERS else _text_of(option)
+    names = [f"--{name}" for name in (option.name, *option.aliases)]
+    default = " ".join(map(str, option.default)) if isinstance(option.default, list) else option.default
+    choices = option.choices if has_all or len(option.choices) <= _MOST_CHOICES else ()
+    return describe_option(names, text, value=_value_of(option), choices=choices, default=_spelled(default))
+
+
+def _spelled(default: Any) -> Any:
+    """A default as it would be typed."""
+    if isinstance(default, str):
+        return default.replace("\n", "\\n")
+    return getattr(default, "value", default)
+
+
+def _text_of(option: Option) -> str:
+    """Its text, without the name of its method, under whose title it stands."""
+    name = next((name for name, each in TRAIN_METHODS.items() if each.options_class is option.owner), None)
+    return option.text if name is None else option.text.removeprefix(f"{name}: ")
+
+
+def _value_of(option: Option) -> str:
+    if option.is_switch:
+        return "[true|false]" if option.may_stand_alone else "true|false"
+    if option.takes_mapping:
+        return "JSON"
+    if option.takes_words:
+        return "N ..." if option.item_kind in (int, float) else "NAME ..."
+    if int in option.kinds:
+        return "N"
+    return "X" if float in option.kinds else "TEXT"

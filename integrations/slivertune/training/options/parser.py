@@ -1,0 +1,130 @@
+"""What the user set: typed after `slivertune train`, or written in a config file."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import HfArgumentParser
+
+from slivertune.core.option_parser import OptionParser
+from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
+from slivertune.training.options.config_file import SUFFIXES, Setting, read_settings
+from slivertune.training.options.help import PrintHelp
+from slivertune.training.options.table import RENAMED, Option, option_classes, option_named, train_options
+
+_OTHER_WORDS = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "grad_accum": "gradient_accumulation_steps",
+    "gradient_accumulation": "gradient_accumulation_steps",
+    "micro_batch_size": "per_device_train_batch_size",
+    "warmup_ratio": "warmup_steps",
+    "scheduler": "lr_scheduler_type",
+    "optimizer": "optim",
+    "seq_length": "max_length",
+    "max_seq_length": "max_length",
+    "sequence_len": "max_length",
+    "cutoff_len": "max_length",
+    "data": "dataset",
+    "datasets": "dataset",
+    "dataset_name": "dataset",
+    "base_model": "model_name_or_path",
+    "output": "output_dir",
+    "resume": "resume_from_checkpoint",
+    "lora_r": "lora_rank",
+    "target_modules": "lora_target_modules",
+    "precision": "bf16",
+}
+"""What these options are called elsewhere: in `slivertune plan`, in TRL, in axolotl and LlamaFactory."""
+
+
+class _TrainParser(OptionParser, HfArgumentParser):
+    other_words = _OTHER_WORDS
+
+    def explain(self, message: str) -> str:
+        """Add what may have been meant; also that a config file comes first."""
+        words = message.partition("unrecognized arguments: ")[2].split()
+        if any(word == "--config" or word.endswith(SUFFIXES) for word in words):
+            return f"{message}; a config file comes before all options: slivertune train run.yaml --seed 3"
+        return super().explain(message)
+
+
+def make_parser() -> HfArgumentParser:
+    """The parser of `slivertune train`, with every option."""
+    # The parser reads the title of a group from the class; a subclass made for the parser alone carries it.
+    grouped: list[Any] = [
+        type(kind.__name__, (kind,), {"_argument_group_name": title}) for title, kind in option_classes().items()
+    ]
+    parser = _TrainParser(grouped, prog="slivertune train", add_help=False)
+    parser.add_argument("-h", "--help", nargs="?", choices=("all",), action=PrintHelp)
+    parser.add_argument("--method", default=DEFAULT_METHOD.name, choices=TRAIN_METHODS)
+    return parser
+
+
+def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = read_settings) -> dict[str, Any]:
+    """What the user set, by field name, without any default; what was typed wins over the config file.
+
+    Args:
+        argv: What follows `slivertune train`: maybe a config file, then options.
+        read: Reads the config file.
+
+    Raises:
+        ValueError: If an option is not known, or its value can't be read; names the line of a file.
+    """
+    parser = make_parser()
+    # argparse fills in a default only where the namespace has nothing yet.
+    absent = object()
+    nothing = dict.fromkeys(vars(parser.parse_args([])), absent)
+
+    def parse(words: Sequence[str]) -> dict[str, Any]:
+        given = vars(parser.parse_args(list(words), argparse.Namespace(**nothing)))
+        return {RENAMED.get(name, name): value for name, value in given.items() if value is not absent}
+
+    has_file = bool(argv) and not argv[0].startswith("-")
+    typed = parse(argv[1:] if has_file else argv)
+    written = _written_values(read(Path(argv[0])), parser, parse) if has_file else {}
+    return {**written, **typed}
+
+
+def _written_values(
+    settings: Sequence[Setting], parser: Any, parse: Callable[[Sequence[str]], dict[str, Any]]
+) -> dict[str, Any]:
+    """The values of a config file, each checked as if it had been typed."""
+    options = train_options()
+    values: dict[str, Any] = {}
+    for setting in settings:
+        option = option_named(setting.key, options)
+        if option is None:
+            known = [*options, *(alias for each in options.values() for alias in each.aliases)]
+            meant = parser.suggest_option(setting.key, known)
+            raise ValueError(f"{setting.place}: there is no option {setting.key!r}{meant}; see slivertune train --help")
+        try:
+            value = _read_value(option, setting.value, parse)
+        except ValueError as error:
+            raise ValueError(f"{setting.place}: {error}") from error
+        for name in value.keys() & values.keys():
+            raise ValueError(f"{setting.place}: {setting.key} sets {name}, which another line sets, too; keep one")
+        values |= value
+    return values
+
+
+def _read_value(option: Option, value: Any, parse: Callable[[Sequence[str]], dict[str, Any]]) -> Mapping[str, Any]:
+    name = option.name
+    if isinstance(value, dict):
+        if not option.takes_mapping:
+            raise ValueError(f"{name} takes one value and no mapping; options are not nested")
+        return {RENAMED.get(name, name): value}
+    if isinstance(value, list):
+        if option.item_kind is None:
+            raise ValueError(f"{name} takes one value, and this is a list of {len(value)}")
+        # Options that are one word or a list can't be typed as a list.
+        return parse([f"--{name}", *value]) if option.takes_words else {name: value}
+    if option.is_switch:
+        value = {"on": "true", "off": "false"}.get(value.lower(), value)
+    return parse([f"--{name}={value}"])

@@ -1,0 +1,92 @@
+"""The settings of a run as a config file, from which `slivertune train` makes the same run again."""
+
+import dataclasses
+import math
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slivertune.core.atomic import atomic_file
+from slivertune.training.options.arguments import enum_value
+from slivertune.training.options.help import common_options
+from slivertune.training.options.parse import TrainArguments
+from slivertune.training.options.table import RENAMED
+
+_HEAD = """\
+# The settings of this run. The same run in a new folder: slivertune train THIS_FILE
+# To continue the run itself, add --output_dir ITS_FOLDER --resume_from_checkpoint auto
+# Paths are relative to where the command was given.
+"""
+_LEFT_OUT = """
+# Not set, and so by default:
+"""
+
+
+def write_settings(arguments: TrainArguments, path: Path) -> None:
+    """Write the settings of a run; the file appears whole or not at all.
+
+    Args:
+        arguments: The settings; what was left to be chosen, as `layers_per_group`, has been.
+        path: The file; its folder must exist. An older file is replaced.
+
+    Raises:
+        OSError: If it can't be written.
+    """
+    text = settings_text(arguments)
+    with atomic_file(path, needs_bytes=len(text)) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def settings_text(arguments: TrainArguments) -> str:
+    """The settings as YAML: what was set, what the method and the embedded model bring, and as comments the rest.
+
+    Args:
+        arguments: As for `write_settings`.
+    """
+    values = _settled(arguments)
+    owners = (arguments.run, arguments.model, arguments.data, arguments.tokens, arguments.method.options)
+    by_class: dict[type, Any] = {type(each): each for each in (*owners, arguments.training)}
+    lines = []
+    for option in common_options():
+        name = RENAMED.get(option.name, option.name)
+        default = getattr(by_class.get(option.owner), name, None)
+        # The folder is where the run lies, and None is what most options are by default.
+        if name not in values and name not in ("output_dir", "resume_from_checkpoint") and default is not None:
+            lines.append(f"# {_dump({name: enum_value(default) if isinstance(default, Enum) else default})}")
+    return f"{_HEAD}{_dump(values)}{_LEFT_OUT}{''.join(lines)}"
+
+
+def _settled(arguments: TrainArguments) -> dict[str, Any]:
+    """The values, with those that were chosen for the run in place of `auto`."""
+    values = dict(arguments.values)
+    for item in dataclasses.fields(arguments.method.options):
+        if item.name in values:
+            values[item.name] = getattr(arguments.method.options, item.name)
+    return {name: _plain(value) for name, value in values.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """A number that was read as a word, or as 8.0, as people write it: 8."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    is_number = isinstance(value, str) and value.isascii() and value.isdecimal() and str(int(value)) == value
+    return int(value) if is_number else value
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # yaml ships no types
+    """Writes line breaks inside of texts as they are typed, so that every text is one line."""
+
+
+def _represent_text(dumper: Any, text: str) -> Any:
+    is_one_line = "".join(text.splitlines()) == text
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_one_line else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _dump(values: dict[str, Any]) -> str:
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
+    return text

@@ -1,0 +1,125 @@
+"""Every option of `slivertune train`: what it takes, its default, and the class that has it as a field."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from transformers import TrainingArguments
+
+from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
+from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
+
+RENAMED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+"""transformers 5.23 renamed these and warns of the old names, which every older command line uses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """An option, whether it is typed or stands in a config file."""
+
+    name: str
+    """With underscores, as a config file has it."""
+    kinds: tuple[Any, ...]
+    """The types of its values, None left out."""
+    default: Any
+    text: str
+    """What it means."""
+    owner: type
+    """The class with a field of its name."""
+    aliases: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    """All that it may be; empty where that is open."""
+
+    may_stand_alone: bool = False
+    """Whether it means true without a value."""
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is true or false; of two types HfArgumentParser takes the one that is no text."""
+        return bool in self.kinds
+
+    @property
+    def item_kind(self) -> Any:
+        """The type of the items, where it may be a list; None otherwise."""
+        return next((get_args(kind)[0] for kind in self.kinds if get_origin(kind) is list), None)
+
+    @property
+    def takes_words(self) -> bool:
+        """Whether several words may follow it on the command line."""
+        return self.item_kind is not None and str not in self.kinds
+
+    @property
+    def takes_mapping(self) -> bool:
+        """Whether it may be a mapping, which on the command line is JSON."""
+        return any(dict in (kind, get_origin(kind)) for kind in self.kinds)
+
+
+def option_classes() -> dict[str, type]:
+    """The dataclasses whose fields are options, by a title of their own; those of all registered methods among them."""
+    return {
+        "run": RunArguments,
+        **{f"method {name}": method.options_class for name, method in TRAIN_METHODS.items()},
+        "tokens": TokenArguments,
+        "model": ModelArguments,
+        "data": DataArguments,
+        "transformers.TrainingArguments": TrainingArguments,
+    }
+
+
+def train_options() -> dict[str, Option]:
+    """Every option by name, `--method` first."""
+    method = Option(
+        name="method",
+        kinds=(str,),
+        default=DEFAULT_METHOD.name,
+        text="; ".join(f"{name}: {each.help}" for name, each in TRAIN_METHODS.items()),
+        owner=TrainingArguments,
+        choices=tuple(TRAIN_METHODS),
+    )
+    return {option.name: option for option in (method, *_fields())}
+
+
+def option_named(name: str, options: dict[str, Option]) -> Option | None:
+    """Find an option by its name or an alias.
+
+    Args:
+        name: With underscores.
+        options: From `train_options`.
+    """
+    return options.get(name) or next((each for each in options.values() if name in each.aliases), None)
+
+
+def _fields() -> Iterator[Option]:
+    for owner in option_classes().values():
+        hints = get_type_hints(owner)
+        for item in dataclasses.fields(owner):
+            if item.init:
+                yield _option(item, hints[item.name], owner)
+
+
+def _option(item: Any, hint: Any, owner: type) -> Option:
+    aliases = item.metadata.get("aliases", ())
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    return Option(
+        name=item.name,
+        kinds=kinds,
+        default=item.default if item.default_factory is MISSING else item.default_factory(),
+        text=item.metadata.get("help", ""),
+        owner=owner,
+        aliases=tuple(alias.strip("-") for alias in ([aliases] if isinstance(aliases, str) else aliases)),
+        choices=tuple(item.metadata.get("choices", ())) or next(filter(None, map(_choices, kinds)), ()),
+        may_stand_alone=isinstance(item.default, bool) or item.metadata.get("nargs") == "?",
+    )
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    if get_origin(kind) is Literal:
+        return tuple(str(each) for each in get_args(kind) if isinstance(each, str))
+    return tuple(str(each.value) for each in kind) if isinstance(kind, type) and issubclass(kind, Enum) else ()

@@ -1,0 +1,121 @@
+import re
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slivertune.training.options.config_file import read_settings
+from slivertune.training.options.parse import TrainArguments, parse_train_arguments
+from slivertune.training.options.settings_file import settings_text, write_settings
+from tests.training.tiny_runs import COMBINATIONS
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def resolved(arguments: TrainArguments) -> dict[str, Any]:
+    """All that a run is made of, but how its settings were given."""
+    names = ("run", "tokens", "model", "data", "precision", "folder", "values")
+    found = {name: getattr(arguments, name) for name in names}
+    method = (type(arguments.method), arguments.method.options)
+    return {**found, "method": method, "training": arguments.training.to_dict()}
+
+
+PROMPTS = ("--task", "prompt_classification", "--template", "{text}: {mask}\n", "--label_words", "0=no,1=yes")
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "nothing": (),
+    "other data": (
+        "--dataset",
+        "a.jsonl",
+        "b c.jsonl",
+        "--dataset_weights",
+        "0.7",
+        "3",
+        "--response_separator",
+        "\n\n",
+    ),
+    "prompts": (*PROMPTS, "--model", "./x", "--dataset", "d.csv", "--column_names", "text", "no"),
+    "words that YAML reads as something else": (
+        *("--memory_ledger", "off", "--save_strategy", "no", "--run_name", "2026-01-02", "--sample_prompt", "null"),
+        *("--learning_rate", "1e-4", "--layers_per_group", "2", "--prefetch_bytes", "auto", "--model_revision", "1e3"),
+    ),
+    "JSON and switches": (
+        *("--gradient_checkpointing", "--gradient_checkpointing_kwargs", '{"use_reentrant": false}'),
+        *("--no_chunked_cross_entropy", "--lr_scheduler_type", "cosine_with_min_lr"),
+        *("--lr_scheduler_kwargs", '{"min_lr": 1e-5}', "--warmup_steps", "0.1", "--bf16"),
+    ),
+    "its place": ("--output_dir", "out", "--resume_from_checkpoint", "auto"),
+    **{name: (*typed, "--model", "./x") for name, typed in COMBINATIONS.items()},
+}
+
+
+@pytest.mark.parametrize("typed", COMMANDS.values(), ids=COMMANDS)
+def test_the_file_of_a_run_makes_the_same_run(typed: tuple[str, ...]) -> None:
+    first = parse_train_arguments(typed)
+    write_settings(first, Path("kept.yaml"))
+    place = typed if typed == COMMANDS["its place"] else ()
+    again = parse_train_arguments(["kept.yaml", *place])
+    assert resolved(again) == resolved(first)
+    # And so does its own, in turn.
+    assert settings_text(again) == settings_text(first)
+
+
+def test_a_file_written_for_one_folder_names_none() -> None:
+    kept = yaml.safe_load(settings_text(parse_train_arguments(COMMANDS["its place"])))
+    assert kept.keys().isdisjoint(("output_dir", "resume_from_checkpoint")) and kept["method"] == "hift"
+
+
+def test_precision_that_a_launcher_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    write_settings(parse_train_arguments([]), Path("kept.yaml"))
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    again = parse_train_arguments(["kept.yaml"])
+    assert again.precision.loading == "bf16" and parse_train_arguments([]).precision.loading != "bf16"
+
+
+def test_what_was_chosen_for_a_run_stands_in_place_of_auto() -> None:
+    arguments = parse_train_arguments(["--layers_per_group", "auto", "--gpu", "4090"])
+    assert "layers_per_group: auto\n" in settings_text(arguments) and "gpu: 4090" in settings_text(arguments)
+    arguments.method.options = replace(arguments.method.options, layers_per_group="3", gpu=None)
+    kept = yaml.safe_load(settings_text(arguments))
+    assert kept["layers_per_group"] == 3 and "gpu" not in kept
+
+
+def test_what_was_not_set_stands_there_as_a_comment_with_its_default() -> None:
+    text = settings_text(parse_train_arguments(["--model", "x", "--dataset", "d.csv"]))
+    assert "\n# learning_rate: 5.0e-05\n" in text and '\n# response_separator: "\\n"\n' in text
+    assert "\n# lr_scheduler_type: linear\n" in text and "\n# layers_per_group: '1'\n" in text
+    # Neither another method's options, nor where the run lies.
+    assert "lora_rank" not in text and not re.search(r"^# (output_dir|density):", text, re.MULTILINE)
+    assert max(map(len, text.splitlines())) < 120
+
+
+def test_it_is_written_with_the_rights_of_a_new_file_and_replaces_an_older_one() -> None:
+    Path("touched").touch()
+    for seed in ("1", "2"):
+        write_settings(parse_train_arguments(["--seed", seed]), Path("kept.yaml"))
+    assert yaml.safe_load(Path("kept.yaml").read_text(encoding="utf-8"))["seed"] == 2
+    modes = {stat.S_IMODE(Path(name).stat().st_mode) for name in ("kept.yaml", "touched")}
+    assert len(modes) == 1 and {path.name for path in Path.cwd().iterdir()} == {"kept.yaml", "touched"}
+
+
+def test_any_text_comes_back_as_it_was() -> None:
+    arguments = parse_train_arguments([])
+
+    # No NUL: no command line can have one.
+    @given(text=st.text(st.characters(exclude_characters="\x00"), max_size=20))
+    @settings(max_examples=200, deadline=None)
+    def comes_back(text: str) -> None:
+        kept = settings_text(replace(arguments, values={"response_separator": text}))
+        Path("any.yaml").write_text(kept, encoding="utf-8")
+        (read,) = read_settings(Path("any.yaml"))
+        assert read.value == text
+
+    comes_back()
