@@ -35,14 +35,17 @@ def folder(page: str, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.Monke
     return tmp_path
 
 
-def commands_of(page: str) -> list[list[str]]:
+def commands_of(page: str, base: Path) -> list[list[str]]:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     lines = [line for language, block in blocks if not language for line in block.splitlines()]
-    return [shlex.split(line) for line in lines if not line.startswith("slivertune train: error: ")]
+    shown = [line for line in lines if not line.startswith("slivertune train: error: ")]
+    return [shlex.split(line.replace("PATH_OR_HUB_ID", str(base))) for line in shown]
 
 
-def test_commands_of_one_process_run_as_shown(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = [words[1:] for words in commands_of(page) if words[0] == "slivertune"]
+def test_commands_of_one_process_run_as_shown(
+    page: str, folder: Path, tiny_base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = [words[1:] for words in commands_of(page, tiny_base) if words[0] == "slivertune"]
     assert len(commands) >= 7
     for words in commands:
         if "--help" in words:
@@ -66,8 +69,8 @@ def test_errors_are_those_that_are_shown(page: str, folder: Path, capsys: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun", "deepspeed"])
-def test_commands_of_launchers_run_as_shown(launcher: str, page: str, folder: Path) -> None:
-    (words,) = [words for words in commands_of(page) if words[0] == launcher]
+def test_commands_of_launchers_run_as_shown(launcher: str, page: str, folder: Path, tiny_base: Path) -> None:
+    (words,) = [words for words in commands_of(page, tiny_base) if words[0] == launcher]
     # Where tests run side by side, each launch has ports of its own.
     free = {
         "accelerate": ["--main_process_port", "0"],

@@ -65,6 +65,7 @@ def _act(options: argparse.Namespace, arguments: list[str]) -> None:
 
         run_plan(arguments)
     elif options.command == "merge":
+        _quiet_bitsandbytes()
         from slivertune.deltas.merge_command import run_merge
 
         run_merge(
@@ -123,15 +124,20 @@ def _make_parser() -> _CommandParser:
 def _add_merge_commands(commands: argparse._SubParsersAction[_CommandParser]) -> None:
     merge = commands.add_parser(
         "merge",
-        help="add SFT deltas to a plain checkpoint",
-        description="Write a copy of a checkpoint with SFT deltas added to its weights.",
+        help="add SFT deltas, or a LoRA adapter, to a plain checkpoint",
+        description="Write a copy of a checkpoint with SFT deltas, or a LoRA adapter of PEFT, added to its weights.",
     )
-    merge.add_argument("deltas", nargs="+", metavar="DELTAS", help="folder with deltas; several are summed")
+    merge.add_argument(
+        "deltas",
+        nargs="+",
+        metavar="DELTAS",
+        help="folder with deltas, of which several are summed; or the folder of one adapter",
+    )
     merge.add_argument(
         "--model_name_or_path",
         metavar="BASE",
-        help="the base: a folder with safetensors files, or the hub id of a model in the cache; what the deltas name "
-        "by default",
+        help="the base: a folder with safetensors files, or the hub id of a model in the cache; what the deltas "
+        "or the adapter name by default",
     )
     merge.add_argument(
         "--allow_quantized_base",
@@ -149,8 +155,7 @@ def _add_merge_commands(commands: argparse._SubParsersAction[_CommandParser]) ->
 
 
 def _train(argv: list[str], *, debug: bool) -> int:
-    # Transformers pulls bitsandbytes in through peft, which then warns of a 4-bit kernel that nothing here calls.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    _quiet_bitsandbytes()
     from slivertune.training.ranks.coordinator import LaunchCoordinator, SilentError, join_launch
 
     coordinator = LaunchCoordinator()
@@ -199,6 +204,11 @@ def _train(argv: list[str], *, debug: bool) -> int:
             coordinator.publish_error(str(error))
         return code
     return 0
+
+
+def _quiet_bitsandbytes() -> None:
+    """Transformers pull it in through peft, and it warns of a 4-bit kernel that nothing here calls."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def _complain(command: str, error: Exception, code: int, *, debug: bool, where: str = "") -> int:

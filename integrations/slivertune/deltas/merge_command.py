@@ -11,25 +11,31 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from slivertune.core.atomic import recover
+from slivertune.core.atomic import check_absent, recover
+from slivertune.deltas.adapter_merge import is_adapter, merge_adapter, open_adapter
 from slivertune.deltas.delta_file import load
 from slivertune.deltas.merge import REPORT_FILE, Progress, merge, unmerge
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
 
 
 def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_quantized_base: bool) -> None:
-    """Merge deltas into a checkpoint and say what was done.
+    """Merge deltas, or a LoRA adapter, into a checkpoint and say what was done.
 
     Args:
-        deltas: Folders with deltas.
+        deltas: Folders with deltas; or that of one adapter.
         output: The folder to write.
         base: Folder of the base or its hub id in the cache; None takes what the deltas name.
         allow_quantized_base: As for `merge`.
 
     Raises:
-        ValueError: If the base is not known, or `merge` raises it.
+        ValueError: If the base is not known, or `merge` raises it; if an adapter does not come alone.
         FileNotFoundError: If the base is not there.
+        ImportError: If an adapter is given, and PEFT is not installed.
     """
+    adapters = [folder for folder in deltas if is_adapter(Path(folder))]
+    if adapters:
+        _merge_one_adapter(adapters[0], deltas, Path(output), base, allow_quantized_base)
+        return
     files = [load(folder) for folder in deltas]
     names = {base} if base else {file.base_model_name for file in files}
     if len(names) != 1 or None in names:
@@ -52,6 +58,33 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
         print(f"left out, as they hold the base's weights: {', '.join(map(str, merged.left_out))}")
 
 
+def _merge_one_adapter(
+    folder: str, folders: Sequence[str], output: Path, base: str | None, allow_quantized_base: bool
+) -> None:
+    if len(folders) > 1:
+        raise ValueError(f"{folder} is a LoRA adapter, which is merged alone; name it without the others")
+    if allow_quantized_base:
+        raise ValueError(
+            f"--allow_quantized_base is read for SFT's deltas, and {folder} is a LoRA adapter; leave it out"
+        )
+    adapter = open_adapter(Path(folder))
+    name = base or adapter.base_name
+    if name is None:
+        raise ValueError(f"{folder} does not name its base; say which it is with --model_name_or_path")
+    check_absent(output)
+    merged = merge_adapter(adapter, find_checkpoint(name, None if base else adapter.config.get("revision")), output)
+    print(f"{output}: {name} with the LoRA of {folder} added to {merged.num_adapted} matrices")
+    if merged.replaced:
+        print(f"trained whole and put in place of the base's: {', '.join(merged.replaced)}")
+    if adapter.was_quantized:
+        print(
+            "the adapter was trained over quantised weights, and was added to what these were before: results are "
+            "near, not the same"
+        )
+    if not merged.has_tokenizer:
+        print("neither the adapter nor the base has a tokenizer; none was saved")
+
+
 def run_unmerge(merged: str, output: str) -> None:
     """Take deltas out of a merged checkpoint and say so.
 
@@ -64,11 +97,12 @@ def run_unmerge(merged: str, output: str) -> None:
     print(f"{output}: the base's weights, to the bit")
 
 
-def find_checkpoint(name: str) -> Path:
+def find_checkpoint(name: str, revision: str | None = None) -> Path:
     """Find a checkpoint: a folder, or a hub id whose files were loaded before.
 
     Args:
         name: The folder or hub id.
+        revision: Of a model on the hub; its main branch by default.
 
     Returns:
         The folder.
@@ -80,7 +114,7 @@ def find_checkpoint(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     try:
-        return Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise FileNotFoundError(
             f"model_name_or_path={name!r} is neither a folder nor a model in the hub's cache; check the spelling, or "

@@ -3,13 +3,18 @@
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer
+from transformers.utils import CONFIG_NAME
 
 from slivertune.core.adapter_casts import AdapterCastsHandle, skip_needless_casts
-from slivertune.training.methods.method import TrainingMethod
+from slivertune.core.atomic import atomic_file
+from slivertune.training.methods.method import Saved, TrainingMethod
 from slivertune.training.models import LoadedModel
+from slivertune.training.ranks.coordinator import LaunchCoordinator
 from slivertune.training.tasks.task import ModelKind, Task
 
 # PEFT has no kind of its own for masked language models, which its general one serves.
@@ -138,6 +143,15 @@ class LoraMethod(TrainingMethod):
         self._casts = skip_needless_casts(adapted)
         self._num_adapted = sum(isinstance(module, LoraLayer) for module in adapted.modules())
         return adapted
+
+    def save(self, trainer: Trainer, output_folder: Path, *, base_name: str, coordinator: LaunchCoordinator) -> Saved:
+        """Write the adapter, and the model's configuration with it, which alone knows classes and quantisation."""
+        saved = super().save(trainer, output_folder, base_name=base_name, coordinator=coordinator)
+        model: Any = trainer.model
+        if coordinator.is_first and saved.model_folder is not None:
+            with atomic_file(saved.model_folder / CONFIG_NAME) as temporary:
+                model.config.to_json_file(temporary)
+        return saved
 
     def lines(self) -> list[str]:
         """Rank, scale and how many modules have an adapter."""
