@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -113,7 +114,8 @@ def test_a_classifier_keeps_its_head_and_as_many_classes_as_it_has(capsys: pytes
 def test_a_model_without_a_task_of_pefts_is_of_the_class_that_it_was() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-    BertForMaskedLM(BertConfig(vocab_size=64, **sizes)).save_pretrained("base")
+    # Of another class than the model that was trained.
+    BertForPreTraining(BertConfig(vocab_size=64, **sizes)).save_pretrained("base")
     save_adapter(
         Path("adapter"), AutoModelForMaskedLM.from_pretrained("base"), task_type=None, target_modules=["query"]
     )

@@ -71,12 +71,6 @@ def test_what_is_not_there_is_named_with_the_way_out(options: dict[str, Any], me
         load_splits(DataArguments(**{"dataset": [file], **options}), seed=0)
 
 
-def test_a_file_of_nearly_that_name_is_asked_for(tmp_path: Path) -> None:
-    file = write(tmp_path / "questions.csv", NUMBERED)
-    with pytest.raises(ValueError, match=re.escape(f"; did you mean {file}?")):
-        load_splits(DataArguments(dataset=[str(tmp_path / "qusetions.csv")]), seed=0)
-
-
 @pytest.fixture
 def answer_of_hub(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the hub answer every question with an error, or with nothing."""
@@ -85,6 +79,19 @@ def answer_of_hub(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", Mock(side_effect=error))
 
     return answer
+
+
+def test_a_file_of_nearly_that_name_is_asked_for(
+    answer_of_hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "questions.csv", NUMBERED)
+    answer_of_hub(OSError("no route"))
+    monkeypatch.chdir(tmp_path)
+    # Without a known ending it may be on the hub.
+    with pytest.raises(ConnectionError, match=re.escape("; did you mean questions.csv?")):
+        load_splits(DataArguments(dataset=["questions.cvs"]), seed=0)
+    with pytest.raises(ValueError, match=re.escape(f"; did you mean {file}?")):
+        load_splits(DataArguments(dataset=[str(tmp_path / "qusetions.csv")]), seed=0)
 
 
 def test_an_unreachable_hub_is_said_at_once(

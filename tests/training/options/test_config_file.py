@@ -122,6 +122,7 @@ def test_what_is_no_readable_file_is_an_error_that_names_it(tmp_path: Path, monk
     Path("qlora.yaml").write_text("seed: 1\n", encoding="utf-8")
     for name, message in (
         ("folder.yaml", "config file folder.yaml is a folder; name a file in it"),
+        (".", "config file . is a folder; name a file in it"),
         ("latin.yaml", "config file latin.yaml is not text in UTF-8"),
         ("qlroa.yaml", "config file qlroa.yaml is not there; did you mean qlora.yaml?"),
         ("none/at/all.yaml", "config file none/at/all.yaml is not there"),

@@ -349,7 +349,7 @@ def _check_reachable(dataset: str, cache_dir: str | None) -> None:
     except RepositoryNotFoundError as error:
         raise ValueError(
             f"dataset {dataset!r} is neither a local file or folder nor a dataset that the hub shows you; check the "
-            "spelling, or log in with `hf auth login` if it is private"
+            f"spelling, or log in with `hf auth login` if it is private{_named_beside(dataset)}"
         ) from error
     except HfHubHTTPError:
         # The hub is there; what it refuses, the datasets library will say.
@@ -362,6 +362,7 @@ def _check_reachable(dataset: str, cache_dir: str | None) -> None:
         raise ConnectionError(
             f"dataset {dataset!r} is no local file or folder, and the hub can't be reached to look for it "
             f"({type(error).__name__}: {error}); name a local file, or connect once so that it is cached"
+            f"{_named_beside(dataset)}"
         ) from error
 
 

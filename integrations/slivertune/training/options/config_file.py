@@ -53,7 +53,7 @@ def read_settings(path: Path) -> list[Setting]:
         ValueError: If it is not there, can't be read, holds no mapping, or has a key twice or a value that no option
             takes.
     """
-    if path.suffix.lower() not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES and not path.expanduser().is_dir():
         raise ValueError(
             f"{str(path)!r} is no config file, whose name would end in {', '.join(SUFFIXES)}; a model is named by "
             "--model_name_or_path, data by --dataset"
