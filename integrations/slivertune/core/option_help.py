@@ -85,8 +85,7 @@ def render_help(
         width: Of a line; by default the terminal's.
     """
     width = width or min(shutil.get_terminal_size().columns - 2, _WIDEST)
-    parts = [f"usage: {usage}", *_wrap(description, width), "examples:"]
-    lines = [parts[0], "", *parts[1:-1], "", parts[-1]]
+    lines = [f"usage: {usage}", "", *_wrap(description, width), "", "examples:"]
     for example in examples:
         lines += _command(example, width)
     for group in groups:

@@ -92,6 +92,12 @@ def test_every_option_can_stand_in_a_file_but_an_object_of_accelerate() -> None:
     assert values.keys() == examples.keys() and None not in values.values()
 
 
+@pytest.mark.parametrize("words", [("--fsdp",), ("--fsdp", "full_shard")])
+def test_what_may_stand_alone_and_may_be_a_text_is_either_in_a_file(words: tuple[str, ...]) -> None:
+    assert given_values([write(f"fsdp: {[*words, 'true'][1]}\n")]) == given_values(words)
+    assert given_values([write("fsdp: false\n")]) == {"fsdp": False}
+
+
 def test_json_is_taken_too() -> None:
     path = write(json.dumps({"learning_rate": 1e-4, "bf16": True, "dataset": ["a"]}), "run.json")
     assert given_values([path]) == {"learning_rate": 1e-4, "bf16": True, "dataset": ["a"]}

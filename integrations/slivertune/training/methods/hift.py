@@ -43,15 +43,17 @@ class HiFTArguments:
     layers_per_group: str = field(
         default=str(_DEFAULTS.layers_per_group),
         metadata={
+            "metavar": "N|auto",
             "help": "hift: layers that an update trains (m in the paper); auto, on one GPU: the most whose state is "
-            "copied behind the computation, and that fit, found by simulating the run; minutes for a 7B model."
+            "copied behind the computation, and that fit, found by simulating the run; minutes for a 7B model.",
         },
     )
     gpu: str | None = field(
         default=None,
         metadata={
+            "metavar": "NAME",
             "help": f"hift: the card for which --layers_per_group auto chooses, one of {', '.join(known_cards())}; by "
-            "default the one that is here."
+            "default the one that is here.",
         },
     )
     steps_per_group: int = field(
@@ -64,7 +66,9 @@ class HiFTArguments:
         default=_DEFAULTS.state,
         metadata={"help": "hift: where optimizer state and fp32 masters wait; discard throws them away after a turn."},
     )
-    state_dir: str | None = field(default=None, metadata={"help": "hift: folder of the files of --state disk."})
+    state_dir: str | None = field(
+        default=None, metadata={"metavar": "FOLDER", "help": "hift: folder of the files of --state disk."}
+    )
     master: MasterKind = field(
         default=_DEFAULTS.master,
         metadata={"help": "hift: what 16-bit weights are trained on: an fp32 copy, its missing half, or nothing else."},
@@ -92,8 +96,9 @@ class HiFTArguments:
     prefetch_bytes: str = field(
         default="auto",
         metadata={
+            "metavar": "N|auto",
             "help": "hift: bytes of GPU memory that may hold a group's state ahead of its step, so that copies run "
-            "beside the computation; auto: what the first round of all groups has left unused."
+            "beside the computation; auto: what the first round of all groups has left unused.",
         },
     )
 

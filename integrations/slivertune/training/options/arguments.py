@@ -62,8 +62,9 @@ class RunArguments:
     keep_activations: str | None = field(
         default=None,
         metadata={
+            "metavar": "N|auto",
             "help": "With --gradient_checkpointing: how many blocks, from the top, keep their activations and are not "
-            "computed again: a number, or on one CUDA device auto, as many as it has room for. The bits stay the same."
+            "computed again: a number, or on one CUDA device auto, as many as it has room for. The bits stay the same.",
         },
     )
     non_finite_limit: int = field(
@@ -99,6 +100,7 @@ class ModelArguments:
         default=None,
         metadata={
             "aliases": ["--model"],
+            "metavar": "NAME",
             "help": "A hub id or a local folder; without it, a small byte-level Llama made on this machine.",
         },
     )
@@ -217,7 +219,7 @@ class DataArguments:
         metadata={"help": "Split to evaluate on; without it and --eval_file, --eval_fraction is held out."},
     )
     eval_file: str | None = field(
-        default=None, metadata={"help": "A local file to evaluate on, in any of the formats."}
+        default=None, metadata={"metavar": "FILE", "help": "A local file to evaluate on, in any of the formats."}
     )
     eval_fraction: float = field(
         default=0.1, metadata={"help": "Fraction of the training rows held out for evaluation, drawn with the seed."}

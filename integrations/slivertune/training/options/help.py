@@ -164,6 +164,8 @@ def _text_of(option: Option) -> str:
 
 
 def _value_of(option: Option) -> str:
+    if option.value_name is not None:
+        return option.value_name
     if option.is_switch:
         return "[true|false]" if option.may_stand_alone else "true|false"
     if option.takes_mapping:

@@ -1,5 +1,6 @@
 """From the command line of `slivertune train` to the settings of a run."""
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -159,7 +160,9 @@ def _settings_again(values: Mapping[str, Any], given: frozenset[str], mixed: str
     """What makes the same run again, in another folder; with the precision that a launcher may have asked for."""
     precision = {} if mixed == "no" else {mixed: True}
     left_out = {"output_dir", "resume_from_checkpoint", *(_DERIVED - given)}
-    return {name: value for name, value in {**values, **precision}.items() if name not in left_out}
+    kept = {name: value for name, value in {**values, **precision}.items() if name not in left_out}
+    # What the Trainer fills into a mapping is not what was asked for.
+    return copy.deepcopy(kept)
 
 
 def _check_total_limit(limit: int | None) -> None:

@@ -57,11 +57,8 @@ class _TrainParser(OptionParser, HfArgumentParser):
 
 def make_parser() -> HfArgumentParser:
     """The parser of `slivertune train`, with every option."""
-    # The parser reads the title of a group from the class; a subclass made for the parser alone carries it.
-    grouped: list[Any] = [
-        type(kind.__name__, (kind,), {"_argument_group_name": title}) for title, kind in option_classes().items()
-    ]
-    parser = _TrainParser(grouped, prog="slivertune train", add_help=False)
+    classes: list[Any] = list(option_classes())
+    parser = _TrainParser(classes, prog="slivertune train", add_help=False)
     parser.add_argument("-h", "--help", nargs="?", choices=("all",), action=PrintHelp)
     parser.add_argument("--method", default=DEFAULT_METHOD.name, choices=TRAIN_METHODS)
     return parser
@@ -127,4 +124,7 @@ def _read_value(option: Option, value: Any, parse: Callable[[Sequence[str]], dic
         return parse([f"--{name}", *value]) if option.takes_words else {name: value}
     if option.is_switch:
         value = {"on": "true", "off": "false"}.get(value.lower(), value)
+    if option.may_stand_alone and not option.is_switch and value.lower() in ("true", "false"):
+        # What `--fsdp` alone means; the same word behind it would be a text.
+        return {name: value.lower() == "true"}
     return parse([f"--{name}={value}"])

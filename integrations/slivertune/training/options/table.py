@@ -35,7 +35,8 @@ class Option:
     aliases: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     """All that it may be; empty where that is open."""
-
+    value_name: str | None = None
+    """What its value is called in the help; by its type where it has no name."""
     may_stand_alone: bool = False
     """Whether it means true without a value."""
 
@@ -60,16 +61,10 @@ class Option:
         return any(dict in (kind, get_origin(kind)) for kind in self.kinds)
 
 
-def option_classes() -> dict[str, type]:
-    """The dataclasses whose fields are options, by a title of their own; those of all registered methods among them."""
-    return {
-        "run": RunArguments,
-        **{f"method {name}": method.options_class for name, method in TRAIN_METHODS.items()},
-        "tokens": TokenArguments,
-        "model": ModelArguments,
-        "data": DataArguments,
-        "transformers.TrainingArguments": TrainingArguments,
-    }
+def option_classes() -> list[type]:
+    """The dataclasses whose fields are options; those of all registered methods among them."""
+    methods = [method.options_class for method in TRAIN_METHODS.values()]
+    return [RunArguments, *methods, TokenArguments, ModelArguments, DataArguments, TrainingArguments]
 
 
 def train_options() -> dict[str, Option]:
@@ -96,7 +91,7 @@ def option_named(name: str, options: dict[str, Option]) -> Option | None:
 
 
 def _fields() -> Iterator[Option]:
-    for owner in option_classes().values():
+    for owner in option_classes():
         hints = get_type_hints(owner)
         for item in dataclasses.fields(owner):
             if item.init:
@@ -115,6 +110,7 @@ def _option(item: Any, hint: Any, owner: type) -> Option:
         owner=owner,
         aliases=tuple(alias.strip("-") for alias in ([aliases] if isinstance(aliases, str) else aliases)),
         choices=tuple(item.metadata.get("choices", ())) or next(filter(None, map(_choices, kinds)), ()),
+        value_name=item.metadata.get("metavar"),
         may_stand_alone=isinstance(item.default, bool) or item.metadata.get("nargs") == "?",
     )
 
