@@ -72,6 +72,11 @@ def test_a_file_written_for_one_folder_names_none() -> None:
     assert kept.keys().isdisjoint(("output_dir", "resume_from_checkpoint")) and kept["method"] == "hift"
 
 
+def test_a_token_of_the_hub_is_not_kept() -> None:
+    text = settings_text(parse_train_arguments(["--hub_token", "hf_secret", "--hub_model_id", "me/mine"]))
+    assert "hf_secret" not in text and "hub_model_id: me/mine\n" in text
+
+
 def test_precision_that_a_launcher_asked_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     write_settings(parse_train_arguments([]), Path("kept.yaml"))

@@ -29,6 +29,8 @@ from slivertune.training.ranks.processes import (
 
 _Dataclass = TypeVar("_Dataclass")
 
+_SECRET = "hub_token"
+"""Is not kept with a run; the one that `hf auth login` stores is found without it."""
 _DERIVED = frozenset(("sample_prompt", "dataloader_pin_memory"))
 """Defaults that follow from all else and from the machine."""
 
@@ -159,7 +161,7 @@ def default_values(method: type[TrainingMethod], given: Mapping[str, Any]) -> di
 def _settings_again(values: Mapping[str, Any], given: frozenset[str], mixed: str) -> dict[str, Any]:
     """What makes the same run again, in another folder; with the precision that a launcher may have asked for."""
     precision = {} if mixed == "no" else {mixed: True}
-    left_out = {"output_dir", "resume_from_checkpoint", *(_DERIVED - given)}
+    left_out = {"output_dir", "resume_from_checkpoint", _SECRET, *(_DERIVED - given)}
     kept = {name: value for name, value in {**values, **precision}.items() if name not in left_out}
     # What the Trainer fills into a mapping is not what was asked for.
     return copy.deepcopy(kept)
