@@ -64,6 +64,14 @@ class ModelHandle:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
+    def on_remove(self, undo: Callable[[], None]) -> None:
+        """Have something else taken off together with this.
+
+        Args:
+            undo: Called by `remove`, before what was put on earlier is taken off.
+        """
+        self._undo.append(undo)
+
     def remove(self) -> None:
         """Take it off the model, which is then as it was; a second call does nothing."""
         while self._undo:

@@ -19,6 +19,7 @@ from slivertune.interop.checkpoints import (
     stop_at_the_end,
 )
 from slivertune.interop.compilation import BlockCompilation
+from slivertune.interop.losses import attach_tokens
 from slivertune.interop.methods import method_of
 from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.layout import layout_of
@@ -97,7 +98,7 @@ class Attachment:
         if self._method is not None:
             self._method.begin(self.optimizer)
         if self._tune is not None and self._tokens_at_rest is not None:
-            self.tokens = self._tune.attach(self._model)
+            self.tokens = attach_tokens(self.trainer, self._tune, self._model)
             self.tokens.load_state_dict(self._tokens_at_rest)
             self._tokens_at_rest = None
 
@@ -134,7 +135,7 @@ class Attachment:
         if self._tune is not None:
             if self.trainer.args.use_liger_kernel:
                 raise ValueError(_LIGER)
-            self.tokens = self._tune.attach(model)
+            self.tokens = attach_tokens(self.trainer, self._tune, model)
             self._tokens_at_rest = None
         self._compilation.compile(model)
         self._model = model

@@ -64,6 +64,21 @@ class Targets:
         self.selected = self.full.gather(1, rows.positions)
         return self.selected
 
+    def selected_items(self, num_items: Any) -> torch.Tensor:
+        """By what the sum over the selected positions is divided.
+
+        Args:
+            num_items: Labels in all forwards of an update; None: those of this one alone.
+
+        Returns:
+            The selected ones among them, if each forward had the share of this one; at least 1, without dimensions.
+        """
+        assert self.selected is not None
+        num_selected = (self.selected != IGNORED).sum()
+        if num_items is None:
+            return num_selected.clamp(min=1)
+        return torch.clamp(num_items * (num_selected / self.is_labelled.sum().clamp(min=1)), min=1)
+
 
 def find_targets(kind: HeadKind, arguments: dict[str, Any], shape: tuple[int, int]) -> Targets | None:
     """What the positions of a call are scored on.
@@ -91,8 +106,8 @@ def find_targets(kind: HeadKind, arguments: dict[str, Any], shape: tuple[int, in
     if labels is None:
         raise ValueError(
             "TokenTune scores the selected tokens inside the model, and this training forward has no labels=; a loss "
-            "that is computed outside (label smoothing, compute_loss_func) would score tokens that carry no gradient; "
-            "pass labels to the model, or remove() the handle"
+            "that is computed outside (label smoothing, compute_loss_func, a trainer's own compute_loss) would score "
+            "tokens that carry no gradient; pass labels to the model, or remove() the handle"
         )
     if tuple(labels.shape) != shape:
         raise ValueError(
@@ -136,13 +151,8 @@ class ScaledLoss(StandIn):
             return dense
         targets.was_scored = True
         selected = targets.selected
-        num_selected = (selected != IGNORED).sum()
-        num_items = kwargs.pop("num_items_in_batch", None)
-        if num_items is None:
-            num_items = num_selected
-        else:
-            num_items = num_items * (num_selected / targets.is_labelled.sum().clamp(min=1))
-        kwargs |= {"num_items_in_batch": num_items.clamp(min=1), "shift_labels": selected}
+        num_items = targets.selected_items(kwargs.pop("num_items_in_batch", None))
+        kwargs |= {"num_items_in_batch": num_items, "shift_labels": selected}
         loss: torch.Tensor = self.function(logits, selected, *args, **kwargs)
         return loss
 
@@ -194,6 +204,8 @@ class Call:
     """By name."""
     is_checkpointed: bool
     """Whether layers are computed again in its backward."""
+    is_scored_outside: bool = False
+    """Whether the model returns what a trainer makes the loss of (`fused_lm_head=True`)."""
     targets: Targets | None = None
     """What its positions are scored on, if they are."""
 

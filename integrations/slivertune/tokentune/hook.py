@@ -16,6 +16,7 @@ from slivertune.tokentune.config import Pattern, TokenTune
 from slivertune.tokentune.head import (
     Call,
     HeadKind,
+    Targets,
     by_name,
     check_call,
     find_head_kind,
@@ -26,6 +27,7 @@ from slivertune.tokentune.head import (
     zero_without_labels,
 )
 from slivertune.tokentune.model_check import model_check
+from slivertune.tokentune.outside_loss import FUSED_HEAD, describe_forward, refuse_unknown_loss, with_selected_labels
 from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext, in_backward, mark_passed
 from slivertune.tokentune.selection import count_selected, draw_positions, make_generator, segment_starts
 from slivertune.tokentune.wrapping import (
@@ -68,6 +70,10 @@ class TokenTuneHandle(ModelHandle):
         """Positions that the latest training forward selected: sorted, int64, shape (batch, k); None before it."""
         self.num_draws = 0
         """Training forwards so far; each has made a draw of its own."""
+        self.last_targets: Targets | None = None
+        """What the latest forward was scored on; None outside of training, without labels, and where it failed."""
+        self.is_scored_outside = False
+        """Whether a trainer makes its loss of what the model returns for the selected tokens, and knows it."""
         self._model = find_model(model)
         _check_supported(self._model)
         self._layers = find_layer_list(self._model)
@@ -196,6 +202,7 @@ class TokenTuneHandle(ModelHandle):
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         selection = self._selection
         selection.in_forward, selection.of_forward, self._call = True, None, None
+        self.last_targets = None
         if not (model.training and torch.is_grad_enabled()):
             return None
         if in_backward():
@@ -204,23 +211,29 @@ class TokenTuneHandle(ModelHandle):
                 "as transformers' own gradient checkpointing does, not the model"
             )
         self._check()
+        is_scored_outside = bool(kwargs.get(FUSED_HEAD))
+        if is_scored_outside and not self.is_scored_outside:
+            refuse_unknown_loss(model)
         try:
-            arguments = by_name(self._signature.bind_partial(model, *args, **kwargs))
+            known = {name: value for name, value in kwargs.items() if name != FUSED_HEAD}
+            arguments = by_name(self._signature.bind_partial(model, *args, **known))
         except TypeError:
             return None  # the model's own error says what is wrong with the call
         is_checkpointed = any(each.training and getattr(each, "gradient_checkpointing", False) for each in self._layers)
         check_call(model, self._head, arguments, is_checkpointed=is_checkpointed)
-        self._call = call = Call(arguments, is_checkpointed)
+        self._call = call = Call(arguments, is_checkpointed, is_scored_outside)
         tokens = find_tokens(arguments)
         if tokens is None:  # as with pixels: the first layer tells
             return None
-        call.targets = find_targets(self._head, arguments, (tokens.shape[0], tokens.shape[1]))
+        self.last_targets = call.targets = find_targets(self._head, arguments, (tokens.shape[0], tokens.shape[1]))
         rows = self._draw(tokens, call)
         if call.targets is None:
             return None
         rows.is_shrunk = True
         # Both kinds of heads see k logits; a causal one is scored through its loss function.
         labels = call.targets.select(rows)
+        if is_scored_outside:
+            return args, with_selected_labels(kwargs, labels)
         if "labels" in kwargs:
             return args, {**kwargs, "labels": labels}
         place = list(self._signature.parameters).index("labels") - 1  # the signature begins with self
@@ -289,13 +302,15 @@ class TokenTuneHandle(ModelHandle):
         self._call = None
         if rows is not None:
             rows.forget_parts()
-        if output is None or call is None or call.targets is None:
+        if output is None:
+            self.last_targets = None
+        if output is None or call is None or call.targets is None or call.is_scored_outside:
             return None
         if self._head == "causal":
             if not call.targets.was_scored:
                 raise RuntimeError(
-                    f"{type(model).__name__} computes its loss without model.loss_function, so that TokenTune can't "
-                    "score the selected tokens on their next ones; this model is not supported"
+                    f"{type(model).__name__} computes its loss without model.loss_function{describe_forward(model)}, "
+                    "so that TokenTune can't score the selected tokens on their next ones; train it without TokenTune"
                 )
             return None
         loss = zero_without_labels(output[0], call.targets)

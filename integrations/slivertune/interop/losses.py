@@ -1,0 +1,160 @@
+"""TokenTune under a Trainer that makes its loss outside of the model: of the selected tokens, or refused."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeAlias
+
+import torch
+from transformers import Trainer
+
+from slivertune.tokentune import TokenTune, TokenTuneHandle
+from slivertune.tokentune.head import find_head_kind
+from slivertune.tokentune.hook import find_model
+
+ComputeLoss: TypeAlias = Callable[..., Any]
+
+_COMPLETIONS = "compares the summed log-probabilities of whole completions"
+_POLICY = "weighs every token of a completion by how its log-probability has changed since the completion was drawn"
+_TEACHER = "compares the distribution at every token with a teacher's"
+_LOSSES_OF_TRL = {
+    "BCOTrainer": _COMPLETIONS,
+    "CPOTrainer": _COMPLETIONS,
+    "DPOTrainer": _COMPLETIONS,
+    "KTOTrainer": _COMPLETIONS,
+    "ORPOTrainer": _COMPLETIONS,
+    "OnlineDPOTrainer": _COMPLETIONS,
+    "TPOTrainer": _COMPLETIONS,
+    "GRPOTrainer": _POLICY,
+    "RLOOTrainer": _POLICY,
+    "DistillationTrainer": _TEACHER,
+    "GKDTrainer": _TEACHER,
+    "GOLDTrainer": _TEACHER,
+}
+"""What the losses of trl 1.16 do, by trainer."""
+_TRL_THAT_WORKS = ("SFTTrainer", "RewardTrainer")
+
+
+def attach_tokens(trainer: Trainer, tune: TokenTune, model: Any) -> TokenTuneHandle:
+    """Hook a Trainer's model, and let the Trainer's loss be that of the selected tokens.
+
+    Args:
+        trainer: Its `compute_loss` is overridden where that is needed, on this instance, until the handle is removed.
+        tune: What to select.
+        model: The Trainer's.
+
+    Returns:
+        The handle.
+
+    Raises:
+        RuntimeError: If the model is hooked already.
+        ValueError: If the Trainer's loss needs all tokens, or the model can't be hooked.
+    """
+    trl_kind = _trl_kind(trainer)
+    _check_loss(trainer, trl_kind, by_token=find_head_kind(find_model(model)) in ("causal", "token"))
+    handle = tune.attach(model)
+    if trl_kind == "SFTTrainer":
+        handle.is_scored_outside = True
+        handle.on_remove(_override_loss(trainer, lambda own: _divided_by_selected(own, handle)))
+    elif type(trainer).compute_loss is not Trainer.compute_loss:
+        handle.on_remove(_override_loss(trainer, lambda own: _explained(own, handle, type(trainer).__name__)))
+    return handle
+
+
+def _trl_kind(trainer: Trainer) -> str | None:
+    """The name of the trainer of TRL that a trainer is, or is derived from; None for any other."""
+    names = [each.__name__ for each in type(trainer).__mro__ if each.__module__.partition(".")[0] == "trl"]
+    return names[0] if names else None
+
+
+def _check_loss(trainer: Any, trl_kind: str | None, *, by_token: bool) -> None:
+    """Refuse losses that would need what TokenTune does not compute."""
+    name = type(trainer).__name__
+    if trl_kind is not None and trl_kind not in _TRL_THAT_WORKS:
+        does = _LOSSES_OF_TRL.get(trl_kind, "makes its loss of the log-probabilities of all tokens")
+        raise ValueError(
+            f"TokenTune does not go with TRL's {trl_kind}, which {does}: those of tokens that are not selected have no "
+            "gradient. Train it with HiFT or SFT, or without TokenTune; under SFTTrainer and RewardTrainer TokenTune "
+            "works"
+        )
+    if by_token and trainer.compute_loss_func is not None:
+        raise ValueError(
+            f"TokenTune does not go with the compute_loss_func of this {name}: it would be given logits of the "
+            "selected tokens and labels of all; leave it out, and the model scores the selected tokens itself"
+        )
+    smooths = trainer.label_smoother is not None and getattr(trainer.args, "loss_type", None) != "dft"
+    if by_token and smooths:
+        raise ValueError(
+            f"TokenTune does not go with label_smoothing_factor={trainer.args.label_smoothing_factor}: the smoothed "
+            f"loss of {name} is made outside of the model, of the logits of all tokens; set it to 0"
+        )
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ValueError(
+            f"TokenTune does not go with the router's auxiliary loss of this {name}: the routers see selected and "
+            "other tokens apart; set router_aux_loss_coef=0.0 in its arguments"
+        )
+
+
+def _override_loss(trainer: Any, wrap: Callable[[ComputeLoss], ComputeLoss]) -> Callable[[], None]:
+    """Override `compute_loss` on a Trainer's instance; returns what undoes it, unless it was overridden again since."""
+    was_own, own = "compute_loss" in vars(trainer), trainer.compute_loss
+    trainer.compute_loss = wrapped = wrap(own)
+
+    def undo() -> None:
+        if vars(trainer).get("compute_loss") is not wrapped:
+            return
+        if was_own:
+            trainer.compute_loss = own
+        else:
+            del trainer.compute_loss
+
+    return undo
+
+
+def _divided_by_selected(own: ComputeLoss, handle: TokenTuneHandle) -> ComputeLoss:
+    """A loss that is divided by the selected ones among the labels of an update, where it is divided by these.
+
+    Where TRL divides by the labels that the model's head was given, they are the selected ones already.
+    """
+
+    @wraps(own)
+    def compute_loss(
+        model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        if num_items_in_batch is None or not model.training:
+            return own(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        # The trainer divides after its forward, in which the selection is drawn.
+        num_items = torch.as_tensor(num_items_in_batch, dtype=torch.float32).clone()
+
+        def fill(*_: Any) -> None:
+            if handle.last_targets is not None:
+                num_items.copy_(handle.last_targets.selected_items(num_items_in_batch))
+
+        filling = model.register_forward_hook(fill)
+        try:
+            return own(model, inputs, return_outputs, num_items, **kwargs)
+        finally:
+            filling.remove()
+
+    return compute_loss
+
+
+def _explained(own: ComputeLoss, handle: TokenTuneHandle, name: str) -> ComputeLoss:
+    """A loss that says why it fails on logits of the selected tokens, beside labels of all."""
+
+    @wraps(own)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        num_draws = handle.num_draws
+        try:
+            return own(*args, **kwargs)
+        except (IndexError, RuntimeError, ValueError) as error:
+            # Without targets it was the forward that failed; without memory the loss may well be right.
+            has_logits = handle.num_draws > num_draws and handle.last_targets is not None
+            if not has_logits or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"{name}.compute_loss makes a loss of its own of the model's logits, which under TokenTune are those "
+                "of the selected tokens, beside labels of all, and failed: take the loss that the model returns, or "
+                f"train without TokenTune ({error})"
+            ) from error
+
+    return compute_loss

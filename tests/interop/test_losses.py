@@ -1,0 +1,382 @@
+"""TokenTune where a Trainer makes the loss: TRL's SFTTrainer against the loss by hand, and what is refused."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
+
+import slivertune
+from slivertune import HiFTConfig, TokenTune
+from slivertune.training.embedded.base_model import VOCABULARY_SIZE
+from tests.helpers.models import tiny_bert, tiny_llama, weights
+from tests.helpers.tolerance import assert_step_close, exact_sums
+from tests.interop.trainer_runs import recorded_draws
+from tests.interop.trl_runs import SFT_MODES, preference_trainer, sft_trainer
+from tests.tokentune.families import FAMILIES
+from tests.tokentune.reference import unselected_are_constants
+from tests.training.test_callbacks import ROWS, collate, make_trainer
+
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")  # trl and peft ask others for what is deprecated
+
+LLAMA = FAMILIES["llama"]
+TUNE = TokenTune(ratio=0.4, chunk_size=4, seed=5)
+STEPS = 3
+# Plain steps along the gradient: what an update changes is as far off as the gradient is, relative to its size.
+SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "max_steps": STEPS, "max_grad_norm": 0.0}
+CAP = 1e-4
+"""With another divisor, or one token more or less, updates are more than 1e-2 apart."""
+
+
+class NaiveLoss:
+    """The loss of the selected tokens by its definition, from the logits of a model that nothing is attached to.
+
+    Args:
+        trainer: Its `compute_loss` this is.
+        draws: Selected positions of each forward.
+    """
+
+    def __init__(self, trainer: Any, draws: list[torch.Tensor]) -> None:
+        self.draws: Iterator[torch.Tensor] = iter(draws)
+        self.is_dft = trainer.args.loss_type == "dft"
+        self.metrics: list[tuple[float, float]] = []
+        """Entropy and accuracy of each forward."""
+
+    def __call__(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        labels, selection = inputs.pop("labels"), next(self.draws)
+        with unselected_are_constants(model, LLAMA, selection):
+            scores = model(**inputs, use_cache=False).logits.float().log_softmax(-1)
+        targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+        is_scored = targets != -100
+        chosen = is_scored & torch.zeros_like(is_scored).scatter(1, selection, True)
+        found = scores[chosen].gather(1, targets[chosen][:, None])[:, 0]
+        self.metrics.append(
+            (
+                float(-(scores[chosen].exp() * scores[chosen]).sum(-1).mean()),
+                float((scores[chosen].argmax(-1) == targets[chosen]).float().mean()),
+            )
+        )
+        total = -(found * found.exp().detach() if self.is_dft else found).sum()
+        num_selected = int(chosen.sum())
+        if num_items_in_batch is None:
+            return total / max(1, num_selected)
+        return total / max(1.0, float(num_items_in_batch) * num_selected / int(is_scored.sum()))
+
+
+def logs_of(trainer: Any) -> list[dict[str, float]]:
+    return [log for log in trainer.state.log_history if "entropy" in log or "grad_norm" in log]
+
+
+def updates_of(trainer: Any, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    after = weights(trainer.model)
+    return {
+        name: after[name].float() - value.float() for name, value in before.items() if after[name].is_floating_point()
+    }
+
+
+def assert_trains_as_by_hand(make: Callable[..., Any]) -> None:
+    """A SFTTrainer with TokenTune makes the updates, and logs the figures, of one with the loss by hand."""
+    trainer = make()
+    before = weights(trainer.model)
+    attachment = slivertune.attach(trainer, TUNE)
+    with recorded_draws() as draws:
+        trainer.train()
+    assert len(draws) == STEPS * trainer.args.gradient_accumulation_steps
+
+    def by_hand() -> tuple[Any, NaiveLoss]:
+        # Its hooks are off when the backward begins, and would be missing where layers are computed again.
+        reference = make(gradient_checkpointing=False)
+        reference.compute_loss = naive = NaiveLoss(reference, draws)
+        reference.train()
+        return reference, naive
+
+    with exact_sums():
+        exact, _ = by_hand()
+    reference, naive = by_hand()
+    expected = updates_of(reference, before)
+    assert max(float(each.abs().max()) for each in expected.values()) > 1e-3
+    assert_step_close(updates_of(trainer, before), expected, updates_of(exact, before), cap=CAP)
+    found, steps = logs_of(trainer), trainer.args.gradient_accumulation_steps
+    assert [log["loss"] for log in found] == pytest.approx([log["loss"] for log in logs_of(reference)], rel=1e-3)
+    for number, metric in enumerate(("entropy", "mean_token_accuracy")):
+        means = [
+            sum(each[number] for each in naive.metrics[at : at + steps]) / steps for at in range(0, len(draws), steps)
+        ]
+        # As each forward's mean, of which the trainer logs the mean.
+        assert [log[metric] for log in found] == pytest.approx(means, rel=1e-4), metric
+    assert attachment.tokens is not None and attachment.tokens.num_draws == len(draws)
+
+
+FAST = ("text", "padding free", "dft", "lora")
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode in FAST else pytest.mark.slow) for mode in SFT_MODES]
+)
+def test_sft_trainer_trains_on_the_selected_tokens_as_by_hand(mode: str, tmp_path: Path) -> None:
+    # With probabilities near 1 / 258 as weights, DFT's gradients would vanish in the rounding of the weights.
+    rate = {"learning_rate": 50.0} if mode == "dft" else {}
+    assert_trains_as_by_hand(lambda **options: sft_trainer(tmp_path, mode, **{**SGD, **rate}, **options))
+
+
+@pytest.mark.slow
+def test_qlora_under_sft_trainer_trains_on_the_selected_tokens_as_by_hand(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    tiny_llama(vocab=VOCABULARY_SIZE).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    config = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+
+    def make(**options: Any) -> Any:
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config, device_map={"": "cpu"})
+        trainer = sft_trainer(tmp_path, "lora", model, **SGD, **options)
+        # TRL keeps adapters over 4-bit weights in bf16, which rounds by more than what is looked for.
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return trainer
+
+    assert any(isinstance(module, bitsandbytes.nn.Linear4bit) for module in make().model.modules())
+    assert_trains_as_by_hand(make)
+
+
+MIXTURE: dict[str, Any] = {
+    "vocab_size": VOCABULARY_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_without_its_routers_auxiliary_loss(tmp_path: Path) -> None:
+    def make(**options: Any) -> Any:
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(MixtralConfig(**MIXTURE))
+        return sft_trainer(tmp_path, "text", model, **SGD, **options)
+
+    with pytest.raises(ValueError, match=r"auxiliary loss of this SFTTrainer.*set router_aux_loss_coef=0.0"):
+        slivertune.attach(make(router_aux_loss_coef=0.1), TUNE)
+    assert_trains_as_by_hand(lambda **options: make(router_aux_loss_coef=0.0, **options))
+
+
+def test_reward_trainer_trains_on_the_selected_tokens_as_by_hand(tmp_path: Path) -> None:
+    def make() -> Any:
+        return preference_trainer("reward", tmp_path, **SGD)
+
+    trainer = make()
+    before = weights(trainer.model)
+    slivertune.attach(trainer, TUNE)
+    with recorded_draws() as draws:
+        trainer.train()
+    assert len(draws) == 2 * STEPS
+    assert all(bool((each[:, 0] == 0).all()) for each in draws), "the first token is in every draw, as is the last"
+
+    def by_hand() -> Any:
+        reference, selections = make(), iter(draws)
+        own = reference.compute_loss
+
+        def compute_loss(model: Any, *args: Any, **kwargs: Any) -> Any:
+            with unselected_are_constants(model, LLAMA, next(selections)):
+                return own(model, *args, **kwargs)
+
+        reference.compute_loss = compute_loss
+        reference.train()
+        return reference
+
+    with exact_sums():
+        exact = by_hand()
+    expected = updates_of(by_hand(), before)
+    assert_step_close(updates_of(trainer, before), expected, updates_of(exact, before), cap=CAP)
+
+
+# ---- one forward
+
+
+def first_batch(trainer: Any) -> Any:
+    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+
+
+def test_the_head_scores_the_selected_rows_alone(tmp_path: Path) -> None:
+    trainer = sft_trainer(tmp_path)
+    handle = slivertune.attach(trainer, TUNE).tokens
+    seen: list[Any] = []
+    trainer.model.register_forward_hook(lambda module, args, output: seen.append(output))
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, first_batch(trainer))
+    assert handle is not None and handle.last_selection is not None
+    assert seen[0].log_probs.shape == seen[0].label_mask.shape == handle.last_selection.shape
+    # Without a number of items it is the plain mean over the selected labels.
+    assert torch.equal(loss, -seen[0].log_probs.sum() / seen[0].label_mask.sum())
+
+
+def test_a_draw_without_a_label_gives_a_loss_of_zero(tmp_path: Path) -> None:
+    trainer = sft_trainer(tmp_path)
+    slivertune.attach(trainer, TUNE)
+    trainer.model.train()
+    batch = first_batch(trainer)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(40))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(bool((each.grad == 0).all()) for each in trainer.model.parameters() if each.grad is not None)
+
+
+def test_evaluation_is_that_of_the_trainer_alone(tmp_path: Path) -> None:
+    alone, trainer = sft_trainer(tmp_path), sft_trainer(tmp_path)
+    slivertune.attach(trainer, TUNE)
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, first_batch(trainer))  # its selection is not the evaluation's
+    trainer._metrics["train"].clear()
+    expected, found = alone.evaluate(), trainer.evaluate()
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert found[name] == expected[name], name
+
+
+def test_the_trainer_has_its_own_loss_again_when_the_training_ends(tmp_path: Path) -> None:
+    trainer = sft_trainer(tmp_path, max_steps=2)
+    attachment = slivertune.attach(trainer, HiFTConfig(), TUNE)
+    assert "compute_loss" in vars(trainer)
+    for _ in range(2):
+        trainer.train()
+        assert "compute_loss" not in vars(trainer)
+    assert attachment.tokens is not None and attachment.tokens.num_draws == 8
+
+
+def test_a_compute_loss_of_the_instance_is_kept(tmp_path: Path) -> None:
+    trainer = sft_trainer(tmp_path)
+    calls: list[Any] = []
+    own = trainer.compute_loss
+    trainer.compute_loss = mine = lambda *args, **kwargs: calls.append(None) or own(*args, **kwargs)
+    attachment = slivertune.attach(trainer, TUNE)
+    trainer.model.train()
+    trainer.compute_loss(trainer.model, first_batch(trainer))
+    assert len(calls) == 1
+    attachment.detach()
+    assert trainer.compute_loss is mine
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "does"),
+    [
+        ("dpo", "DPOTrainer, which compares the summed log-probabilities of whole completions"),
+        ("grpo", "GRPOTrainer, which weighs every token of a completion"),
+        pytest.param("kto", "KTOTrainer, which compares the summed", marks=pytest.mark.slow),
+        pytest.param("rloo", "RLOOTrainer, which weighs every token", marks=pytest.mark.slow),
+        pytest.param("orpo", "ORPOTrainer, which compares the summed", marks=pytest.mark.slow),
+        pytest.param("cpo", "CPOTrainer, which compares the summed", marks=pytest.mark.slow),
+    ],
+)
+def test_trainers_of_trl_whose_loss_needs_all_tokens_are_named(kind: str, does: str, tmp_path: Path) -> None:
+    trainer = preference_trainer(kind, tmp_path)
+    with pytest.raises(ValueError, match=f"does not go with TRL's {does}.*Train it with HiFT or SFT"):
+        slivertune.attach(trainer, TUNE)
+    assert "compute_loss" not in vars(trainer)
+
+
+def test_a_trainer_of_trl_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    class Newest(Trainer):
+        """As TRL may have one some day."""
+
+    Newest.__module__ = "trl.trainer.newest_trainer"
+
+    class Mine(Newest):
+        """Of a project."""
+
+    trainer = Mine(model=tiny_llama(), args=make_trainer(tmp_path).args, train_dataset=ROWS, data_collator=collate)
+    with pytest.raises(ValueError, match="TRL's Newest, which makes its loss of the log-probabilities of all tokens"):
+        slivertune.attach(trainer, TUNE)
+
+
+class Decayed(trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    """With a term of its own beside the loss, as a project may add one."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) + self.model.lm_head.weight.square().sum()
+
+
+def test_what_a_subclass_adds_to_the_loss_is_not_divided(tmp_path: Path) -> None:
+    plain, decayed = sft_trainer(tmp_path), sft_trainer(tmp_path)
+    decayed.__class__ = Decayed
+    losses = []
+    for each in (plain, decayed):
+        slivertune.attach(each, TUNE)
+        each.model.train()
+        losses.append(each.compute_loss(each.model, first_batch(each), num_items_in_batch=torch.tensor(50)))
+    assert torch.equal(losses[0] + plain.model.lm_head.weight.square().sum(), losses[1])
+
+
+def test_a_model_that_is_called_for_log_probabilities_without_the_trainer_is_refused(tmp_path: Path) -> None:
+    trainer = sft_trainer(tmp_path)
+    trainer.model.train()
+    batch = first_batch(trainer)
+    with TUNE.attach(trainer.model):
+        with pytest.raises(ValueError, match=r"fused_lm_head=True.*slivertune.attach\(trainer, TokenTune"):
+            trainer.compute_loss(trainer.model, batch)
+        with torch.no_grad():
+            trainer.compute_loss(trainer.model, batch)
+
+
+def test_label_smoothing_and_loss_functions_are_refused_where_tokens_are_scored(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.sum()
+
+    for options, text in (
+        ({"label_smoothing_factor": 0.1}, "does not go with label_smoothing_factor=0.1: the smoothed loss of Trainer"),
+        ({"loss": loss}, "does not go with the compute_loss_func of this Trainer"),
+    ):
+        trainer = make_trainer(tmp_path, **options)
+        with pytest.raises(ValueError, match=text):
+            slivertune.attach(trainer, TUNE)
+        trainer.train()
+    with pytest.raises(ValueError, match="the smoothed loss of SFTTrainer"):
+        slivertune.attach(sft_trainer(tmp_path, label_smoothing_factor=0.1), TUNE)
+
+
+def test_label_smoothing_of_a_classifier_is_taken(tmp_path: Path) -> None:
+    rows = [{"input_ids": row["input_ids"], "labels": number % 3} for number, row in enumerate(ROWS)]
+    trainer = make_trainer(tmp_path, model=tiny_bert(), data=rows, label_smoothing_factor=0.1, max_steps=2)
+    attachment = slivertune.attach(trainer, TUNE)
+    trainer.train()
+    assert attachment.tokens is not None and attachment.tokens.num_draws == 2
+
+
+class Weighted(Trainer):
+    """With a loss of its own over the logits of all tokens, as many projects have one."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        logits = model(**inputs).logits
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+def test_a_loss_of_the_trainers_own_over_all_logits_is_named(tmp_path: Path) -> None:
+    args = make_trainer(tmp_path).args
+    trainer = Weighted(model=tiny_llama(), args=args, train_dataset=ROWS, data_collator=collate)
+    slivertune.attach(trainer, TUNE)
+    expected = r"Weighted.compute_loss makes a loss of its own of the model's logits.*take the loss that the model"
+    with pytest.raises(ValueError, match=expected):
+        trainer.train()
+
+
+def test_an_error_of_the_model_itself_stays_as_it_is(tmp_path: Path) -> None:
+    rows = [{**row, "input_ids": [10**6] * 8} for row in ROWS]
+    args = make_trainer(tmp_path).args
+    trainer = Weighted(model=tiny_llama(), args=args, train_dataset=rows, data_collator=collate)
+    slivertune.attach(trainer, TUNE)
+    with pytest.raises(IndexError, match="index out of range"):
+        trainer.train()
