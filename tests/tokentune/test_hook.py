@@ -516,19 +516,10 @@ def test_changing_the_attention_after_the_hook_is_refused(model: Any) -> None:
 
 def test_layers_that_are_called_without_the_model_are_refused(model: Any) -> None:
     with TUNE.attach(model):
-        with pytest.raises(RuntimeError, match=r"runs outside of LlamaForCausalLM.forward.*attach to the part"):
+        with pytest.raises(RuntimeError, match=r"runs outside of a call of LlamaForCausalLM.*attach to the part"):
             model.model(input_ids=batch()["input_ids"])
         with torch.no_grad():
             model.model(input_ids=batch()["input_ids"])
-
-
-def test_checkpointing_the_whole_model_is_refused(model: Any) -> None:
-    with TUNE.attach(model):
-        loss = torch.utils.checkpoint.checkpoint(
-            lambda ids: model(ids, labels=ids).loss, batch()["input_ids"], use_reentrant=False
-        )
-        with pytest.raises(RuntimeError, match="the whole model runs again in the backward"):
-            loss.backward()
 
 
 def test_checkpoint_mlp_gives_the_same_gradients_and_saves_less(model: Any) -> None:

@@ -1,7 +1,7 @@
 """What a method owes to a stock Trainer: which arguments it refuses, its optimizer, what becomes of it in the end."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -58,6 +58,17 @@ class TrainerMethod:
             ValueError: Naming the argument and what to do.
         """
 
+    def check_loss_weights(self, config: Any, names: Sequence[str]) -> None:
+        """Refuse a loss that has weights of its own, where they would not be trained.
+
+        Args:
+            config: The method's settings.
+            names: Of the weights.
+
+        Raises:
+            ValueError: Naming the weights and what to do.
+        """
+
     def make(
         self, trainer: Trainer, model: nn.Module, config: Any, *, momentum: float, make_base: Callable[[], Any]
     ) -> Sliver:
@@ -65,7 +76,7 @@ class TrainerMethod:
 
         Args:
             trainer: Its arguments have the learning rate and more.
-            model: The Trainer's.
+            model: The Trainer's, or its loss around it where that has weights of its own.
             config: The method's settings.
             momentum: SM3's.
             make_base: Makes the optimizer that the Trainer would make by itself.
@@ -121,6 +132,15 @@ class TrainerSFT(TrainerMethod):
     def check(self, config: SFTConfig, training: TrainingArguments) -> None:
         """Refuse to bring back the best weights, which are nothing without their deltas."""
         check_best_model(training)
+
+    def check_loss_weights(self, config: SFTConfig, names: Sequence[str]) -> None:
+        """Refuse the default targets, which are the linear layers of the model's blocks."""
+        if config.targets is None:
+            raise ValueError(
+                f"the loss has weights of its own ({', '.join(names)}), which SFT would leave as they are, since it "
+                "trains the linear layers of the model's blocks; name them among what is trained, as in "
+                f"SFTConfig(targets=[..., {names[0]!r}]), or train by HiFT, which trains all"
+            )
 
     def make(
         self, trainer: Trainer, model: nn.Module, config: SFTConfig, *, momentum: float, make_base: Callable[[], Any]

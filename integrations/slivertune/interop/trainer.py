@@ -19,6 +19,7 @@ from slivertune.interop.checkpoints import (
     stop_at_the_end,
 )
 from slivertune.interop.compilation import BlockCompilation
+from slivertune.interop.loss_weights import KeepLossWeights, load_loss_weights, loss_weights, with_loss
 from slivertune.interop.losses import attach_tokens
 from slivertune.interop.methods import method_of
 from slivertune.parallel.consistency.explain import explain
@@ -76,6 +77,8 @@ class Attachment:
             try:
                 self._begin()
                 with resuming(trainer, resume_from_checkpoint, needs_manifest=config is not None) as self.checkpoint:
+                    if config is not None and self.checkpoint is not None:
+                        load_loss_weights(trainer, self.checkpoint)
                     return train(resume_from_checkpoint, *args, **kwargs)
             finally:
                 self._end()
@@ -128,8 +131,11 @@ class Attachment:
         self.detach()
         self._model = None
         if self._method is not None:
+            trained = with_loss(self.trainer, model)
+            if trained is not model:
+                self._method.check_loss_weights(self._config, tuple(loss_weights(self.trainer, model)))
             self.optimizer = self._method.make(
-                self.trainer, model, self._config, momentum=self._momentum, make_base=self._make_base
+                self.trainer, trained, self._config, momentum=self._momentum, make_base=self._make_base
             )
         # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
         if self._tune is not None:
@@ -215,6 +221,7 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
         _check_trainer(trainer, method.name)
         method.check(config, trainer.args)
         trainer.add_callback(KeepState(attachment))
+        trainer.add_callback(KeepLossWeights(trainer))
         _prepare_by_slivertune(trainer.accelerator)
         explain(trainer, "_save_checkpoint", "saving a checkpoint")
         explain(trainer, "save_model", "saving the model")

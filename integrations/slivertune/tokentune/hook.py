@@ -26,10 +26,11 @@ from slivertune.tokentune.head import (
     replace_loss,
     zero_without_labels,
 )
-from slivertune.tokentune.model_check import model_check
+from slivertune.tokentune.model_check import check_run_in_backward, model_check
 from slivertune.tokentune.outside_loss import FUSED_HEAD, describe_forward, refuse_unknown_loss, with_selected_labels
 from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext, in_backward, mark_passed
 from slivertune.tokentune.selection import count_selected, draw_positions, make_generator, segment_starts
+from slivertune.tokentune.sentence_models import call_through_hooks, is_sentence_model, pools_single_tokens
 from slivertune.tokentune.wrapping import (
     TokenWise,
     attends_once,
@@ -80,7 +81,8 @@ class TokenTuneHandle(ModelHandle):
         self._head: HeadKind = find_head_kind(self._model)
         self.pattern: Pattern = settings.pattern or ("chunks" if self._head == "causal" else "random")
         """The pattern in use, also where the settings leave it to the model."""
-        self._always = settings.always if settings.always is not None else (0, -1) if self._head == "pooled" else ()
+        reads_single = self._head == "pooled" or pools_single_tokens(model)
+        self._always = settings.always if settings.always is not None else (0, -1) if reads_single else ()
         if settings.prefer_labels and self._head not in ("causal", "token"):
             raise ValueError(f"prefer_labels=True, but {type(self._model).__name__} has no label for each token")
         self._signature = inspect.signature(type(self._model).forward)
@@ -89,7 +91,7 @@ class TokenTuneHandle(ModelHandle):
         self._wrapped: list[TokenWise] = []
         self._layer_rows: list[LayerRows] = []
         try:
-            self._attach()
+            self._attach(calls_forward=is_sentence_model(model))
         except BaseException:
             self.remove()
             raise
@@ -144,7 +146,7 @@ class TokenTuneHandle(ModelHandle):
 
     # ---- attach
 
-    def _attach(self) -> None:
+    def _attach(self, *, calls_forward: bool) -> None:
         model = self._model
         attentions: dict[nn.Module, LayerRows] = {}
         depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
@@ -174,6 +176,8 @@ class TokenTuneHandle(ModelHandle):
             model.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True, prepend=True).remove
         )
         self._undo.append(model.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
+        if calls_forward:
+            self._undo.append(call_through_hooks(model, self._selection))
         if self._head == "causal":
             self._undo.append(replace_loss(model, lambda: None if self._call is None else self._call.targets))
 
@@ -206,9 +210,8 @@ class TokenTuneHandle(ModelHandle):
         if not (model.training and torch.is_grad_enabled()):
             return None
         if in_backward():
-            raise RuntimeError(
-                "the whole model runs again in the backward, and would draw another selection; checkpoint its layers, "
-                "as transformers' own gradient checkpointing does, not the model"
+            check_run_in_backward(
+                model, shrinks=self._head in ("causal", "token"), is_awaited=selection.awaits_backward
             )
         self._check()
         is_scored_outside = bool(kwargs.get(FUSED_HEAD))
@@ -263,8 +266,8 @@ class TokenTuneHandle(ModelHandle):
         selection = self._selection
         if not selection.in_forward and layer.training and torch.is_grad_enabled() and not in_backward():
             raise RuntimeError(
-                f"{type(layer).__name__} runs outside of {type(self._model).__name__}.forward, where TokenTune draws "
-                "its selection; call the model that was hooked, or attach to the part that you call"
+                f"{type(layer).__name__} runs outside of a call of {type(self._model).__name__}, where TokenTune draws "
+                "its selection; call the model that was hooked, not its forward, or attach to the part that you call"
             )
         if not selection.in_forward or self._call is None:
             return

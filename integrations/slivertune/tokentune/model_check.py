@@ -58,6 +58,37 @@ def model_check(
     return check
 
 
+def check_run_in_backward(model: nn.Module, *, shrinks: bool, is_awaited: bool) -> None:
+    """Refuse to run a whole model again inside of a backward, unless no selection was drawn for it before.
+
+    So it is where gradients of its outputs are cached, and its batch comes once more in pieces (Gao et al., 2021).
+
+    Args:
+        model: The model.
+        shrinks: Whether what it returns depends on the selection, so that the first forward returned something else.
+        is_awaited: Whether a forward that drew a selection waits for its backward, or for the end of it.
+
+    Raises:
+        RuntimeError: If it is a forward that drew its selection already, or dropout would give other values.
+    """
+    if is_awaited or shrinks:
+        raise RuntimeError(
+            "the whole model runs again in the backward, and would draw another selection; checkpoint its layers, "
+            "as transformers' own gradient checkpointing does, not the model"
+        )
+    if any(map(_drops, model.modules())):
+        raise RuntimeError(
+            "the model runs again in the backward (gradient caching), where dropout under TokenTune would drop other "
+            "values than in the forward, since selected and other tokens run apart; set the model's dropout to 0, or "
+            "take the loss without caching (MultipleNegativesRankingLoss for the cached one)"
+        )
+
+
+def _drops(module: nn.Module) -> bool:
+    rate = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
+    return isinstance(rate, float) and rate > 0.0
+
+
 _REPLACED = (
     "{} was replaced after TokenTune was attached, as PEFT does; remove() the handle, change the model, then attach "
     "again"

@@ -163,6 +163,10 @@ class Rows(NumberedRows):
         parts[key] = (weakref.ref(tensor, lambda _: parts.pop(key, None)), version_of(tensor), selected, others)
 
 
+class _NotPassed:
+    """Lives as long as the graph of a forward, which alone holds it."""
+
+
 class SelectionContext:
     """The selection that modules should use at this moment.
 
@@ -178,6 +182,17 @@ class SelectionContext:
         """That of the forward whose output the backward has passed last."""
         self.is_removed = False
         """Whether the hook is off, so that layers that are computed again would run as they are."""
+        self.not_passed: weakref.WeakSet[_NotPassed] = weakref.WeakSet()
+        """A mark for each forward whose graph is alive and that no backward has reached."""
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a backward has still to pass a forward, or is passing one: it may be that which it runs again.
+
+        If not, a model that runs inside of a backward had no graph before, as where gradients of its output are cached
+        and its batch is cut in pieces (Gao et al., 2021, section 3).
+        """
+        return self.of_backward is not None or len(self.not_passed) > 0
 
     def current(self) -> Rows | None:
         """The selection, or None if nothing should be split."""
@@ -245,7 +260,7 @@ def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -
         selection: What modules ask.
         rows: The running forward's selection.
     """
-    passed = hidden.view_as(hidden)
+    passed, mark = hidden.view_as(hidden), _NotPassed()
 
     def enter(gradient: torch.Tensor) -> None:
         if selection.is_removed and rows.is_checkpointed:
@@ -254,6 +269,7 @@ def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -
                 "computed again without it; run the backward before remove(), or inside of the context"
             )
         selection.of_backward = rows
+        selection.not_passed.discard(mark)
         # At the end of this backward, so that nothing of the forward is kept alive by it.
         at_end_of_backward(selection.leave_backward)
         # What the first layer gets may be a leaf (PEFT lets it be one), which its selected rows, kept beside it, keep
@@ -262,4 +278,5 @@ def mark_passed(hidden: torch.Tensor, selection: SelectionContext, rows: Rows) -
 
     if passed.requires_grad:
         passed.register_hook(enter)
+        selection.not_passed.add(mark)
     return passed

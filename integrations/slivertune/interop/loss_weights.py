@@ -1,0 +1,110 @@
+"""Weights that a Trainer's loss has beside the model's: a classifier of sentence-transformers' SoftmaxLoss, for one.
+
+Sentence-transformers trains them with the model, and saves none of them.
+"""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from slivertune.core import atomic
+from slivertune.interop.checkpoints import checkpoint_folder
+from slivertune.parallel.layout import layout_of
+
+LOSS_NAME = "slivertune_loss.safetensors"
+"""The file of a checkpoint that has them."""
+
+
+def with_loss(trainer: Any, model: nn.Module) -> nn.Module:
+    """What is trained: a model, or the Trainer's loss around it, where that has weights that require gradients.
+
+    Args:
+        trainer: Its `loss` is a module that holds the model, or a dictionary of such, if it has one.
+        model: The Trainer's.
+
+    Returns:
+        A module whose parameters are all that the Trainer's own optimizer would train.
+
+    Raises:
+        ValueError: If the loss has weights and several ranks train, which would not share them.
+    """
+    weights = loss_weights(trainer, model)
+    if not any(weight.requires_grad for weight in weights.values()):
+        return model
+    layout = layout_of(trainer.accelerator)
+    if layout != "single":
+        raise ValueError(
+            f"the loss of this {type(trainer).__name__} has weights of its own ({', '.join(weights)}), which are not "
+            f"in the model that {layout} spreads over the ranks; train it on one device"
+        )
+    return _loss_module(trainer)
+
+
+def loss_weights(trainer: Any, model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of a Trainer's loss that are not the model's, by name.
+
+    Args:
+        trainer: The Trainer.
+        model: Its model.
+    """
+    loss = getattr(trainer, "loss", None)
+    if not isinstance(loss, nn.Module | dict):
+        return {}
+    known = set(model.parameters())
+    return {name: each for name, each in _loss_module(trainer).named_parameters() if each not in known}
+
+
+def _loss_module(trainer: Any) -> nn.Module:
+    loss = trainer.loss
+    return nn.Sequential(OrderedDict(loss)) if isinstance(loss, dict) else loss
+
+
+def load_loss_weights(trainer: Trainer, checkpoint: Path) -> None:
+    """Continue with the loss's weights of a checkpoint.
+
+    Args:
+        trainer: The Trainer; nothing is done if its loss has none.
+        checkpoint: The folder.
+
+    Raises:
+        ValueError: If the checkpoint has none, or those of another loss.
+    """
+    model: Any = trainer.model
+    weights = loss_weights(trainer, model)
+    if not weights:
+        return
+    path = checkpoint / LOSS_NAME
+    saved = load_file(path) if path.is_file() else {}
+    shapes = {name: tuple(each.shape) for name, each in weights.items()}
+    if {name: tuple(each.shape) for name, each in saved.items()} != shapes:
+        raise ValueError(
+            f"{path} has {', '.join(saved) or 'nothing'}, and the loss of this {type(trainer).__name__} has weights of "
+            f"its own {shapes}; resume with the loss that the run was saved with"
+        )
+    with torch.no_grad():
+        for name, each in weights.items():
+            each.copy_(saved[name])
+
+
+class KeepLossWeights(TrainerCallback):
+    """Writes the loss's own weights into every checkpoint.
+
+    Args:
+        trainer: Its loss has them, or not.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Complete the checkpoint that was just saved."""
+        model: Any = self._trainer.model
+        weights = loss_weights(self._trainer, model)
+        if weights and state.is_world_process_zero:
+            with atomic.atomic_file(checkpoint_folder(args, state) / LOSS_NAME) as path:
+                save_file({name: each.detach().contiguous() for name, each in weights.items()}, path)
