@@ -1,125 +1,82 @@
-"""TRL's trainers with LoRA, whose reference forwards unfreeze all adapters, against an AdamW rotated by hand."""
+"""HiFT and SFT under TRL's trainers, against the same trainers with the method done by hand; and resumed.
 
-import warnings
-from collections.abc import Sequence
+With LoRA, reference forwards of some of them free all adapters.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from peft import LoraConfig
-from torch import nn
 from transformers import set_seed
 
 import slivertune
-from slivertune import HiFTConfig
+from slivertune import SFT, HiFTConfig, SFTConfig, TokenTune
 from slivertune.hift import HiFT
-from slivertune.training.embedded.base_model import VOCABULARY_SIZE, make_byte_tokenizer
-from tests.helpers.models import differing, tiny_llama, weights
+from tests.helpers.models import differing, weights
+from tests.interop.by_hand import HandRotated
+from tests.interop.trl_runs import LR, SFT_MODES, preference_trainer, sft_trainer
+from tests.training.test_callbacks import StopAfter
 
-trl = pytest.importorskip("trl")
+pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore")  # trl and peft ask others for what is deprecated
 
-LR = 1e-2
-ADAM = {"lr": LR, "weight_decay": 0.0, "eps": 1e-8, "betas": (0.9, 0.999)}
-
-
-class HandRotated(torch.optim.Optimizer):
-    """One plain AdamW a group; a gradient of another group is dropped as soon as it arrives."""
-
-    def __init__(self, model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
-        named = dict(model.named_parameters())
-        self.groups = [[named[name] for name in group] for group in groups]
-        super().__init__([parameter for group in self.groups for parameter in group], {"lr": LR})
-        self.inner = [torch.optim.AdamW(group, **ADAM) for group in self.groups]
-        self.updates = 0
-        for group in self.groups:
-            for parameter in group:
-                parameter.register_post_accumulate_grad_hook(self._keep_active)
-
-    def _keep_active(self, parameter: torch.Tensor) -> None:
-        if all(each is not parameter for each in self.groups[self.updates % len(self.groups)]):
-            parameter.grad = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.inner[self.updates % len(self.groups)].step()
-        self.updates += 1
+SPARSE = SFTConfig(density=0.1, reselection_interval=4, estimation_steps=2)
+CLIPPED: dict[str, Any] = {"max_grad_norm": 0.05}
+PREFERENCE_KINDS = ("dpo", "kto", "orpo", "cpo", "grpo", "rloo", "reward")
+Make = Callable[..., Any]
 
 
-def make(output: Path, kind: str, checkpointing: bool) -> Any:
-    arguments: dict[str, Any] = {
-        "output_dir": str(output),
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 7,
-        "learning_rate": LR,
-        "optim": "adamw_torch",  # as the reference's: the fused one rounds otherwise
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.05,
-        "beta": 0.1,
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "dataloader_pin_memory": False,
-        "gradient_checkpointing": checkpointing,
-        "seed": 3,
-    }
-    model = tiny_llama(vocab=VOCABULARY_SIZE)
-    adapters = LoraConfig(r=2, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    tokenizer = make_byte_tokenizer(64)
-    torch.manual_seed(0)
-    if kind == "dpo":
-        rows = [{"prompt": f"a{i}", "chosen": f" yes{i}", "rejected": f" no{i * 7}"} for i in range(16)]
-        return trl.DPOTrainer(
-            model,
-            args=trl.DPOConfig(**arguments, max_length=24),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer,
-            peft_config=adapters,
-        )
-    rows = [{"prompt": f"a{i}"} for i in range(16)]
-
-    def reward(completions: list[str], **_: Any) -> list[float]:
-        return [float(sum(map(ord, text)) % 17) for text in completions]
-
-    return trl.GRPOTrainer(
-        model,
-        reward_funcs=reward,
-        args=trl.GRPOConfig(**arguments, num_generations=2, max_completion_length=6),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=adapters,
+def makers(*fast: str) -> Any:
+    """Every trainer of TRL that is tested, each mode of SFTTrainer, with LoRA and without; these are not slow."""
+    found: dict[str, Make] = {}
+    for mode in SFT_MODES:
+        found[f"sft, {mode}"] = lambda folder, mode=mode, **options: sft_trainer(folder, mode, **options)
+    for kind in PREFERENCE_KINDS:
+        for lora in (False, True):
+            found[f"{kind}, lora" if lora else kind] = lambda folder, kind=kind, lora=lora, **options: (
+                preference_trainer(kind, folder, lora=lora, **options)
+            )
+    # What freezes and frees adapters by itself: with a reference, and computed again.
+    found["dpo, lora, checkpointed"] = lambda folder, **options: preference_trainer(
+        "dpo", folder, lora=True, beta=0.1, gradient_checkpointing=True, **options
+    )
+    found["grpo, lora, reference"] = lambda folder, **options: preference_trainer(
+        "grpo", folder, lora=True, beta=0.1, **options
+    )
+    found["grpo, lora, reference, checkpointed"] = lambda folder, **options: preference_trainer(
+        "grpo", folder, lora=True, beta=0.1, gradient_checkpointing=True, **options
+    )
+    assert set(fast) <= found.keys()
+    marks = {name: [] if name in fast else [pytest.mark.slow] for name in found}
+    return pytest.mark.parametrize(
+        "make", [pytest.param(make, id=name, marks=marks[name]) for name, make in found.items()]
     )
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_lora_under_trl_equals_an_adamw_that_is_rotated_by_hand(kind: str, checkpointing: bool, tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # trl and peft ask others for what is deprecated
-        trainer, reference = (make(tmp_path / name, kind, checkpointing) for name in ("hift", "reference"))
-        free = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
-        assert len(free) == 12
-        before = weights(trainer.model)
-        assert differing(before, weights(reference.model)) == []
-        hift = slivertune.attach(trainer, HiFTConfig()).optimizer
-        assert isinstance(hift, HiFT)
-        reference.optimizer = HandRotated(reference.model, [group.parameter_names for group in hift.groups])
-        most = []
+def train(*trainers: Any) -> None:
+    for each in trainers:
+        set_seed(3)  # some draw completions
+        each.train()
 
-        def count(*_: Any) -> None:
-            most.append(sum(parameter.grad is not None for parameter in trainer.model.parameters()))
 
-        hift.register_step_pre_hook(count)
-        for each in (trainer, reference):
-            set_seed(3)  # GRPO draws completions
-            each.train()
+@makers("sft, bfd packing", "dpo, lora", "grpo, lora, reference")
+def test_hift_equals_an_adamw_that_is_rotated_by_hand(make: Make, tmp_path: Path) -> None:
+    trainer, reference = (make(tmp_path / name, **CLIPPED) for name in ("hift", "reference"))
+    free = {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    before = weights(trainer.model)
+    assert differing(before, weights(reference.model)) == []
+    hift = slivertune.attach(trainer, HiFTConfig()).optimizer
+    assert isinstance(hift, HiFT)
+    reference.optimizer = HandRotated(reference.model, [group.parameter_names for group in hift.groups])
+    most = []
+
+    def count(*_: Any) -> None:
+        most.append(sum(parameter.grad is not None for parameter in trainer.model.parameters()))
+
+    hift.register_step_pre_hook(count)
+    train(trainer, reference)
     assert hift.updates == 7 and hift.skipped_turns == {}
     assert max(most) == max(len(group.parameter_names) for group in hift.groups)
     norms = [
@@ -130,3 +87,65 @@ def test_lora_under_trl_equals_an_adamw_that_is_rotated_by_hand(kind: str, check
     assert differing(weights(trainer.model), weights(reference.model)) == []
     assert set(differing(weights(trainer.model), before)) == free
     assert {name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad} == free
+
+
+def dense_weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in weights(trainer.model).items() if "slivertune" not in name}
+
+
+@makers("dpo, lora")
+def test_sft_equals_a_trainer_that_was_given_the_optimizer(make: Make, tmp_path: Path) -> None:
+    trainer, reference = (make(tmp_path / name, **CLIPPED) for name in ("sft", "reference"))
+    before = dense_weights(trainer)
+    slivertune.attach(trainer, SPARSE)
+    arguments = reference.args
+    options = {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    reference.optimizer = SFT(
+        reference.model, config=SPARSE, lr=LR, total_steps=7, weight_decay=arguments.weight_decay, **options
+    )
+    train(trainer, reference)
+    assert differing(dense_weights(trainer), dense_weights(reference)) == []
+    assert differing(dense_weights(trainer), before) != []
+
+
+RESUMED: dict[str, tuple[Any, ...]] = {
+    "hift": (HiFTConfig(),),
+    "sft": (SPARSE,),
+    "hift and tokens": (HiFTConfig(), TokenTune(ratio=0.5)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("sft", "hift and tokens"),
+        *(
+            pytest.param(kind, method, marks=pytest.mark.slow)
+            for kind in ("sft", "sft, lora", "dpo, lora", "kto", "reward", "grpo, lora")
+            for method in RESUMED
+            if (kind, method) != ("sft", "hift and tokens")
+            and (method != "hift and tokens" or kind.startswith(("sft", "reward")))
+        ),
+    ],
+)
+def test_a_run_that_is_resumed_in_mid_cycle_has_the_bits_of_one_that_never_stopped(
+    kind: str, method: str, tmp_path: Path
+) -> None:
+    def run(name: str, stop: int, resume: bool = False) -> Any:
+        options = {**CLIPPED, "max_steps": 11, "save_strategy": "steps", "save_steps": 7}
+        name_of, _, adapted = kind.partition(", ")
+        if name_of == "sft":
+            trainer = sft_trainer(tmp_path / name, adapted or "padding free", **options)
+        else:
+            trainer = preference_trainer(name_of, tmp_path / name, lora=bool(adapted), **options)
+        trainer.add_callback(StopAfter(stop))
+        slivertune.attach(trainer, *RESUMED[method])
+        set_seed(3)
+        trainer.train(resume_from_checkpoint=resume or None)
+        return trainer
+
+    whole, cut = run("whole", 11), run("cut", 7)
+    again = run("cut", 11, resume=True)
+    assert again.state.global_step == 11
+    assert differing(dense_weights(again), dense_weights(whole)) == []
+    assert differing(dense_weights(again), dense_weights(cut)) != []
