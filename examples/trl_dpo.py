@@ -30,7 +30,7 @@ def read_rows(length):
 
 def main(arguments):
     """Train, and print how often the chosen text is preferred."""
-    tokenizer = make_byte_tokenizer(arguments.length)
+    tokenizer = make_byte_tokenizer(None)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=arguments.hidden,

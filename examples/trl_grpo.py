@@ -26,7 +26,7 @@ def reward_letters(completions, **kwargs):
 
 def main(arguments):
     """Train, and print the reward at first and in the end."""
-    tokenizer = make_byte_tokenizer(arguments.length)
+    tokenizer = make_byte_tokenizer(None)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=arguments.hidden,

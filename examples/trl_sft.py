@@ -27,7 +27,7 @@ def read_rows(length):
 
 def main(arguments):
     """Train, and print the loss before and after."""
-    tokenizer = make_byte_tokenizer(arguments.length)
+    tokenizer = make_byte_tokenizer(None)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=arguments.hidden,

@@ -61,7 +61,10 @@ class Look(TrainerCallback):
         self.seen = attributes()
 
 
-@pytest.mark.parametrize("door", DOORS)
+FAST = ("SFTTrainer", "SoftmaxLoss")
+
+
+@pytest.mark.parametrize("door", [pytest.param(door, marks=[] if door in FAST else pytest.mark.slow) for door in DOORS])
 def test_classes_of_other_libraries_stay_as_they_are(door: str, tmp_path: Path) -> None:
     make, settings = DOORS[door]
     make(tmp_path / "first").train()  # what the libraries themselves change when they are first used

@@ -189,8 +189,9 @@ def test_sft_refuses_a_classifier_that_it_would_not_train_and_trains_one_that_is
 
 
 @pytest.mark.slow
-def test_sft_of_a_named_classifier_resumes(tmp_path: Path) -> None:
-    assert_resumes("softmax", (WITH_CLASSIFIER,), tmp_path)
+@pytest.mark.parametrize("targets", [WITH_CLASSIFIER.targets, ["classifier"]])
+def test_sft_of_a_named_classifier_resumes(targets: list[str], tmp_path: Path) -> None:
+    assert_resumes("softmax", (replace(WITH_CLASSIFIER, targets=targets),), tmp_path)
 
 
 def test_a_checkpoint_without_the_losss_weights_is_not_resumed(tmp_path: Path) -> None:

@@ -1,3 +1,4 @@
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -178,5 +179,20 @@ def test_a_model_with_a_loss_of_its_own_is_refused(batch: Batch) -> None:
             return out
 
     model = HomemadeForCausalLM(tiny_llama().config).train()
-    with st.TokenTune(ratio=0.3).attach(model), pytest.raises(RuntimeError, match="computes its loss without"):
+    expected = "computes its loss without model.loss_function, so that TokenTune.*; train it without TokenTune"
+    with st.TokenTune(ratio=0.3).attach(model), pytest.raises(RuntimeError, match=expected):
+        model(**batch)
+
+
+def test_who_has_replaced_a_forward_that_scores_by_itself_is_named(model: Any, batch: Batch) -> None:
+    own = model.forward
+
+    def scored(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        out = own(input_ids=input_ids, **kwargs)
+        out["loss"] = out.logits.sum()
+        return out
+
+    model.forward = MethodType(scored, model)
+    expected = r"without model.loss_function \(in tests\.tokentune\.test_head\..*scored, which took the place of its"
+    with st.TokenTune(ratio=0.3).attach(model), pytest.raises(RuntimeError, match=expected):
         model(**batch)

@@ -55,8 +55,10 @@ def loss_weights(trainer: Any, model: nn.Module) -> dict[str, nn.Parameter]:
     loss = getattr(trainer, "loss", None)
     if not isinstance(loss, nn.Module | dict):
         return {}
-    known = set(model.parameters())
-    return {name: each for name, each in _loss_module(trainer).named_parameters() if each not in known}
+    whole, known = _loss_module(trainer), set(model.parameters())
+    # SFT's deltas are parameters of the modules that they train, but no weights of a model that is saved.
+    saved = whole.state_dict().keys()
+    return {name: each for name, each in whole.named_parameters() if each not in known and name in saved}
 
 
 def _loss_module(trainer: Any) -> nn.Module:

@@ -139,22 +139,22 @@ def _divided_by_selected(own: ComputeLoss, handle: TokenTuneHandle) -> ComputeLo
 
 
 def _explained(own: ComputeLoss, handle: TokenTuneHandle, name: str) -> ComputeLoss:
-    """A loss that says why it fails on logits of the selected tokens, beside labels of all."""
+    """A loss whose error, where it fails on logits of the selected tokens beside labels of all, says so."""
 
     @wraps(own)
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         num_draws = handle.num_draws
         try:
             return own(*args, **kwargs)
-        except (IndexError, RuntimeError, ValueError) as error:
+        except Exception as error:
             # Without targets it was the forward that failed; without memory the loss may well be right.
             has_logits = handle.num_draws > num_draws and handle.last_targets is not None
-            if not has_logits or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise ValueError(
-                f"{name}.compute_loss makes a loss of its own of the model's logits, which under TokenTune are those "
-                "of the selected tokens, beside labels of all, and failed: take the loss that the model returns, or "
-                f"train without TokenTune ({error})"
-            ) from error
+            if has_logits and not isinstance(error, torch.OutOfMemoryError):
+                error.add_note(
+                    f"{name}.compute_loss makes a loss of its own. Under TokenTune the model returns logits of the "
+                    "selected tokens, which don't fit labels of all: take the loss that the model returns, or train "
+                    "without TokenTune"
+                )
+            raise
 
     return compute_loss

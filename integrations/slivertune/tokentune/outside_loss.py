@@ -45,11 +45,10 @@ def with_selected_labels(kwargs: dict[str, Any], labels: torch.Tensor) -> dict[s
 
 
 def describe_forward(model: Any) -> str:
-    """Who replaced a model's forward, for messages; empty if nobody did."""
+    """Who has put another forward in the place of a model's, for messages; empty if nobody did, or only around it."""
     function = vars(model).get("forward")
-    if function is None:
-        return ""
     function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    name = getattr(code, "co_qualname", None) or type(function).__name__
-    return f" (in {name}, which took the place of its forward)"
+    if function is None or hasattr(function, "__wrapped__"):
+        return ""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return f" (in {function.__module__}.{name}, which took the place of its forward)"
