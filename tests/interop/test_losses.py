@@ -44,30 +44,35 @@ class NaiveLoss:
     def __init__(self, trainer: Any, draws: list[torch.Tensor]) -> None:
         self.draws: Iterator[torch.Tensor] = iter(draws)
         self.is_dft = trainer.args.loss_type == "dft"
-        self.metrics: list[tuple[float, float]] = []
+        self.metrics: list[tuple[float, ...]] = []
         """Entropy and accuracy of each forward."""
 
     def __call__(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        labels, selection = inputs.pop("labels"), next(self.draws)
-        with unselected_are_constants(model, LLAMA, selection):
-            scores = model(**inputs, use_cache=False).logits.float().log_softmax(-1)
-        targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
-        is_scored = targets != -100
-        chosen = is_scored & torch.zeros_like(is_scored).scatter(1, selection, True)
-        found = scores[chosen].gather(1, targets[chosen][:, None])[:, 0]
-        self.metrics.append(
-            (
-                float(-(scores[chosen].exp() * scores[chosen]).sum(-1).mean()),
-                float((scores[chosen].argmax(-1) == targets[chosen]).float().mean()),
-            )
-        )
-        total = -(found * found.exp().detach() if self.is_dft else found).sum()
-        num_selected = int(chosen.sum())
-        if num_items_in_batch is None:
-            return total / max(1, num_selected)
-        return total / max(1.0, float(num_items_in_batch) * num_selected / int(is_scored.sum()))
+        loss, *metrics = selected_loss(model, inputs, next(self.draws), num_items_in_batch, is_dft=self.is_dft)
+        self.metrics.append(tuple(map(float, metrics)))
+        return loss
+
+
+def selected_loss(
+    model: nn.Module, inputs: Any, selection: torch.Tensor, num_items: Any, *, is_dft: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss, entropy and accuracy of the selected tokens."""
+    labels = inputs.pop("labels")
+    with unselected_are_constants(model, LLAMA, selection):
+        scores = model(**inputs, use_cache=False).logits.float().log_softmax(-1)
+    targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], dim=1)
+    is_scored = targets != -100
+    chosen = is_scored & torch.zeros_like(is_scored).scatter(1, selection, True)
+    found = scores[chosen].gather(1, targets[chosen][:, None])[:, 0]
+    entropy = -(scores[chosen].exp() * scores[chosen]).sum(-1).mean()
+    accuracy = (scores[chosen].argmax(-1) == targets[chosen]).float().mean()
+    total = -(found * found.exp().detach() if is_dft else found).sum()
+    num_selected = int(chosen.sum())
+    if num_items is None:
+        return total / max(1, num_selected), entropy, accuracy
+    return total / max(1.0, float(num_items) * num_selected / int(is_scored.sum())), entropy, accuracy
 
 
 def logs_of(trainer: Any) -> list[dict[str, float]]:

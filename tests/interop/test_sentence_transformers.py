@@ -66,10 +66,10 @@ def test_hift_equals_an_adamw_that_is_rotated_by_hand(kind: str, tmp_path: Path)
     assert still == {name for name in before if "pooler" in name and kind != "cross encoder"}
 
 
-@kinds("mnrl")
+@pytest.mark.parametrize(
+    "kind", ["mnrl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cached mnrl", "cross encoder"))]
+)
 def test_sft_equals_a_trainer_that_was_given_the_optimizer(kind: str, tmp_path: Path) -> None:
-    if kind in ("softmax", "two losses"):
-        pytest.skip("the loss's own weights have a test of their own")
     trainer, reference = (sentence_trainer(kind, tmp_path / name) for name in ("sft", "reference"))
     before = trained(trainer)
     slivertune.attach(trainer, SPARSE)
