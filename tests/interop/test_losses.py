@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Trainer
+from transformers import Trainer
 
 import slivertune
 from slivertune import HiFTConfig, TokenTune
-from slivertune.training.embedded.base_model import VOCABULARY_SIZE
 from tests.helpers.models import tiny_bert, tiny_llama, weights
 from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.interop.trainer_runs import recorded_draws
-from tests.interop.trl_runs import SFT_MODES, preference_trainer, sft_trainer
+from tests.interop.trl_runs import SFT_MODES, mixture_trainer, preference_trainer, qlora_trainer, sft_trainer
 from tests.tokentune.families import FAMILIES
 from tests.tokentune.reference import unselected_are_constants
 from tests.training.test_callbacks import ROWS, collate, make_trainer
@@ -133,45 +132,13 @@ def test_sft_trainer_trains_on_the_selected_tokens_as_by_hand(mode: str, tmp_pat
 
 @pytest.mark.slow
 def test_qlora_under_sft_trainer_trains_on_the_selected_tokens_as_by_hand(tmp_path: Path) -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    tiny_llama(vocab=VOCABULARY_SIZE).save_pretrained(tmp_path / "base")  # type: ignore[operator]
-    config = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    )
-
-    def make(**options: Any) -> Any:
-        model = LlamaForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config, device_map={"": "cpu"})
-        trainer = sft_trainer(tmp_path, "lora", model, **SGD, **options)
-        # TRL keeps adapters over 4-bit weights in bf16, which rounds by more than what is looked for.
-        for parameter in trainer.model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        return trainer
-
-    assert any(isinstance(module, bitsandbytes.nn.Linear4bit) for module in make().model.modules())
-    assert_trains_as_by_hand(make)
-
-
-MIXTURE: dict[str, Any] = {
-    "vocab_size": VOCABULARY_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_local_experts": 4,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-}
+    assert_trains_as_by_hand(lambda **options: qlora_trainer(tmp_path, **SGD, **options))
 
 
 @pytest.mark.slow
 def test_a_mixture_of_experts_trains_without_its_routers_auxiliary_loss(tmp_path: Path) -> None:
     def make(**options: Any) -> Any:
-        torch.manual_seed(0)
-        model = MixtralForCausalLM(MixtralConfig(**MIXTURE))
-        return sft_trainer(tmp_path, "text", model, **SGD, **options)
+        return mixture_trainer(tmp_path, **SGD, **options)
 
     with pytest.raises(ValueError, match=r"auxiliary loss of this SFTTrainer.*set router_aux_loss_coef=0.0"):
         slivertune.attach(make(router_aux_loss_coef=0.1), TUNE)

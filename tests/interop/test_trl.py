@@ -16,7 +16,7 @@ from slivertune import SFT, HiFTConfig, SFTConfig, TokenTune
 from slivertune.hift import HiFT
 from tests.helpers.models import differing, weights
 from tests.interop.by_hand import HandRotated
-from tests.interop.trl_runs import LR, SFT_MODES, preference_trainer, sft_trainer
+from tests.interop.trl_runs import LR, SFT_MODES, mixture_trainer, preference_trainer, qlora_trainer, sft_trainer
 from tests.training.test_callbacks import StopAfter
 
 pytest.importorskip("trl")
@@ -38,6 +38,11 @@ def makers(*fast: str) -> Any:
             found[f"{kind}, lora" if lora else kind] = lambda folder, kind=kind, lora=lora, **options: (
                 preference_trainer(kind, folder, lora=lora, **options)
             )
+    found["sft, label smoothing"] = lambda folder, **options: sft_trainer(folder, label_smoothing_factor=0.1, **options)
+    found["sft, qlora"] = qlora_trainer
+    found["sft, mixture with the routers' loss"] = lambda folder, **options: mixture_trainer(
+        folder, router_aux_loss_coef=0.1, **options
+    )
     # What freezes and frees adapters by itself: with a reference, and computed again.
     found["dpo, lora, checkpointed"] = lambda folder, **options: preference_trainer(
         "dpo", folder, lora=True, beta=0.1, gradient_checkpointing=True, **options

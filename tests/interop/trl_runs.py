@@ -3,11 +3,18 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 from torch import nn
-from transformers import LlamaForSequenceClassification
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from slivertune.training.embedded.base_model import VOCABULARY_SIZE, make_byte_tokenizer
 from tests.helpers.models import tiny_llama
@@ -93,6 +100,43 @@ def sft_trainer(output: Path, mode: str = "text", model: nn.Module | None = None
         processing_class=tokenizer,
         peft_config=adapters() if mode == "lora" else None,
     )
+
+
+def qlora_trainer(output: Path, **options: Any) -> Any:
+    """A SFTTrainer of adapters over 4-bit weights."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    base = output / "base"
+    if not base.exists():
+        tiny_llama(vocab=VOCABULARY_SIZE).save_pretrained(base)  # type: ignore[operator]
+    config = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    model = LlamaForCausalLM.from_pretrained(base, quantization_config=config, device_map={"": "cpu"})
+    trainer = sft_trainer(output, "lora", model, **options)
+    assert any(isinstance(module, bitsandbytes.nn.Linear4bit) for module in trainer.model.modules())
+    # TRL keeps adapters over 4-bit weights in bf16, which rounds by more than what is looked for.
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return trainer
+
+
+def mixture_trainer(output: Path, **options: Any) -> Any:
+    """A SFTTrainer of a mixture of experts."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+    )
+    torch.manual_seed(0)
+    return sft_trainer(output, "text", MixtralForCausalLM(config), **options)
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -43,7 +43,8 @@ class TokenTune:
     """Positions in a chunk. Where the first one is cut is drawn for each sequence; a packed segment starts one."""
     always: tuple[int, ...] | None = None
     """Positions that every draw contains, counted in real tokens: 0 is the first, -1 the last. None: (0, -1) for
-    classification, since the head reads one of them; else ()."""
+    classification, since the head reads one of them, and for sentences of sentence-transformers that are one of them;
+    else ()."""
     prefer_labels: bool = False
     """Whether positions with a label are drawn before all others: for prompts whose tokens are not scored."""
     checkpoint_mlp: bool = False
