@@ -96,7 +96,7 @@ def assert_trains_as_by_hand(make: Callable[..., Any]) -> None:
 
     def by_hand() -> tuple[Any, NaiveLoss]:
         # Its hooks are off when the backward begins, and would be missing where layers are computed again.
-        reference = make(gradient_checkpointing=False)
+        reference = make(gradient_checkpointing=False, gradient_checkpointing_kwargs=None)
         reference.compute_loss = naive = NaiveLoss(reference, draws)
         reference.train()
         return reference, naive

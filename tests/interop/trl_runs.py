@@ -1,5 +1,6 @@
 """TRL's trainers on a tiny Llama of bytes: every mode of SFT, and those that learn from preferences and rewards."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,10 @@ SFT_MODES: dict[str, dict[str, Any]] = {
     "no accumulation": {"gradient_accumulation_steps": 1},
     "checkpointed": {"gradient_checkpointing": True},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+    "selectively checkpointed": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"selective": True},
+    },
     "lora": {},
 }
 """Arguments of SFTTrainer; what is not named is accumulated over two forwards and not checkpointed."""
@@ -94,7 +99,7 @@ def sft_trainer(output: Path, mode: str = "text", model: nn.Module | None = None
     torch.manual_seed(0)  # of the adapters
     return trl.SFTTrainer(
         model,
-        args=trl.SFTConfig(**arguments(output, **{"max_length": 48, **SFT_MODES[mode], **options})),
+        args=trl.SFTConfig(**arguments(output, **{"max_length": 48, **copy.deepcopy(SFT_MODES[mode]), **options})),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=Dataset.from_list(rows[:4]),
         processing_class=tokenizer,

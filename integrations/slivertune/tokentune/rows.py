@@ -190,7 +190,7 @@ class SelectionContext:
         """Whether a backward has still to pass a forward, or is passing one: it may be that which it runs again.
 
         If not, a model that runs inside of a backward had no graph before, as where gradients of its output are cached
-        and its batch is cut in pieces (Gao et al., 2021, section 3).
+        and its batch is cut in pieces (Gao et al., 2021).
         """
         return self.of_backward is not None or len(self.not_passed) > 0
 
