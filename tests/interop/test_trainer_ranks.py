@@ -22,6 +22,7 @@ from tests.interop.trainer_runs import (
     STOP,
     UPDATES,
     Weights,
+    counted,
     recorded_draws,
     run,
     steps_of,
@@ -120,6 +121,10 @@ def test_two_ranks_make_the_updates_of_one_process_on_the_whole_batch(
         assert len(ours["weights"]) == len(weights) == case.get("max_steps", UPDATES)
         # Sums over the ranks are rounded in another order than sums over one batch.
         assert_step_close(steps_of(ours["weights"], ours["logs"]), expected, exact, cap=CAP)
+        expected_logs = trainer.state.log_history[:-1]
+        assert counted(ours["logs"]) == counted(expected_logs)
+        tiers = [f"memory/state_{tier}_bytes" for tier in ("host", "disk")]
+        assert all([log[tier] for log in ours["logs"]] == [log[tier] for log in expected_logs] for tier in tiers)
         if "sft" in name:
             assert differing(ours["deltas"], deltas_of(attachment)) == []
     if "sft" not in name:

@@ -184,6 +184,15 @@ def steps_of(weights: Steps, logs: Sequence[dict[str, float]] = ()) -> Weights:
     return each | {name: torch.tensor([log[name] for log in logs]) for name in ("loss", "grad_norm") if logs}
 
 
+def counted(logs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each training log what is the same however the work is shared out."""
+    assert all(log["tokens_per_second"] > 0 for log in logs)
+    return [
+        {name: log[name] for name in log if name.startswith(("hift/", "sft/")) or name == "learning_rate"}
+        for log in logs
+    ]
+
+
 def assert_near(found: Weights, expected: Weights, exact: Weights) -> None:
     """Positions exactly, weights and values but for the order of sums."""
     assert found.keys() == expected.keys()

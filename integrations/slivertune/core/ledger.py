@@ -126,6 +126,21 @@ def claimed_at_birth(kind: Kind, tier: MemoryTier = "device") -> Iterator[None]:
         _birth_labels.pop()
 
 
+def claimed_state_bytes() -> dict[MemoryTier, int]:
+    """Bytes of living storages that owners in this process have claimed as state, by tier.
+
+    What waits in host memory or in files counts whole, gradients that wait there included. Reads no tensor, and needs
+    no `Ledger`.
+    """
+    num_bytes: dict[MemoryTier, int] = {"device": 0, "host": 0, "disk": 0}
+    tiers: dict[str, MemoryTier] = {"state": "device", "host": "host", "disk": "disk"}
+    for label, death in list(_claims.values()):
+        storage = death()
+        if storage is not None and label in tiers:
+            num_bytes[tiers[label]] += storage.nbytes()
+    return num_bytes
+
+
 class Ledger:
     """Counts the bytes alive while it is entered; a context manager.
 

@@ -26,6 +26,11 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
+def num_elements(parameter: torch.Tensor) -> int:
+    """Elements of a whole parameter, also where ZeRO-3 has shared it out."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def held_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
     """Each module's own parameters, those of a module before those of its children.
 

@@ -80,6 +80,15 @@ class Sliver(torch.optim.Optimizer, ABC):
             ValueError: If the state is of another run, or is damaged; nothing is changed.
         """
 
+    @property
+    def applied_lr(self) -> float | None:
+        """Learning rate of the first param group in the last update; None where it was what the schedule said then."""
+        return None
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers about the last update for logs and trackers, by short names. Nothing waits for the device."""
+        return {"updates": self.updates}
+
     def flush(self) -> None:
         """Apply what is left of the last update; nothing where `step` applies all of it."""
 

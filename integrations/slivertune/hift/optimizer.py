@@ -20,7 +20,7 @@ from torch import nn
 from slivertune.core.hyperparameters import load_hyperparameters
 from slivertune.core.layers import find_layers
 from slivertune.core.layout import Layout
-from slivertune.core.parameters import check_free, release, take
+from slivertune.core.parameters import check_free, num_elements, release, take
 from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
@@ -139,6 +139,9 @@ class HiFT(CheckpointedSliver):
         order = turn_order(len(self.groups), config.order, config.seed)
         self.rotation = Rotation(order=order, steps_per_group=config.steps_per_group)
         """Whose turn it is; a layout that steps in HiFT's place advances it."""
+        self._num_parameters = [
+            sum(num_elements(weights[name].parameter) for name in group.parameter_names) for group in self.groups
+        ]
         self._applying: list[LearningRate] = []
         self.is_detached = False
         """Whether `detach` has ended the rotation."""
@@ -343,6 +346,25 @@ class HiFT(CheckpointedSliver):
     def held_lr(self) -> list[LearningRate]:
         """The learning rate applied in the running cycle, one a param group; the schedule's before the first step."""
         return list(self.rotation.held_lr) or scheduled_lr(self.param_groups)
+
+    @property
+    def applied_lr(self) -> float | None:
+        """The first param group's learning rate in the last update; None where the base optimizer chooses by itself."""
+        lr = self.held_lr[0]
+        return None if lr is None else float(lr)
+
+    def metrics(self) -> dict[str, float]:
+        """The group and the layers of the last step, counted from the bottom, what it trained, and all steps so far."""
+        index = self.rotation.last_group
+        first_layer = sum(len(group.layers) for group in self.groups[:index])
+        return {
+            "group": index,
+            "first_layer": first_layer,
+            "last_layer": first_layer + len(self.groups[index].layers) - 1,
+            "trained_parameters": self._num_parameters[index],
+            "skipped_turns": sum(self.rotation.skipped.values()),
+            **super().metrics(),
+        }
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

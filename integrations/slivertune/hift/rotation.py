@@ -110,6 +110,11 @@ class Rotation:
         return self.order[self.steps // self.steps_per_group % len(self.order)]
 
     @property
+    def last_group(self) -> int:
+        """Index of the group whose step was the last; before the first, of the one that comes."""
+        return self.order[max(0, self.steps - 1) // self.steps_per_group % len(self.order)]
+
+    @property
     def starts_cycle(self) -> bool:
         """Whether the next step is the first of a cycle."""
         return self.steps % self.cycle_length == 0

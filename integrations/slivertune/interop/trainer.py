@@ -22,6 +22,7 @@ from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.loss_weights import KeepLossWeights, load_loss_weights, loss_weights, with_loss
 from slivertune.interop.losses import attach_tokens
 from slivertune.interop.methods import method_of
+from slivertune.interop.training_metrics import metrics_of
 from slivertune.parallel.consistency.explain import explain
 from slivertune.parallel.layout import layout_of
 from slivertune.parallel.prepare import prepare
@@ -220,6 +221,7 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
     else:
         _check_trainer(trainer, method.name)
         method.check(config, trainer.args)
+        metrics_of(trainer).watch(lambda: attachment.optimizer)
         trainer.add_callback(KeepState(attachment))
         trainer.add_callback(KeepLossWeights(trainer))
         _prepare_by_slivertune(trainer.accelerator)
@@ -227,6 +229,7 @@ def attach(trainer: Trainer, *settings: Setting, momentum: float = 0.0) -> Attac
         explain(trainer, "save_model", "saving the model")
         _let_make(trainer, attachment)
     if tune is not None:
+        metrics_of(trainer)
         trainer.add_callback(KeepTokens(attachment))
     keep_manifest_last(trainer, KeepManifest())
     return attachment

@@ -181,6 +181,15 @@ class SFT(CheckpointedSliver):
         """Whether the next update belongs to an estimation phase."""
         return bool(self._schedule.open_phases(self._updates))
 
+    def metrics(self) -> dict[str, float]:
+        """How many weights are trained, how often they were reselected, and whether an estimation phase is open."""
+        return {
+            "trained_parameters": self.num_weights,
+            "reselections": self._schedule.num_reselections(self._updates),
+            "is_estimating": int(self.is_estimating),
+            **super().metrics(),
+        }
+
     @property
     def num_elements(self) -> dict[str, int]:
         """Elements of each tensor that has trained weights, by parameter name."""

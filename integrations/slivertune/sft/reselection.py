@@ -69,6 +69,13 @@ class Schedule:
         following = self.first if updates < self.first else (updates // self.interval + 1) * self.interval
         return following if following <= self.total_steps else None
 
+    def num_reselections(self, updates: int) -> int:
+        """Reselections in the first `updates` updates."""
+        updates = min(updates, self.total_steps)
+        if self.first is None or updates < self.first:
+            return 0
+        return 1 + updates // self.interval - self.first // self.interval
+
     def num_replaced(self, updates: int, num_active: int) -> int:
         """k(i, t): weights of a tensor to replace at t = `updates`, a reselection.
 

@@ -12,6 +12,7 @@ from slivertune.core.kept_activations import KeptActivationsHandle
 from slivertune.core.transformers_internals import use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.interop.compilation import BlockCompilation
+from slivertune.interop.training_metrics import TrainingMetrics, metrics_of
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.data.splits import load_datasets
@@ -56,6 +57,8 @@ class Run:
     num_trained: int
     """Those of them that the method trains."""
     display: Display
+    metrics: TrainingMetrics
+    """Counts updates, tokens and their time, and completes the Trainer's log."""
     guard: NonFiniteGuard
     compilation: BlockCompilation
     """Compiles nothing unless `--torch_compile` asks for it."""
@@ -155,6 +158,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         callbacks=[guard, display],
     )
     guard.watch(trainer)
+    metrics = metrics_of(trainer)
+    metrics.add(lambda: {"skipped_updates": guard.num_skipped})
     layout = settle_layout(trainer)
     guard.can_skip = not layout.startswith("zero")
     # The display takes the place of either.
@@ -192,6 +197,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         num_parameters=sum(count for count, _ in counts),
         num_trained=method.num_trained(sum(count for count, is_trained in counts if is_trained)),
         display=display,
+        metrics=metrics,
         guard=guard,
         compilation=compilation,
         ledger=_add_ledger(trainer, arguments, display, coordinator),

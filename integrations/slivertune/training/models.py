@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from slivertune.core.layers import find_layers
+from slivertune.core.parameters import num_elements
 from slivertune.training.options.arguments import ModelArguments, WeightsDtype
 from slivertune.training.tasks.task import Task
 
@@ -283,7 +284,7 @@ def num_weights(parameter: nn.Parameter) -> int:
     quantised = getattr(parameter, "quant_state", None)
     if quantised is not None:
         return math.prod(quantised.shape)
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    return num_elements(parameter)
 
 
 def _modules_outside_blocks(model_class: Any, config: PreTrainedConfig) -> list[str]:

@@ -144,7 +144,7 @@ def _execute(run: Run, console: Console) -> Results:
         before=run.facts["before"],
         after=after,
         num_steps=output.global_step,
-        steps_per_second=run.display.num_updates / run.display.seconds if run.display.seconds else None,
+        steps_per_second=run.metrics.num_updates / run.metrics.seconds if run.metrics.seconds else None,
         num_skipped=run.guard.num_skipped,
         peak=peak,
         highest=None if run.ledger is None else run.ledger.highest,
@@ -155,7 +155,7 @@ def _execute(run: Run, console: Console) -> Results:
         largest_batch=largest_batch.size,
         planned_update=time_line.plan,
         planned_update_note=time_line.note or time_line.reason,
-        tokens_per_second=_tokens_per_second(run, largest_batch),
+        tokens_per_second=run.metrics.tokens_per_second,
         model_folder=saved.model_folder,
         delta_folder=saved.delta_folder,
         merge_command=saved.merge_command,
@@ -166,14 +166,6 @@ def _execute(run: Run, console: Console) -> Results:
     if run.coordinator.is_first:
         print_results(results, console, write_results(results, output_folder))
     return results
-
-
-def _tokens_per_second(run: Run, batches: LargestBatch) -> float | None:
-    """Of all processes; each trains on as much as the first."""
-    if not batches.num_tokens or not run.display.seconds:
-        return None
-    num_tokens: int = run.arguments.training.world_size * batches.num_tokens
-    return num_tokens / run.display.seconds
 
 
 def _evaluate_before(run: Run) -> None:

@@ -3,7 +3,6 @@ import logging
 import warnings
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import datasets
 import transformers
@@ -50,18 +49,6 @@ def test_evaluations_in_mid_run_are_said_and_others_left_to_the_report() -> None
     display.close()
     assert "step    4/10  evaluation: loss 0.5000, accuracy 75.00%" in out.getvalue()
     assert describe_metrics({"eval_loss": 1.0}) == "loss 1.0000"
-
-
-def test_updates_are_timed_without_what_lies_between_them(monkeypatch: Any) -> None:
-    clock = Mock(side_effect=[0.0, 2.0, 10.0, 13.0])
-    monkeypatch.setattr("slivertune.training.output.display.time.perf_counter", clock)
-    display, _, state = make_display()
-    display.on_train_begin(None, state, None)
-    for _ in range(2):
-        display.on_step_begin(None, state, None)
-        display.on_step_end(None, state, None)
-    display.close()
-    assert (display.seconds, display.num_updates) == (5.0, 2)
 
 
 def test_our_log_and_all_warnings_speak_in_the_console() -> None:

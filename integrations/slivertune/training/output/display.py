@@ -5,7 +5,6 @@ One voice: the run's own lines, and nothing that libraries print for their own s
 
 import logging
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,13 +36,8 @@ class Display(TrainerCallback):
         self._progress = make_progress(console, enabled=bar)
         self._task: Any = None
         self._evaluation: Any = None
-        self._began = 0.0
         self.before_training: Callable[[], None] | None = None
         """Called before the first update, when the model is as its layout has it, and before the bar is there."""
-        self.seconds = 0.0
-        """Time spent in updates, without evaluation and saving."""
-        self.num_updates = 0
-        """Updates that this took."""
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
@@ -62,16 +56,8 @@ class Display(TrainerCallback):
         self._task = self._progress.add_task("training", total=state.max_steps, completed=state.global_step)
         self._progress.start()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Begin to time an update."""
-        self._began = time.perf_counter()
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Move the bar."""
-        self.seconds += time.perf_counter() - self._began
-        self.num_updates += 1
         self._progress.update(self._task, completed=state.global_step)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The batches that a run has really trained on: the largest, and the tokens of all."""
+"""The largest of the batches that a run has really trained on."""
 
 from dataclasses import dataclass
 from functools import wraps
@@ -29,8 +29,6 @@ class LargestBatch:
     def __init__(self) -> None:
         self.size: BatchSize | None = None
         """None before the first batch."""
-        self.num_tokens = 0
-        """Of all batches on this process, padding included."""
 
     def watch(self, trainer: Trainer) -> None:
         """See every batch before its forward, on this instance of a Trainer alone.
@@ -48,7 +46,7 @@ class LargestBatch:
         trainer.training_step = watched  # type: ignore[method-assign]
 
     def note(self, inputs: dict[str, Any]) -> None:
-        """Keep the larger of this batch and those before, and add up the tokens.
+        """Keep the larger of this batch and those before.
 
         Args:
             inputs: What the model is called with; one without `input_ids` is passed over.
@@ -57,6 +55,5 @@ class LargestBatch:
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return
         size = BatchSize(num_rows=ids.shape[0], num_tokens=ids.shape[1])
-        self.num_tokens += size.total
         if self.size is None or size.total > self.size.total:
             self.size = size

@@ -1,0 +1,181 @@
+"""What a Trainer's log has beside what the Trainer puts there: for its `log_history`, and so for every tracker.
+
+`Trainer.log` is what its documentation says to override: what is added there is in the history and comes to all
+callbacks of `report_to` alike, whatever their order.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from slivertune.core.ledger import MemoryTier, claimed_state_bytes
+from slivertune.core.sliver import Sliver
+
+TOKENS_PER_SECOND = "tokens_per_second"
+SCHEDULED_LR = "scheduled_lr"
+
+Source = Callable[[], Mapping[str, float]]
+
+
+class TrainingMetrics(TrainerCallback):
+    """Adds numbers about the updates since the last line of a Trainer's log to the next; made by `metrics_of`.
+
+    It counts what Python knows, and never waits for the device. Times are of updates alone, from the beginning of the
+    first forward to the end of the step, without evaluation and saving. Counts are of this process; tokens a second are
+    of all processes, each of which trains on about as much as this one.
+
+    Args:
+        trainer: Has not trained yet; its `log` and `training_step` are overridden, on this instance alone.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._sources: list[Source] = []
+        self._sliver: Callable[[], Sliver] | None = None
+        self._began = 0.0
+        self.num_tokens = 0
+        """Of all batches on this process that were trained on, padding included."""
+        self.num_updates = 0
+        """Updates made."""
+        self.seconds = 0.0
+        """Time that these took."""
+        self._logged = (0, 0.0)
+        """Tokens and seconds at the last line."""
+        self._override(trainer)
+
+    def add(self, source: Source) -> None:
+        """Log more numbers.
+
+        Args:
+            source: Called at each line; gives numbers by the names that they are logged under.
+        """
+        self._sources.append(source)
+
+    def watch(self, sliver: Callable[[], Sliver]) -> None:
+        """Log what an optimizer of this library says of its updates, and the learning rate that they had.
+
+        Args:
+            sliver: Gives the optimizer in use.
+        """
+        self._sliver = sliver
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over all updates so far; None where no tokens were counted."""
+        return self._rate(self.num_tokens, self.seconds)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to time an update."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count it."""
+        self.seconds += time.perf_counter() - self._began
+        self.num_updates += 1
+
+    def _override(self, trainer: Trainer) -> None:
+        training_step, log = trainer.training_step, trainer.log
+
+        @wraps(training_step)
+        def counted_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.num_tokens += count_tokens(inputs)
+            return training_step(model, inputs, *args, **kwargs)
+
+        @wraps(log)
+        def log_more(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            log(self._completed(logs) if "loss" in logs else logs, *args, **kwargs)
+
+        trainer.training_step = counted_step  # type: ignore[method-assign]
+        trainer.log = log_more  # type: ignore[method-assign]
+
+    def _completed(self, logs: Mapping[str, float]) -> dict[str, float]:
+        """A training log with all that is known here."""
+        completed = dict(logs)
+        sliver = None if self._sliver is None else self._sliver()
+        if sliver is not None:
+            completed |= _of_sliver(sliver, logs)
+        for tier, num_bytes in self._state_bytes(sliver).items():
+            completed[f"memory/state_{tier}_bytes"] = num_bytes
+        tokens, seconds = self._logged
+        speed = self._rate(self.num_tokens - tokens, self.seconds - seconds)
+        if speed is not None:
+            completed[TOKENS_PER_SECOND] = speed
+        self._logged = (self.num_tokens, self.seconds)
+        for source in self._sources:
+            completed |= source()
+        return completed
+
+    def _rate(self, num_tokens: int, seconds: float) -> float | None:
+        return int(self._trainer.args.world_size) * num_tokens / seconds if num_tokens and seconds else None
+
+    def _state_bytes(self, sliver: Sliver | None) -> dict[MemoryTier, int]:
+        if sliver is not None:
+            return claimed_state_bytes()
+        optimizer: Any = self._trainer.optimizer
+        return plain_state_bytes(getattr(optimizer, "state", {}), self._trainer.args.device)
+
+
+def metrics_of(trainer: Trainer) -> TrainingMetrics:
+    """What completes a Trainer's log; made at the first call, the same at later ones.
+
+    Args:
+        trainer: Has not trained yet.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TrainingMetrics):
+            return callback
+    metrics = TrainingMetrics(trainer)
+    trainer.add_callback(metrics)
+    return metrics
+
+
+def count_tokens(inputs: Any) -> int:
+    """Tokens of a batch, padding included; 0 where it has no `input_ids`.
+
+    Args:
+        inputs: What the model is called with.
+    """
+    ids = inputs.get("input_ids") if isinstance(inputs, Mapping) else None
+    return ids.numel() if isinstance(ids, torch.Tensor) else 0
+
+
+def plain_state_bytes(state: Any, device: torch.device) -> dict[MemoryTier, int]:
+    """Bytes of what an optimizer keeps in its `state`, as torch's do, by tier.
+
+    Args:
+        state: The optimizer's.
+        device: Where the model computes; what lies elsewhere counts as host memory.
+    """
+    num_bytes: dict[MemoryTier, int] = {"device": 0, "host": 0, "disk": 0}
+    for tensor in _tensors(state):
+        num_bytes["device" if tensor.device.type == device.type else "host"] += _local(tensor).nbytes
+    return num_bytes
+
+
+def _tensors(state: Any) -> Iterable[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors(value)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """What this process holds of a tensor that may be in shards."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _of_sliver(sliver: Sliver, logs: Mapping[str, float]) -> dict[str, float]:
+    """Its own numbers; and the learning rate that was applied, where the schedule's is another."""
+    found = {f"{sliver.method}/{name}": value for name, value in sliver.metrics().items()}
+    applied = sliver.applied_lr
+    if applied is None or "learning_rate" not in logs:
+        return found
+    return {"learning_rate": applied, f"{sliver.method}/{SCHEDULED_LR}": logs["learning_rate"], **found}
