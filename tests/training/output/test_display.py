@@ -1,5 +1,6 @@
 import io
 import logging
+import re
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,47 @@ def test_logs_become_lines_that_are_not_cut_or_wrapped() -> None:
     display.say("x" * 200)
     display.close()
     assert out.getvalue().splitlines()[:2] == [
-        "step    4/10  loss 1.235  learning rate 1e-05  gradient norm 2",
+        "step    4/10  loss 1.235  rate 1e-05  gradient norm 2",
         "x" * 200,
+    ]
+
+
+def test_what_is_for_trackers_is_not_shown_and_speed_is() -> None:
+    display, out, state = make_display()
+    logs = {"loss": 1.0, "hift/group": 3, "memory/state_host_bytes": 5, "skipped_updates": 0, "mine": 2}
+    display.on_log(None, state, None, logs={**logs, "tokens_per_second": 12345.6})
+    assert out.getvalue() == "step    4/10  loss 1  mine 2  12,346 tokens/s\n"
+
+
+def test_the_bar_shows_loss_and_speed_and_fits_into_80_columns() -> None:
+    out = io.StringIO()
+    display = Display(Console(file=out, width=80, force_terminal=True, legacy_windows=False))
+    state: Any = SimpleNamespace(max_steps=100000, global_step=4, is_local_process_zero=True)
+    display.on_train_begin(None, state, None)  # type: ignore[arg-type]
+    display.on_log(None, state, None, logs={"loss": 1.23456, "tokens_per_second": 1234567.8})  # type: ignore[arg-type]
+    display._progress.refresh()
+    display.close()
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    bars = [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.startswith("training")]
+    assert bars[0].endswith("0:00:00 < -:--:--") and "4/100000" in bars[0]
+    assert bars[-1].endswith("loss 1.235  1,234,568 tokens/s") and "4/100000" in bars[-1]
+    assert all(len(bar) <= 80 for bar in bars)
+
+
+def test_in_a_terminal_lines_break_between_words_and_what_follows_is_set_in() -> None:
+    out = io.StringIO()
+    display = Display(Console(file=out, width=40, force_terminal=True, color_system=None))
+    display.say("  memory  100.2 MB planned at the peak (weights 11.0, gradients 0.0)")
+    display.say("step    4/10  loss 1.235  rate 1e-05  gradient norm 2")
+    display.say("note: it lies in /a/very/long/path/that/is/longer/than/any/line now")
+    assert out.getvalue().splitlines() == [
+        "  memory  100.2 MB planned at the peak",
+        "          (weights 11.0, gradients 0.0)",
+        "step    4/10  loss 1.235  rate 1e-05",
+        "    gradient norm 2",
+        "note: it lies in",
+        "    /a/very/long/path/that/is/longer/than/any/line",
+        "    now",
     ]
 
 

@@ -94,5 +94,25 @@ def test_a_line_ends_each_cycle_of_hift_also_after_a_skipped_update(
 
 def test_it_stops_after_the_cycles_asked_for_and_leaves_the_dispatcher_clean(tmp_path: Path) -> None:
     said: list[str] = []
-    counted(tmp_path, say=said.append, num_cycles=2, max_steps=6)
-    assert len(said) == 2 and _get_current_dispatch_mode() is None
+    asked: list[int] = []
+
+    class Grow(TrainerCallback):
+        """Makes each update's line another."""
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            asked.append(state.global_step)
+            claim(torch.zeros(10**6 * len(asked), dtype=torch.uint8), "state")
+
+    counted(tmp_path, Grow(), say=said.append, num_cycles=2, max_steps=6)
+    assert len(said) == 2 and len(asked) == 6 and _get_current_dispatch_mode() is None
+
+
+def test_a_cycle_like_the_last_one_has_no_line(tmp_path: Path) -> None:
+    class Borrow(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                claim(torch.zeros(50_000_000, dtype=torch.uint8), "state")
+
+    said: list[str] = []
+    counted(tmp_path, Borrow(), say=said.append, max_steps=7, optim="sgd")
+    assert [line.split("  weights")[0] for line in said] == ["step    1", "step    4", "step    5"]

@@ -137,7 +137,7 @@ def prepare_base_model(recipe: BaseRecipe, console: Console, *, bar: bool) -> Pa
         f"kept in {folder} for later runs"
     )
     with make_progress(console, enabled=bar) as progress:
-        task = progress.add_task("base model", total=recipe.num_steps)
+        task = progress.add_task("base model", total=recipe.num_steps, status="")
 
         def report(step: int, loss: float) -> None:
             progress.update(task, completed=step)

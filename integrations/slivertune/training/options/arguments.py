@@ -48,7 +48,8 @@ class RunArguments:
     memory_ledger: LedgerUse = field(
         default="every_cycle",
         metadata={
-            "help": "Count the bytes alive by kind and print a line per cycle: always, for the first two, never."
+            "help": "Count the bytes alive by kind, and print a line per cycle where they changed: always, for the "
+            "first two cycles, never."
         },
     )
     chunked_cross_entropy: bool = field(

@@ -5,6 +5,8 @@ One voice: the run's own lines, and nothing that libraries print for their own s
 
 import logging
 import os
+import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,12 +17,19 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from slivertune.interop.training_metrics import TOKENS_PER_SECOND
 
 _SUMMARIES = ("train_loss", "eval_runtime")
 """What tells the Trainer's summary of a run, and an evaluation, from an ordinary log."""
 _WIDTH_WITHOUT_TERMINAL = 120
-_NAMES = {"loss": "loss", "grad_norm": "gradient norm", "learning_rate": "learning rate"}
+_SHOWN_AS = {"grad_norm": "gradient norm", "learning_rate": "rate"}
+_NOT_SHOWN = ("epoch", "skipped_updates")
+_HEADING = re.compile(r" {2}\S+ +")
+"""What begins a line of the table that opens a run: `  model   `."""
+_INDENT = 4
 
 
 class Display(TrainerCallback):
@@ -53,7 +62,7 @@ class Display(TrainerCallback):
         """Draw the bar, after what comes before training."""
         if self.before_training is not None:
             self.before_training()
-        self._task = self._progress.add_task("training", total=state.max_steps, completed=state.global_step)
+        self._task = self._progress.add_task("training", total=state.max_steps, completed=state.global_step, status="")
         self._progress.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -65,12 +74,16 @@ class Display(TrainerCallback):
         logs: dict[str, Any] = kwargs["logs"]
         if not state.is_local_process_zero or state.max_steps == 0 or any(name in logs for name in _SUMMARIES):
             return
+        # What has a slash is for trackers.
         parts = [
-            f"{_NAMES.get(name, name)} {f'{value:.4g}' if isinstance(value, float) else value}"
+            _describe(name, value)
             for name, value in logs.items()
-            if name != "epoch" and not name.startswith("train_")
+            if name not in _NOT_SHOWN and "/" not in name and not name.startswith("train_")
         ]
         self.say(f"step {state.global_step:>4}/{state.max_steps}  {'  '.join(parts)}")
+        if self._task is not None:
+            known = (_describe(name, logs[name]) for name in ("loss", TOKENS_PER_SECOND) if name in logs)
+            self._progress.update(self._task, status="  ".join(known))
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the evaluation's bar away, and print its figures if it is one of those in mid-run."""
@@ -89,7 +102,7 @@ class Display(TrainerCallback):
         if self._evaluation is None:
             loader: Any = kwargs.get("eval_dataloader")
             total = len(loader) if hasattr(loader, "__len__") else None
-            self._evaluation = self._progress.add_task("evaluating", total=total)
+            self._evaluation = self._progress.add_task("evaluating", total=total, status="")
         self._progress.advance(self._evaluation)
 
     def on_train_end(
@@ -100,18 +113,27 @@ class Display(TrainerCallback):
 
 
 def make_progress(console: Console, *, enabled: bool = True) -> Progress:
-    """A progress bar with counts and times."""
+    """A progress bar with counts and times, and what a task's field `status` says; as wide as the console."""
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("<"),
         TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+        expand=True,
         console=console,
         transient=True,
         disable=not (enabled and console.is_terminal),
     )
+
+
+def _describe(name: str, value: Any) -> str:
+    """A number of the log as people read it."""
+    if name == TOKENS_PER_SECOND:
+        return f"{value:,.0f} tokens/s"
+    return f"{_SHOWN_AS.get(name, name)} {f'{value:.4g}' if isinstance(value, float) else value}"
 
 
 def describe_metrics(metrics: dict[str, float]) -> str:
@@ -175,4 +197,20 @@ class _ConsoleHandler(logging.Handler):
 
 
 def _print(console: Console, line: str) -> None:
+    """Print a line; a terminal would cut one that is too long wherever its edge is, a file keeps it whole."""
+    if console.is_terminal:
+        line = "\n".join(wrapped(each, console.width) for each in line.split("\n"))
     console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def wrapped(line: str, width: int) -> str:
+    """A line broken between words, later parts set under the first words; what is longer than a line stays whole.
+
+    Args:
+        line: Without line breaks.
+        width: Columns of the terminal.
+    """
+    heading = _HEADING.match(line)
+    indent = _INDENT if heading is None else heading.end()
+    parts = textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(parts)

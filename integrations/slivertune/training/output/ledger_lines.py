@@ -1,4 +1,4 @@
-"""One line of the memory ledger a cycle, from a census taken during updates alone."""
+"""What the memory ledger says of each cycle that differs from the last, from a census taken during updates alone."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,10 +15,11 @@ Cycle = Callable[[TrainerState], tuple[int, str]]
 
 
 class LedgerLines(TrainerCallback):
-    """Counts the bytes alive during updates and says, once a cycle, where they were at the cycle's peak.
+    """Counts the bytes alive during updates and says, at a cycle's end, where they were at its peak.
 
     Evaluation, generation and saving are not counted: the ledger is entered when an update begins and left when it
-    ends. A line shows each kind's own highest value; these need not have occurred at one moment.
+    ends. A line shows each kind's own highest value; these need not have occurred at one moment. A cycle that would
+    have the line of the last one has none.
 
     Args:
         model: The model that is trained.
@@ -45,6 +46,7 @@ class LedgerLines(TrainerCallback):
         self._num_done = 0
         self._is_counting = False
         self._num_claimed = 0
+        self._said = ""
         self.peak: Census | None = None
         """The census at the moment of the largest total on the device, over all updates counted."""
         self.highest: Census | None = None
@@ -92,7 +94,9 @@ class LedgerLines(TrainerCallback):
         if num_done == self._num_done:
             return
         self._num_done = num_done
-        self._say(f"{name}  {highest.line()}")
+        if highest.line() != self._said:
+            self._said = highest.line()
+            self._say(f"{name}  {self._said}")
         self._ledger.reset_peak()
         if self._remaining is not None:
             self._remaining -= 1

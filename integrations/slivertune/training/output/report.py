@@ -148,7 +148,7 @@ def print_results(results: Results, console: Console, results_path: Path) -> Non
     console.print(
         f"\n{results.method}: {results.num_steps} updates of {results.model} on {results.dataset}",
         markup=False,
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
     console.print(table)
     console.print(_figures(results, results_path))
@@ -218,7 +218,7 @@ def _print_sample(sample: Sample, console: Console) -> None:
     for name, text in parts.items():
         if text is not None:
             console.print(f"[{name}]", style="bold", markup=False, highlight=False)
-            console.print(Text(text.strip("\n")), soft_wrap=True)
+            console.print(Text(text.strip("\n")), soft_wrap=not console.is_terminal)
 
 
 def describe(run: Run) -> None:
