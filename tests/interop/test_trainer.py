@@ -179,9 +179,9 @@ IN_BACKWARD = "leaves no gradients to clip or unscale; set max_grad_norm=0"
     [
         ({"optim": "lomo"}, HiFTConfig(), "--optim lomo can't be HiFT's base optimizer: it updates weights inside"),
         (
-            {"load_best_model_at_end": True},
+            {"load_best_model_at_end": True, "save_only_model": True},
             sft_config(),
-            "load_best_model_at_end does not go with SFT",
+            "load_best_model_at_end does not go with save_only_model where SFT trains",
         ),
         ({}, HiFTConfig(gradients="stepped"), IN_BACKWARD),
         ({"max_grad_norm": 0.0, "fp16": True}, HiFTConfig(gradients="stepped"), IN_BACKWARD),

@@ -27,12 +27,14 @@ from tests.interop.trainer_runs import (
     ZERO,
     Steps,
     Weights,
+    assert_ended_with_the_best,
     assert_near,
     counted,
     recorded_draws,
     states,
     steps_of,
     train,
+    train_to_the_best,
     with_draws,
 )
 
@@ -85,6 +87,10 @@ def on_a_layout(output: Path, layout: str) -> dict[str, Any]:
         weights_of(output / "sft", layout, SFT, **SAVING)
         found["sft again"] = weights_of(output / "sft", layout, SFT, resume=True)
         found["sft whole"] = weights_of(output / "sft whole", layout, SFT)
+        with states(layout):
+            best = train_to_the_best(output / "sft best", BATCH, layout)
+            best.pop("trainer").accelerator.free_memory()
+        found["sft best"] = best
     if layout in TAKEN_UP:
         found |= {name: train_on_tokens(output / name, layout, name) for name in TOKEN_CASES}
     return found
@@ -182,6 +188,12 @@ def test_sft_makes_the_updates_of_one_process_and_resumes(
         (whole,), (again,) = rank[layout]["sft whole"], rank[layout]["sft again"]
         assert_near(whole, *sft_alone)
         assert differing(whole, again) == []
+
+
+@pytest.mark.parametrize("layout", SFT_LAYOUTS)
+def test_sft_ends_with_the_best_models_deltas(layout: str, ranks: Ranks) -> None:
+    for rank in ranks:
+        assert_ended_with_the_best(rank[layout]["sft best"])
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,12 @@ from tests.interop.trainer_runs import (
     STOP,
     UPDATES,
     Weights,
+    assert_ended_with_the_best,
     counted,
     recorded_draws,
     run,
     steps_of,
+    train_to_the_best,
     with_draws,
 )
 
@@ -67,16 +69,19 @@ def on_a_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
             "weights": weights,
             "logs": trainer.state.log_history[:-1],
             "selections": selections,
-            "deltas": deltas_of(attachment) if "sft" in name else {},
+            "deltas": places_of(attachment) if "sft" in name else {},
         }
         attachment.detach()
+    best = train_to_the_best(Path(folder) / "best", BATCH, None)
+    best.pop("trainer")
+    found["best"] = best
     found["resumed"] = {name: resumed(Path(folder) / f"resumed {name}", CASES[name]) for name in RESUMED}
     _, found["from one process"], attachment = run(Path(folder) / "alone", BATCH, resume=True, **CASES["hift"])
     attachment.detach()
     return found
 
 
-def deltas_of(attachment: Any) -> Weights:
+def places_of(attachment: Any) -> Weights:
     """Where SFT's deltas are."""
     return {key: each.indices for key, each in attachment.optimizer.deltas().items()}
 
@@ -126,10 +131,15 @@ def test_two_ranks_make_the_updates_of_one_process_on_the_whole_batch(
         tiers = [f"memory/state_{tier}_bytes" for tier in ("host", "disk")]
         assert all([log[tier] for log in ours["logs"]] == [log[tier] for log in expected_logs] for tier in tiers)
         if "sft" in name:
-            assert differing(ours["deltas"], deltas_of(attachment)) == []
+            assert differing(ours["deltas"], places_of(attachment)) == []
     if "sft" not in name:
         start = dict(tiny_llama().named_parameters())
         assert len(differing(weights[-1], start)) == len(start), "every layer had its turn"
+
+
+def test_sft_ends_with_the_best_models_deltas(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert_ended_with_the_best(rank["best"])
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,6 +18,7 @@ import slivertune
 from slivertune import HiFTConfig, SFTConfig
 from slivertune.tokentune import hook
 from tests.helpers.accelerator import forgotten
+from tests.helpers.models import differing
 from tests.helpers.tolerance import assert_step_close
 from tests.training.test_callbacks import StopAfter, make_trainer
 
@@ -122,6 +123,7 @@ def run(
     resume: Any = None,
     stop: int = 10**6,
     whole_labels: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
     **options: Any,
 ) -> tuple[Trainer, Steps, Any]:
     """Train by what is attached, or as the Trainer does by itself; the weights after each update, the attachment."""
@@ -132,6 +134,7 @@ def run(
         output,
         record,
         StopAfter(stop),
+        *callbacks,
         data=data,
         per_device_train_batch_size=batch,
         train_sampling_strategy="sequential",
@@ -151,9 +154,64 @@ def train(output: Path, batch: int, layout: str | None, *settings: Any, **option
     if attachment is None or not isinstance(attachment.optimizer, slivertune.SFT):
         return trainer, weights
     # Sharded weights stay as they were pretrained, so it is the deltas that tell.
-    deltas = attachment.optimizer.deltas().items()
-    found = {f"{name} at": each.indices for name, each in deltas} | {name: each.values for name, each in deltas}
-    return trainer, [{name: value.clone() for name, value in found.items()}]
+    return trainer, [deltas_of(attachment.optimizer)]
+
+
+BEST: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 4,
+    # The loss falls, and greater counts as better, so the first evaluation is the best.
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+}
+BEST_STEP = 4
+
+
+class RecordDeltas(TrainerCallback):
+    """Remembers SFT's deltas and their places when a checkpoint is saved."""
+
+    def __init__(self) -> None:
+        self.optimizer: Any = None
+        self.saved: list[Weights] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved.append(deltas_of(self.optimizer))
+
+
+def deltas_of(optimizer: Any) -> Weights:
+    """SFT's deltas and where they are, copied."""
+    deltas = optimizer.deltas().items()
+    return {f"{name} at": each.indices for name, each in deltas} | {name: each.values for name, each in deltas}
+
+
+def train_to_the_best(output: Path, batch: int, layout: str | None, **options: Any) -> dict[str, Any]:
+    """A run of SFT that ends with the model of its first checkpoint, and is evaluated again."""
+    record = RecordDeltas()
+    options = {"max_steps": UPDATES, **BEST, **layout_arguments(layout), **options}
+    trainer = make_trainer(output, record, data=rows(whole_labels=False), per_device_train_batch_size=batch, **options)
+    if layout == "fsdp2":
+        force_fsdp2(trainer)
+    record.optimizer = slivertune.attach(trainer, SFT).optimizer
+    trainer.train()
+    return {
+        "saved": record.saved,
+        "end": deltas_of(record.optimizer),
+        "updates": record.optimizer.updates,
+        "best": (Path(str(trainer.state.best_model_checkpoint)).name, trainer.state.best_metric),
+        "loss": trainer.evaluate()["eval_loss"],
+        "trainer": trainer,
+    }
+
+
+def assert_ended_with_the_best(found: dict[str, Any]) -> None:
+    """It holds the deltas of the first checkpoint, to the bit, and computes with them."""
+    assert len(found["saved"]) == UPDATES // BEST_STEP and differing(found["saved"][0], found["saved"][-1]) != []
+    assert differing(found["end"], found["saved"][0]) == []
+    assert found["best"] == (f"checkpoint-{BEST_STEP}", found["loss"])
+    assert found["updates"] == BEST_STEP
 
 
 @contextmanager

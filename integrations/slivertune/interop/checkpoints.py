@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from slivertune.core import atomic
 from slivertune.core.manifest import MANIFEST_NAME
 from slivertune.core.saved_state import load_dictionary
+from slivertune.core.sliver import Sliver
 from slivertune.core.transformers_internals import reading_by, wrap_epoch
 from slivertune.parallel.checkpoint.manifests import check_together, write_together
 from slivertune.parallel.checkpoint.sharded_weights import check_form, holds_sharded_weights, load_sharded_weights
@@ -162,6 +163,23 @@ def holds_state(checkpoint: Path) -> bool:
     return any(next(checkpoint.glob(pattern), None) is not None for pattern in _STATE_PATTERNS)
 
 
+def load_state(optimizer: Sliver, checkpoint: Path) -> None:
+    """Load an optimizer's state from a checkpoint whose model the Trainer has just loaded; DeepSpeed has done both.
+
+    Args:
+        optimizer: HiFT or SFT.
+        checkpoint: Of this training.
+
+    Raises:
+        ValueError: If the state is missing, damaged, or of another run.
+    """
+    folder, file = checkpoint / optimizer.method, checkpoint / "optimizer.pt"
+    if folder.is_dir():
+        read_state(optimizer, folder)
+    elif next(checkpoint.glob("global_step*"), None) is None:
+        optimizer.load_state_dict(load_dictionary(file))
+
+
 class KeepState(TrainerCallback):
     """Writes the state of HiFT or SFT into every checkpoint that needs a sidecar, and refuses weights without it.
 
@@ -205,9 +223,11 @@ class KeepState(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Apply what is left of the last update, and compare the ranks. A collective."""
+        """Apply what is left of the last update, complete the best model, and compare the ranks. A collective."""
         if self._attachment.optimizer is not None:
             self._attachment.optimizer.flush()
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._attachment.load_best(Path(state.best_model_checkpoint))
         compare_now(self._attachment.trainer.accelerator)
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 from slivertune.core.sliver import Sliver
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.hift.unsupported_optimizers import refuse_name
+from slivertune.interop.checkpoints import load_state
 from slivertune.sft import SFT, SFTConfig
 
 
@@ -26,18 +28,18 @@ def check_base_optimizer(training: TrainingArguments) -> None:
 
 
 def check_best_model(training: TrainingArguments) -> None:
-    """Refuse, for SFT, to bring back the best weights at the end, which are nothing without their deltas.
+    """Refuse, for SFT, to bring back a best model whose checkpoint has no deltas.
 
     Args:
-        training: Says whether the best model is loaded at the end.
+        training: Says whether the best model is loaded at the end, and what checkpoints hold.
 
     Raises:
-        ValueError: If it is.
+        ValueError: If it is, and they hold the model alone.
     """
-    if training.load_best_model_at_end:
+    if training.load_best_model_at_end and training.save_only_model:
         raise ValueError(
-            "load_best_model_at_end does not go with SFT: the Trainer would bring back the best weights without the "
-            "deltas that belong to them; leave it out"
+            "load_best_model_at_end does not go with save_only_model where SFT trains: the best checkpoint would have "
+            "weights without the deltas that belong to them; leave out one of the two"
         )
 
 
@@ -92,6 +94,14 @@ class TrainerMethod:
     def end(self, optimizer: Any) -> None:
         """Leave the model as any other after a training, also one that failed."""
 
+    def load_best(self, optimizer: Any, checkpoint: Path) -> None:
+        """Bring back what belongs to the best model's weights, which the Trainer has just loaded. A collective.
+
+        Args:
+            optimizer: The one in use.
+            checkpoint: Of the best model.
+        """
+
 
 class TrainerHiFT(TrainerMethod):
     """HiFT around the Trainer's own optimizer; nothing is frozen between trainings."""
@@ -130,7 +140,7 @@ class TrainerSFT(TrainerMethod):
     name = "SFT"
 
     def check(self, config: SFTConfig, training: TrainingArguments) -> None:
-        """Refuse to bring back the best weights, which are nothing without their deltas."""
+        """Refuse to bring back the best weights where their deltas are not saved."""
         check_best_model(training)
 
     def check_loss_weights(self, config: SFTConfig, names: Sequence[str]) -> None:
@@ -157,6 +167,10 @@ class TrainerSFT(TrainerMethod):
             momentum=momentum,
             **(adam if config.selection == "accumulated_gradient" else {}),
         )
+
+    def load_best(self, optimizer: SFT, checkpoint: Path) -> None:
+        """Hold the best model's deltas: without them its weights would count as pretrained ones."""
+        load_state(optimizer, checkpoint)
 
 
 _methods: dict[type, TrainerMethod] = {HiFTConfig: TrainerHiFT(), SFTConfig: TrainerSFT()}

@@ -148,6 +148,15 @@ class Attachment:
         self._model = model
         return self.optimizer
 
+    def load_best(self, checkpoint: Path) -> None:
+        """Bring back what belongs to the best model's weights, which the Trainer has just loaded. A collective.
+
+        Args:
+            checkpoint: Of the best model.
+        """
+        if self._method is not None and self.optimizer is not None:
+            self._method.load_best(self.optimizer, checkpoint)
+
     def _make_base(self) -> Any:
         """The optimizer that the Trainer would make by itself: its class, its rule of what decays, its exceptions."""
         trainer = self.trainer

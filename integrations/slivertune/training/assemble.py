@@ -16,6 +16,7 @@ from slivertune.interop.training_metrics import TrainingMetrics, metrics_of
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
 from slivertune.training.data.splits import load_datasets
+from slivertune.training.early_stopping import EarlyStopping
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
 from slivertune.training.embedded.corpus import reference_splits
 from slivertune.training.loss import attach_loss
@@ -158,6 +159,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         callbacks=[guard, display],
     )
     guard.watch(trainer)
+    if arguments.run.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStopping(arguments.run.early_stopping_patience, display.say))
     metrics = metrics_of(trainer)
     metrics.add(lambda: {"skipped_updates": guard.num_skipped})
     layout = settle_layout(trainer)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from slivertune.core import atomic
 from slivertune.training.assemble import Run
+from slivertune.training.early_stopping import check_best_metric
 from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments
 from slivertune.training.options.settings_file import write_settings
@@ -159,6 +160,7 @@ def _execute(run: Run, console: Console) -> Results:
         model_folder=saved.model_folder,
         delta_folder=saved.delta_folder,
         merge_command=saved.merge_command,
+        best_checkpoint=_best_checkpoint(run),
         checkpoint=newest_whole(output_folder, read_files=False)[0] if run.coordinator.is_first else None,
         sample=sample,
         command=run.arguments.command,
@@ -166,6 +168,12 @@ def _execute(run: Run, console: Console) -> Results:
     if run.coordinator.is_first:
         print_results(results, console, write_results(results, output_folder))
     return results
+
+
+def _best_checkpoint(run: Run) -> Path | None:
+    """Whose model the run ended with, where that was asked for; None where it is the last one."""
+    best = run.trainer.state.best_model_checkpoint
+    return None if best is None or not run.arguments.training.load_best_model_at_end else Path(best)
 
 
 def _evaluate_before(run: Run) -> None:
@@ -177,6 +185,7 @@ def _evaluate_before(run: Run) -> None:
 
 def _evaluate(run: Run) -> dict[str, float]:
     metrics = run.trainer.evaluate()
+    check_best_metric(run.arguments.training, metrics)
     return {name: float(metrics[name]) for name in ("eval_loss", "eval_accuracy") if name in metrics}
 
 

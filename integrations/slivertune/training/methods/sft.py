@@ -176,7 +176,7 @@ class SFTMethod(SliverMethod):
         return defaults
 
     def check(self, given: frozenset[str], training: TrainingArguments) -> None:
-        """Refuse to bring back the best weights, which are nothing without their deltas, and what would be ignored."""
+        """Refuse to bring back the best weights where their deltas are not saved, and what would be ignored."""
         check_best_model(training)
         is_by_momentum = self.options.selection == "momentum"
         for is_unread, names, reason in (

@@ -72,6 +72,13 @@ class RunArguments:
         default=10,
         metadata={"help": "Stop after this many updates in a row with a loss or gradient that is not finite."},
     )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Stop after this many evaluations in a row that are no better than the best. Needs "
+            "--eval_strategy, and --load_best_model_at_end or --metric_for_best_model."
+        },
+    )
     sample_tokens: int = field(
         default=160, metadata={"help": "Tokens of the samples written before and after; 0 writes none."}
     )
@@ -82,6 +89,11 @@ class RunArguments:
     def __post_init__(self) -> None:
         if self.non_finite_limit < 1:
             raise ValueError(f"non_finite_limit={self.non_finite_limit} must be at least 1")
+        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
+            raise ValueError(
+                f"early_stopping_patience={self.early_stopping_patience} must be at least 1; leave it out to train to "
+                "the end"
+            )
         if self.sample_tokens < 0:
             raise ValueError(f"sample_tokens={self.sample_tokens} must be at least 0, which writes no samples")
         if self.num_kept is not None and self.num_kept != "auto":

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from slivertune.core.activation_room import check_can_measure
 from slivertune.core.kept_activations import without_checkpointing
+from slivertune.training.early_stopping import check_early_stopping
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
 from slivertune.training.models import Precision, choose_precision
@@ -111,6 +112,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     method.check(given, training)
     _check_task(data, tokens, training)
     _check_kept(run, training)
+    check_early_stopping(run.early_stopping_patience, training)
     return TrainArguments(
         method=method,
         run=run,

@@ -98,6 +98,8 @@ class Results(Saved):
     """What the planned time leaves out, or why there is none."""
     tokens_per_second: float | None = None
     """Trained on in updates, padding included, by all processes; None where they were not counted."""
+    best_checkpoint: Path | None = None
+    """Whose model the run ended with, under `--load_best_model_at_end`; None where it is the last one."""
     checkpoint: Path | None
     sample: Sample | None
     command: tuple[str, ...] = ()
@@ -111,7 +113,7 @@ class Results(Saved):
         if self.planned_update is not None:
             values["planned_update"]["tokens_per_second"] = self.planned_update.tokens_per_second
         del values["peak"]
-        for name in ("model_folder", "delta_folder", "checkpoint"):
+        for name in ("model_folder", "delta_folder", "best_checkpoint", "checkpoint"):
             values[name] = None if values[name] is None else str(values[name])
         return values
 
@@ -171,6 +173,7 @@ def _figures(results: Results, results_path: Path) -> Table:
         ("model", results.model_folder),
         ("deltas", results.delta_folder),
         ("model", merge_command and f"not saved, as {reason}{shlex.join(merge_command)}"),
+        ("ends with", results.best_checkpoint and f"the model of {results.best_checkpoint}, the best evaluated"),
         ("last checkpoint", results.checkpoint),
         ("figures", results_path),
     )
