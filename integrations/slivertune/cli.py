@@ -64,6 +64,11 @@ def _act(options: argparse.Namespace, arguments: list[str]) -> None:
         from slivertune.planning.command import run_plan
 
         run_plan(arguments)
+    elif options.command == "report":
+        _quiet_bitsandbytes()
+        from slivertune.training.run_report.command import run_report
+
+        print(run_report(Path(options.folder), None if options.output is None else Path(options.output)))
     elif options.command == "merge":
         _quiet_bitsandbytes()
         from slivertune.deltas.merge_command import run_merge
@@ -118,6 +123,14 @@ def _make_parser() -> _CommandParser:
         help=f"{presets}, whose ending may be left out; or by its whole name {examples}",
     )
     _add_merge_commands(commands)
+    report = commands.add_parser(
+        "report",
+        help="draw a run: loss, rate, groups, gradient norm, speed, memory",
+        description="Draw the log of a run, ended or not, from its folder: of slivertune train, or of any Trainer.",
+        allow_abbrev=False,
+    )
+    report.add_argument("folder", metavar="RUN", help="the run's folder, such as runs/hift")
+    report.add_argument("--output", metavar="PNG", help="file to write; report.png in the run's folder by default")
     return parser
 
 
@@ -207,7 +220,7 @@ def _train(argv: list[str], *, debug: bool) -> int:
 
 
 def _quiet_bitsandbytes() -> None:
-    """Transformers pull it in through peft, and it warns of a 4-bit kernel that nothing here calls."""
+    """Transformers pulls it in through peft, and then it warns of a 4-bit kernel that nothing here calls."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 

@@ -126,15 +126,20 @@ def test_two_ranks_make_the_updates_of_one_process_on_the_whole_batch(
         assert len(ours["weights"]) == len(weights) == case.get("max_steps", UPDATES)
         # Sums over the ranks are rounded in another order than sums over one batch.
         assert_step_close(steps_of(ours["weights"], ours["logs"]), expected, exact, cap=CAP)
-        expected_logs = trainer.state.log_history[:-1]
-        assert counted(ours["logs"]) == counted(expected_logs)
-        tiers = [f"memory/state_{tier}_bytes" for tier in ("host", "disk")]
-        assert all([log[tier] for log in ours["logs"]] == [log[tier] for log in expected_logs] for tier in tiers)
+        assert counted(ours["logs"]) == counted(trainer.state.log_history[:-1])
         if "sft" in name:
             assert differing(ours["deltas"], places_of(attachment)) == []
     if "sft" not in name:
         start = dict(tiny_llama().named_parameters())
         assert len(differing(weights[-1], start)) == len(start), "every layer had its turn"
+
+
+def test_each_rank_logs_the_bytes_of_its_whole_state(ranks: list[dict[str, Any]]) -> None:
+    num_weights = sum(weight.numel() for weight in ranks[0]["hift"]["weights"][-1].values())
+    for rank in ranks:
+        # Of the first run of the process, as what older runs have left counts too: Adam's moments, small ones padded.
+        last = rank["hift"]["logs"][-1]
+        assert 8 * num_weights <= last["memory/state_host_bytes"] <= 1.25 * 8 * num_weights
 
 
 def test_sft_ends_with_the_best_models_deltas(ranks: list[dict[str, Any]]) -> None:

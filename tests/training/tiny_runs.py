@@ -96,6 +96,7 @@ def train_arguments(base: Path, data: Path, output: Path, *more: str, method: st
         *("--per_device_eval_batch_size", "4"),
         *("--learning_rate", "1e-2"),
         *("--sample_tokens", "4"),
+        *("--report", "false"),
         *more,
     ]
 

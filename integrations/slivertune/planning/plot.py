@@ -30,14 +30,17 @@ _LINE_CHARACTERS = 88
 _DOTS_PER_INCH = 150
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(asked: str = "--plot") -> None:
     """Say how to install what draws, before anything is planned.
+
+    Args:
+        asked: What needs it.
 
     Raises:
         ImportError: If matplotlib is not installed, naming the extra.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib, which is not installed; pip install 'slivertune[plot]'")
+        raise ImportError(f"{asked} needs matplotlib, which is not installed; pip install 'slivertune[plot]'")
 
 
 def draw(answer: Answer | SweepAnswer, path: Path) -> None:

@@ -21,6 +21,8 @@ from slivertune.training.output.largest_batch import LargestBatch
 from slivertune.training.output.plan_line import DevicePeak, batch_of, plan_run
 from slivertune.training.output.report import Results, Sample, describe, print_results, write_results
 from slivertune.training.output.time_line import plan_time_beside
+from slivertune.training.run_report.command import draw_at_the_end
+from slivertune.training.run_report.run_log import write_run_log
 
 _SET_BY_LAUNCHERS = ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION")
 """Environment variables of processes that torchrun, deepspeed and accelerate launch start."""
@@ -125,6 +127,8 @@ def _execute(run: Run, console: Console) -> Results:
             # Only training prepares a model for its layout; and evaluated before, it would not be wrapped any more.
             run.display.before_training = lambda: _evaluate_before(run)
         output = run.trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    if run.coordinator.is_first:
+        write_run_log(run.trainer.state, output_folder)
     after = _evaluate(run)
     saved = run.method.save(run.trainer, output_folder, base_name=run.source.name_or_path, coordinator=run.coordinator)
     sample, probe = None, run.probe
@@ -152,6 +156,8 @@ def _execute(run: Run, console: Console) -> Results:
         planned_peak_bytes=None if plan is None else plan.peak_bytes,
         # On CUDA what the allocator had, elsewhere what the ledger counted.
         measured_peak_bytes=device_peak.num_bytes or (None if peak is None else peak.device),
+        planned_host_bytes=None if plan is None else plan.host_bytes,
+        planned_disk_bytes=None if plan is None else plan.disk_bytes,
         planned_batch=None if plan is None else batch_of(plan.request),
         largest_batch=largest_batch.size,
         planned_update=time_line.plan,
@@ -166,7 +172,9 @@ def _execute(run: Run, console: Console) -> Results:
         command=run.arguments.command,
     )
     if run.coordinator.is_first:
-        print_results(results, console, write_results(results, output_folder))
+        results_path = write_results(results, output_folder)
+        picture = draw_at_the_end(output_folder, run.display.say) if run.arguments.run.report else None
+        print_results(results, console, results_path, picture)
     return results
 
 

@@ -79,6 +79,13 @@ class RunArguments:
             "--eval_strategy, and --load_best_model_at_end or --metric_for_best_model."
         },
     )
+    report: bool = field(
+        default=True,
+        metadata={
+            "help": "At the end, draw the run's log into report.png in --output_dir, as slivertune report does; needs "
+            "the extra plot."
+        },
+    )
     sample_tokens: int = field(
         default=160, metadata={"help": "Tokens of the samples written before and after; 0 writes none."}
     )

@@ -88,6 +88,10 @@ class Results(Saved):
     """The planned peak on the device."""
     measured_peak_bytes: int | None
     """The measured one to hold against it."""
+    planned_host_bytes: int | None = None
+    """What was planned to wait in host memory."""
+    planned_disk_bytes: int | None = None
+    """What was planned to wait in files."""
     planned_batch: BatchSize | None = None
     """What the planned peak is for."""
     largest_batch: BatchSize | None = None
@@ -133,13 +137,14 @@ def write_results(results: Results, output_folder: Path) -> Path:
     return path
 
 
-def print_results(results: Results, console: Console, results_path: Path) -> None:
+def print_results(results: Results, console: Console, results_path: Path, picture: Path | None = None) -> None:
     """Print the table and the sample.
 
     Args:
         results: The figures.
         console: Where to.
         results_path: Where the same figures lie.
+        picture: Of the run's log, if it was drawn.
     """
     table = Table("", Column("before", justify="right"), Column("after", justify="right"))
     table.add_row("evaluation loss", f"{results.before['eval_loss']:.4f}", f"{results.after['eval_loss']:.4f}")
@@ -153,12 +158,12 @@ def print_results(results: Results, console: Console, results_path: Path) -> Non
         soft_wrap=not console.is_terminal,
     )
     console.print(table)
-    console.print(_figures(results, results_path))
+    console.print(_figures(results, results_path, picture))
     if results.sample is not None:
         _print_sample(results.sample, console)
 
 
-def _figures(results: Results, results_path: Path) -> Table:
+def _figures(results: Results, results_path: Path, picture: Path | None) -> Table:
     highest, merge_command = results.highest, results.merge_command
     sizes = {} if highest is None else {title: getattr(highest, name) for name, title in _PEAK_ROWS.items()}
     reason = "sharded weights don't hold the deltas; it comes by: "
@@ -176,6 +181,7 @@ def _figures(results: Results, results_path: Path) -> Table:
         ("ends with", results.best_checkpoint and f"the model of {results.best_checkpoint}, the best evaluated"),
         ("last checkpoint", results.checkpoint),
         ("figures", results_path),
+        ("picture", picture),
     )
     grid = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for name, value in rows:

@@ -1,0 +1,1 @@
+"""A run as a picture, drawn from its log."""

@@ -1,0 +1,50 @@
+"""`slivertune report`: draws a run's log, at its end or again later."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from slivertune.planning.plot import require_matplotlib, save
+from slivertune.training.run_report.figure import run_figure
+from slivertune.training.run_report.run_log import read_run_log
+
+REPORT_NAME = "report.png"
+"""The picture in a run's folder."""
+
+
+def run_report(folder: Path, output: Path | None = None) -> Path:
+    """Draw a run.
+
+    Args:
+        folder: The run's.
+        output: The PNG to write; `report.png` in the folder by default. An older one is replaced.
+
+    Returns:
+        The file.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+        FileNotFoundError: If there is no such folder.
+        ValueError: If it has no log, or a damaged one.
+        OSError: If the file can't be written.
+    """
+    require_matplotlib("a picture of the run")
+    path = output or folder / REPORT_NAME
+    save(run_figure(read_run_log(folder)), path)
+    return path
+
+
+def draw_at_the_end(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """Draw a run that has just ended. No failure of a picture breaks a run.
+
+    Args:
+        folder: The run's.
+        say: Told why there is none.
+
+    Returns:
+        The file; None where there is none.
+    """
+    try:
+        return run_report(folder)
+    except Exception as error:
+        say(f"note: no {REPORT_NAME}: {' '.join(str(error).split()) or type(error).__name__}")
+        return None

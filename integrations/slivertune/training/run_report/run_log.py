@@ -1,0 +1,128 @@
+"""What a run's folder tells of the run: the Trainer's log, and the figures at its end."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from slivertune.core import atomic
+from slivertune.training.output.folders import checkpoint_folders, checkpoint_step, read_results
+
+Points = tuple[list[float], list[float]]
+"""Steps, and values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLog:
+    """The log of one run, from its beginning to where it is now, also where it was interrupted and resumed."""
+
+    folder: Path
+    """The run's."""
+    source: Path
+    """The file that the log was read from."""
+    entries: list[dict[str, Any]]
+    """The Trainer's `log_history`; each has a `step`."""
+    results: dict[str, Any]
+    """What is in `results.json`; empty where the run has not ended."""
+
+    def series(self, name: str) -> Points:
+        """All values that were logged under a name.
+
+        Args:
+            name: As in the log.
+
+        Returns:
+            Steps, and values; those that are not finite are left out.
+        """
+        points = [
+            (float(entry["step"]), float(entry[name]))
+            for entry in self.entries
+            if _is_number(entry.get(name)) and math.isfinite(entry[name])
+        ]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def evaluations(self, name: str) -> Points:
+        """An evaluation's metric: before the training, in its course, and at the end.
+
+        Args:
+            name: As `eval_loss`.
+        """
+        steps, values = self.series(name)
+        known = dict(zip(steps, values, strict=True))
+        before, after = (self.results.get(moment, {}).get(name) for moment in ("before", "after"))
+        if _is_number(before):
+            known.setdefault(0.0, float(before))
+        if _is_number(after):
+            best = self.results.get("best_checkpoint")
+            end = self.results["num_steps"] if best is None else checkpoint_step(Path(best))
+            known.setdefault(float(end), float(after))
+        return sorted(known), [known[step] for step in sorted(known)]
+
+
+def read_run_log(folder: Path) -> RunLog:
+    """Read a run's log: the one that it ended with, or that of its newest checkpoint where that is newer.
+
+    Args:
+        folder: The run's: `--output_dir` of `slivertune train`, or of any Trainer.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+        ValueError: If it has no log, or one that is damaged or empty.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; name that of a run, such as runs/hift")
+    sources = [path / TRAINER_STATE_NAME for path in (*checkpoint_folders(folder), folder)]
+    found = [(_read_state(path), path) for path in sources if path.is_file()]
+    if not found:
+        raise ValueError(
+            f"{folder} has no log: neither a {TRAINER_STATE_NAME} nor a checkpoint with one; a run writes it with its "
+            "first checkpoint and when it ends"
+        )
+    state, source = max(found, key=lambda pair: pair[0]["global_step"])
+    entries = [entry for entry in state["log_history"] if _is_number(entry.get("step"))]
+    if not any("loss" in entry for entry in entries):
+        raise ValueError(f"{source} has no line with a loss: the run was over before --logging_steps updates")
+    results = read_results(folder) or {}
+    if results and results["num_steps"] < state["global_step"]:
+        results = {}  # the run was resumed since
+    return RunLog(folder=folder, source=source, entries=entries, results=results)
+
+
+def write_run_log(state: TrainerState, folder: Path) -> Path:
+    """Write a run's log where `read_run_log` finds it; an older one is whole until then.
+
+    Args:
+        state: The Trainer's.
+        folder: The run's.
+
+    Returns:
+        The file.
+    """
+    path = folder / TRAINER_STATE_NAME
+    with atomic.atomic_file(path) as temporary:
+        state.save_to_json(str(temporary))
+    return path
+
+
+def _read_state(path: Path) -> Mapping[str, Any]:
+    try:
+        state: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} can't be read ({error}); move it away to go on") from error
+    history = state.get("log_history") if isinstance(state, dict) else None
+    is_history = isinstance(history, list) and all(isinstance(entry, dict) for entry in history)
+    if not is_history or type(state.get("global_step")) is not int:
+        raise ValueError(
+            f"{path} can't be read: a Trainer's state has a number as its global_step and a list of dictionaries as "
+            "its log_history; move it away to go on"
+        )
+    return dict(state)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
