@@ -51,7 +51,8 @@ def test_a_run_lowers_the_loss_leaves_a_loadable_model_and_a_whole_checkpoint_an
     for part in ("evaluation before", "evaluation loss", "updates a second", results["checkpoint"], "[prompt]"):
         assert part in out
     lines = [line for line in out.splitlines() if "state on the host" in line and "weights" in line]
-    assert len(lines) == 3, "a line for every eight updates, which are two cycles of four"
+    # Of three, for eight updates each: HiFT measures in the first, and what is like the one before is not said again.
+    assert len(lines) == (2 if method == "hift" else 1)
     assert set(results["highest_bytes"]) == KINDS
     sizes = [tensor.nbytes for tensor in saved_weights(tiny_base).values()]
     weights, most = sum(sizes), results["highest_bytes"]
