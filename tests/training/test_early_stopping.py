@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,20 +142,26 @@ def test_a_run_stops_early_and_saves_the_best_model(
     assert results["num_steps"] == 6, "evaluations at 2, 4 and 6"
     assert results["best_checkpoint"] == str(run / "checkpoint-2")
     assert "stopping early at step 6" in out and "ends with the model of" in out
+    state = json.loads((run / "checkpoint-6" / "trainer_state.json").read_text(encoding="utf-8"))
+    count = state["stateful_callbacks"]["EarlyStopping"]["attributes"]["early_stopping_patience_counter"]
+    assert count == 2, "from which a resumed run goes on"
     best = saved_weights(run / "checkpoint-2")
     assert differing(best, saved_weights(run / "model")) == []
     assert differing(best, saved_weights(run / "checkpoint-6")) != []
     if name.startswith("sft"):
-        state = torch.load(run / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
-        for key, delta in load(run / "delta").deltas.items():
-            assert torch.equal(delta.indices, state[key]["indices"])
-            assert torch.equal(delta.values, state[key]["delta"].float())
+        assert_deltas_of_the_best(run)
+
+
+def assert_deltas_of_the_best(run: Path) -> None:
+    state = torch.load(run / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
+    deltas = load(run / "delta").deltas
+    assert deltas.keys() == state.keys()
+    for name, delta in deltas.items():
+        assert torch.equal(delta.indices, state[name]["indices"])
+        assert torch.equal(delta.values, state[name]["delta"].float())
 
 
 @pytest.mark.slow
 def test_deltas_beside_4_bit_weights_are_the_best_ones(tmp_path: Path) -> None:
     run, _ = stopped(tmp_path, "--method", "sft", "--density", "0.1", "--load_in_4bit")
-    state = torch.load(run / "checkpoint-2" / "optimizer.pt", weights_only=True)["state"]
-    for key, delta in load(run / "delta").deltas.items():
-        assert torch.equal(delta.indices, state[key]["indices"])
-        assert torch.equal(delta.values, state[key]["delta"].float())
+    assert_deltas_of_the_best(run)
