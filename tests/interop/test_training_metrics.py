@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 import slivertune
 from slivertune import HiFTConfig, SFTConfig, TokenTune

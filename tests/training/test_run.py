@@ -69,6 +69,23 @@ def test_a_run_lowers_the_loss_leaves_a_loadable_model_and_a_whole_checkpoint_an
         assert 2 * weights <= most["host"] < 2.1 * weights
 
 
+def test_tensorboard_finds_the_whole_run_in_its_folder(
+    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    train(tiny_base, texts, tmp_path / "out", "--report_to", "tensorboard", "--logging_steps", "1")
+    events = EventAccumulator(str(tmp_path / "out" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/loss")] == [0, 6]
+    groups = [(event.step, event.value) for event in events.Scalars("train/hift/group")]
+    assert groups == [(step + 1, step % TINY_CYCLE) for step in range(6)]
+    assert {event.value for event in events.Scalars("train/skipped_updates")} == {0}
+    assert not (tmp_path / "runs").exists()
+
+
 def test_the_ledger_can_stop_after_two_lines_or_never_begin(
     tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.training_metrics import TrainingMetrics, metrics_of
 from slivertune.tokentune import TokenTuneHandle
-from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard
+from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard, keep_events_in
 from slivertune.training.data.splits import load_datasets
 from slivertune.training.early_stopping import EarlyStopping
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
@@ -161,6 +161,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     guard.watch(trainer)
     if arguments.run.early_stopping_patience is not None:
         trainer.add_callback(EarlyStopping(arguments.run.early_stopping_patience, display.say))
+    keep_events_in(trainer, arguments.folder.path)
     metrics = metrics_of(trainer)
     metrics.add(lambda: {"skipped_updates": guard.num_skipped})
     layout = settle_layout(trainer)

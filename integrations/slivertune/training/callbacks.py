@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 from slivertune.core.manifest import find_damage, remove_manifest
 from slivertune.interop.checkpoints import KeepManifest, checkpoint_folder
@@ -154,6 +155,21 @@ class NonFiniteGuard(TrainerCallback):
             if not math.isfinite(value):
                 return f"the {name} is {value}"
         return None
+
+
+def keep_events_in(trainer: Trainer, folder: Path) -> None:
+    """Let TensorBoard's files lie in a run's folder, in one place also where the run is resumed.
+
+    Its callback chooses a place when training begins; what is logged before, such as the first evaluation, and then the
+    whole run, would go to a folder of the working directory.
+
+    Args:
+        trainer: Has not logged yet.
+        folder: The run's; they come into `tensorboard` in it, unless TENSORBOARD_LOGGING_DIR names another place.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir is None:
+            callback.logging_dir = str(folder / "tensorboard")
 
 
 def _on_any_rank(found: str | None, device: torch.device) -> str | None:
