@@ -16,7 +16,7 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint format clean
+.PHONY: help train test test-all docs lint format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,10 @@ test: lint  ## Lint, type-check and run the tests, but for the slow ones
 
 test-all: lint  ## Run every test of a clean tree, in parts, and record it; ARGS="ranks planning" runs these parts
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m tests.full_run --workers $(WORKERS) $(ARGS)
+
+docs: $(DEV_STAMP)  ## Build the pages of docs/ as a site, build/docs/index.html
+	@$(BIN)/python -m sphinx -q -W -b html docs build/docs
+	@echo 'The site is build/docs/index.html'
 
 lint: $(DEV_STAMP)  ## Lint and type-check
 	$(BIN)/ruff check .
