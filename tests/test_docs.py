@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import slivertune
 from tests.conftest import CHECKOUT
 from tests.helpers.launching import run_python
+from tests.helpers.models import VOCAB, tiny_llama
 
 DOCS = CHECKOUT / "docs"
 PACKAGE = Path(slivertune.__file__).parent
@@ -56,27 +57,13 @@ def python_blocks() -> list[Any]:
     return found
 
 
-def tiny_model() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config)
-
-
 # PEFT 0.21 asks by the name that transformers 5.23 retires.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("block", python_blocks())
 def test_each_block_of_python_runs_and_trains(block: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 64, (24, 16))]
-    model = tiny_model()
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCAB, (24, 16))]
+    model = tiny_llama()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     arguments = TrainingArguments(
         output_dir=str(tmp_path),

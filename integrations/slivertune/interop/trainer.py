@@ -178,11 +178,12 @@ class Attachment:
 class SliverFactory:
     """Makes the optimizer when the Trainer asks for it, as its `optimizer_cls_and_kwargs` provides for."""
 
-    def __call__(self, model: nn.Module, *, attachment: Attachment) -> Any:
+    def __call__(self, model: nn.Module, arguments: Any = None, *, attachment: Attachment) -> Any:
         """Build the settings on the model, and see that the Accelerator in use prepares them for its layout.
 
         Args:
             model: The Trainer's.
+            arguments: The Trainer's, which axolotl's hands over as well; not read.
             attachment: Holds the settings.
 
         Returns:

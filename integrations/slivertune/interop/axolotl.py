@@ -1,0 +1,113 @@
+"""A plugin for axolotl: HiFT, SFT and TokenTune from its YAML.
+
+    plugins:
+      - slivertune.interop.axolotl.SlivertunePlugin
+    slivertune:
+      hift:
+        layers_per_group: 4
+      tokentune:
+        ratio: 0.3
+
+The fields under a name are those of `HiFTConfig`, `SFTConfig` and `TokenTune`; `momentum` beside `sft` is SM3's.
+Nothing of axolotl is imported before it asks for one of the two classes, `SlivertunePlugin` and `SlivertuneArgs`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from slivertune.core.suggestions import did_you_mean
+from slivertune.hift import HiFTConfig
+from slivertune.interop.trainer import Setting, attach
+from slivertune.sft import SFTConfig
+from slivertune.tokentune import TokenTune
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+_SECTION = "slivertune"
+_MOMENTUM = "momentum"
+_SETTINGS: Mapping[str, type[Any]] = {"hift": HiFTConfig, "sft": SFTConfig, "tokentune": TokenTune}
+
+
+def read_section(section: Any) -> tuple[list[Setting], float]:
+    """Read what axolotl's YAML says under `slivertune`.
+
+    Args:
+        section: A mapping of `hift`, `sft`, `tokentune` to their fields, and `momentum`.
+
+    Returns:
+        The settings, and SM3's momentum, as `slivertune.attach` takes them.
+
+    Raises:
+        ValueError: If something in it is unknown, or none of the three is named.
+    """
+    if not isinstance(section, Mapping) or not set(section) & set(_SETTINGS):
+        raise ValueError(
+            f"axolotl's config has {_SECTION}: {section!r}; name what trains under it, hift, sft or tokentune, with "
+            "its fields as a mapping, or take the plugin out"
+        )
+    for name in section:
+        if name not in _SETTINGS and name != _MOMENTUM:
+            known = (*_SETTINGS, _MOMENTUM)
+            raise ValueError(
+                f"{_SECTION}: {name} is unknown, it takes {', '.join(known)}{did_you_mean(str(name), known)}"
+            )
+    settings = [_setting(name, section[name]) for name in _SETTINGS if name in section]
+    return settings, float(section.get(_MOMENTUM) or 0.0)
+
+
+def _setting(name: str, values: Any) -> Setting:
+    kind = _SETTINGS[name]
+    if values is not None and not isinstance(values, Mapping):
+        raise ValueError(f"{_SECTION}: {name}: {values!r} must be a mapping of fields of {kind.__name__}")
+    fields = dict(values or {})
+    known = [field.name for field in dataclasses.fields(kind)]
+    for field in fields:
+        if field not in known:
+            raise ValueError(
+                f"{_SECTION}: {name}: {field} is no field of {kind.__name__}{did_you_mean(str(field), known)}"
+            )
+    setting: Setting = kind(**fields)
+    return setting
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SlivertunePlugin":
+        return _plugin_class()
+    if name == "SlivertuneArgs":
+        return _arguments_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@cache
+def _plugin_class() -> type[Any]:
+    base: Any = import_module("axolotl.integrations.base").BasePlugin
+
+    class SlivertunePlugin(base):  # type: ignore[misc]
+        """Attaches what the section `slivertune` names to axolotl's Trainer."""
+
+        def register(self, cfg: Mapping[str, Any]) -> None:
+            """Refuse a section that can't be followed, before the model is loaded."""
+            read_section(cfg.get(_SECTION))
+
+        def get_input_args(self) -> str:
+            """Where axolotl finds the section's schema."""
+            return f"{__name__}.SlivertuneArgs"
+
+        def post_trainer_create(self, cfg: Mapping[str, Any], trainer: "Trainer") -> None:
+            """Attach."""
+            settings, momentum = read_section(cfg.get(_SECTION))
+            attach(trainer, *settings, momentum=momentum)
+
+    return SlivertunePlugin
+
+
+@cache
+def _arguments_class() -> type[Any]:
+    made: type[Any] = import_module("pydantic").create_model(
+        "SlivertuneArgs", **{_SECTION: (dict[str, dict[str, Any] | float | None] | None, None)}
+    )
+    return made

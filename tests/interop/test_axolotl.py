@@ -1,0 +1,127 @@
+"""The plugin for axolotl: its section of the YAML, the call that axolotl's Trainer makes, and its real base classes."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import slivertune
+from slivertune import HiFTConfig, SFTConfig, TokenTune
+from slivertune.interop import axolotl as plugin
+from slivertune.interop.axolotl import read_section
+from tests.helpers.launching import run_python
+from tests.helpers.models import VOCAB, tiny_llama, weights
+
+SECTION: dict[str, Any] = {"hift": {"layers_per_group": 2}, "tokentune": {"ratio": 0.5, "seed": 3}}
+
+
+def test_the_section_becomes_the_settings_of_attach() -> None:
+    assert read_section(SECTION) == ([HiFTConfig(layers_per_group=2), TokenTune(ratio=0.5, seed=3)], 0.0)
+    momentum = {"sft": {"density": 0.1, "selection": "momentum"}, "momentum": 0.9}
+    assert read_section(momentum) == ([SFTConfig(density=0.1, selection="momentum")], 0.9)
+    assert read_section({"hift": None}) == ([HiFTConfig()], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (None, "slivertune: None; name what trains under it"),
+        ({}, "slivertune: {}; name what trains"),
+        ({"momentum": 0.9}, "name what trains"),
+        ("hift", "with its fields as a mapping"),
+        ({"hift": {}, "tokenstune": {}}, "tokenstune is unknown, .* did you mean tokentune?"),
+        ({"hift": {"layer_per_group": 1}}, "layer_per_group is no field of HiFTConfig; did you mean layers_per_group?"),
+        ({"hift": 4}, "hift: 4 must be a mapping of fields of HiFTConfig"),
+        ({"tokentune": {"ratio": 3}}, "ratio=3"),
+    ],
+)
+def test_what_can_not_be_followed_is_said(section: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_section(section)
+
+
+def test_nothing_of_axolotl_is_imported_with_the_module() -> None:
+    code = "import sys, slivertune.interop.axolotl; print([name for name in sys.modules if name.startswith('axolotl')])"
+    assert run_python("-c", code, cwd=Path.cwd()).stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="no attribute 'Plugin'"):
+        plugin.Plugin  # noqa: B018
+
+
+class CallsAsAxolotl(Trainer):
+    """Makes its optimizer as `AxolotlTrainer` of 0.19 does: the factory is given the Trainer's arguments as well."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer_cls_and_kwargs is None:
+            return super().create_optimizer(model)
+        if not self.optimizer:
+            factory, options = self.optimizer_cls_and_kwargs
+            self.optimizer = factory()(self.model if model is None else model, self.args, **options)
+        return self.optimizer
+
+
+def make_trainer(folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
+    torch.manual_seed(1)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(2, VOCAB, (16, 12))]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=6,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    return kind(model=tiny_llama(), args=arguments, train_dataset=rows)
+
+
+def trained_by_attach(folder: Path) -> Mapping[str, torch.Tensor]:
+    trainer = make_trainer(folder)
+    slivertune.attach(trainer, *read_section(SECTION)[0])
+    trainer.train()
+    return weights(trainer.model)
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_trainer_that_calls_as_axolotls_does_trains_what_attach_trains(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, CallsAsAxolotl)
+    slivertune.attach(trainer, *read_section(SECTION)[0])
+    trainer.train()
+    assert_same(weights(trainer.model), trained_by_attach(tmp_path))
+
+
+def test_axolotls_own_manager_and_mixin_train_what_attach_trains(tmp_path: Path) -> None:
+    base = pytest.importorskip("axolotl.integrations.base")
+    mixin = pytest.importorskip("axolotl.core.trainers.mixins.optimizer").OptimizerMixin
+    pydantic = pytest.importorskip("pydantic")
+    manager = base.PluginManager()
+    manager.register("slivertune.interop.axolotl.SlivertunePlugin")
+    (own,) = manager.plugins.values()
+    assert isinstance(own, base.BasePlugin)
+    own.register({"slivertune": SECTION})
+    with pytest.raises(ValueError, match="layer_per_group is no field"):
+        own.register({"slivertune": {"hift": {"layer_per_group": 1}}})
+    module, _, name = manager.get_input_args()[0].rpartition(".")
+    schema = getattr(sys.modules[module], name)
+    assert schema(slivertune=SECTION).slivertune == SECTION
+    with pytest.raises(pydantic.ValidationError):
+        schema(slivertune="hift")
+
+    class Mixed(mixin):  # type: ignore[misc, valid-type]
+        """What of axolotl's Trainer makes the optimizer."""
+
+    trainer = make_trainer(tmp_path, Mixed)
+    for option in ("loraplus_lr_ratio", "embedding_lr_scale", "embedding_lr", "lr_groups"):
+        setattr(trainer.args, option, None)
+    manager.post_trainer_create(base.DictDefault({"slivertune": SECTION}), trainer)
+    trainer.train()
+    assert_same(weights(trainer.model), trained_by_attach(tmp_path))
