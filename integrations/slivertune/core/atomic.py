@@ -13,7 +13,6 @@ next writer call, puts the old version back.
 
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from slivertune.core.file_locks import try_lock
 from slivertune.core.write_errors import explain_write_errors, is_partial
 
 __all__ = [
@@ -266,25 +266,16 @@ def _make(target: Path) -> tuple[IO[bytes], Path]:
         try:
             with ExitStack() as stack:
                 lock = stack.enter_context((folder / _LOCK).open("xb"))
-                _lock(lock)
-                if _is_at(lock, folder / _LOCK):
+                # Where there are no locks, no other process can take this one either, so that none removes the folder.
+                if try_lock(lock) is not False and _is_at(lock, folder / _LOCK):
                     stack.pop_all()
                     return lock, folder
-        except (FileNotFoundError, BlockingIOError):
-            # Taken for dead before it was locked: make another.
+                # Taken for dead before it was locked: make another.
+        except FileNotFoundError:
             continue
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-def _lock(file: IO[bytes]) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        pass  # a file system without locks: no other process can take this one either, so none removes the folder
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
@@ -323,12 +314,7 @@ def _locked_if_dead(folder: Path) -> Iterator[bool]:
         yield False
         return
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield _is_at(lock, folder / _LOCK)
+        yield bool(try_lock(lock)) and _is_at(lock, folder / _LOCK)
 
 
 def _remove(folder: Path, target: Path) -> None:

@@ -7,7 +7,6 @@ error in a text, and Python's own error of a full disk has no path.
 import errno
 import os
 import re
-import resource
 import shutil
 import traceback
 from collections.abc import Iterator
@@ -15,6 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 _PARTIAL = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -96,6 +100,8 @@ def _cause(error: Exception, target: Path, folder: Path) -> tuple[int | None, st
 def _number_of_short_write(folder: Path) -> int:
     if shutil.disk_usage(folder).free < _LITTLE_BYTES:
         return errno.ENOSPC
+    if resource is None:
+        return errno.EIO
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     return errno.EIO if limit == resource.RLIM_INFINITY else errno.EFBIG
 

@@ -6,7 +6,6 @@ The first run trains it (`BaseRecipe`, one to two minutes on two cores) and keep
 user's cache; later runs of the same recipe under the same Python load it from there.
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -25,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from slivertune.core import atomic
+from slivertune.core.file_locks import wait_for_lock
 from slivertune.core.manifest import find_damage, write_manifest
 from slivertune.training.embedded.corpus import collect_docstrings
 from slivertune.training.output.display import make_progress
@@ -165,7 +165,7 @@ def ensure_base_model(recipe: BaseRecipe, *, cache: Path | None = None, report: 
     folder.parent.mkdir(parents=True, exist_ok=True)
     # A second run started meanwhile waits for the first one's model. The lock dies with the process that holds it.
     with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        wait_for_lock(lock)
         if not folder.is_dir() or find_damage(folder) is not None:
             model = train_base_model(recipe, collect_docstrings(), report or (lambda step, loss: None))
             save_base_model(model, recipe, folder)
