@@ -134,6 +134,7 @@ def _divided_by_selected(own: ComputeLoss, handle: TokenTuneHandle) -> ComputeLo
             return own(model, inputs, return_outputs, num_items, **kwargs)
         finally:
             filling.remove()
+            handle.last_targets = None
 
     return compute_loss
 
@@ -148,7 +149,7 @@ def _explained(own: ComputeLoss, handle: TokenTuneHandle, name: str) -> ComputeL
             return own(*args, **kwargs)
         except Exception as error:
             # Without targets it was the forward that failed; without memory the loss may well be right.
-            has_logits = handle.num_draws > num_draws and handle.last_targets is not None
+            has_logits = handle.num_draws > num_draws and handle.returns_selected
             if has_logits and not isinstance(error, torch.OutOfMemoryError):
                 error.add_note(
                     f"{name}.compute_loss makes a loss of its own. Under TokenTune the model returns logits of the "

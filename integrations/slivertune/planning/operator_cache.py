@@ -87,8 +87,9 @@ class CachedFakeTensorMode(FakeTensorMode):
             return lambda args: None
         if isinstance(result, (tuple, list)):
             makers = [self._maker(each, args, kwargs, is_view) for each in result]
-            known, kind = [each for each in makers if each is not None], type(result)
-            return None if len(known) < len(makers) else lambda args: kind(make(args) for make in known)
+            known = [each for each in makers if each is not None]
+            collect = getattr(type(result), "_make", type(result))  # named tuples take their values one by one
+            return None if len(known) < len(makers) else lambda args: collect(make(args) for make in known)
         if type(result) is not FakeTensor or not _is_plain(result):
             return None
         for place, argument in enumerate(args):

@@ -71,8 +71,11 @@ class TokenTuneHandle(ModelHandle):
         """Positions that the latest training forward selected: sorted, int64, shape (batch, k); None before it."""
         self.num_draws = 0
         """Training forwards so far; each has made a draw of its own."""
+        self.returns_selected = False
+        """Whether the latest forward returned logits of the selected tokens alone: in training, with labels."""
         self.last_targets: Targets | None = None
-        """What the latest forward was scored on; None outside of training, without labels, and where it failed."""
+        """With `is_scored_outside`: what the latest forward was scored on; its reader drops it. None elsewhere, outside
+        of training, without labels, and where the forward failed."""
         self.is_scored_outside = False
         """Whether a trainer makes its loss of what the model returns for the selected tokens, and knows it."""
         self._model = find_model(model)
@@ -206,7 +209,7 @@ class TokenTuneHandle(ModelHandle):
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         selection = self._selection
         selection.in_forward, selection.of_forward, self._call = True, None, None
-        self.last_targets = None
+        self.last_targets, self.returns_selected = None, False
         if not (model.training and torch.is_grad_enabled()):
             return None
         if in_backward():
@@ -228,7 +231,9 @@ class TokenTuneHandle(ModelHandle):
         tokens = find_tokens(arguments)
         if tokens is None:  # as with pixels: the first layer tells
             return None
-        self.last_targets = call.targets = find_targets(self._head, arguments, (tokens.shape[0], tokens.shape[1]))
+        call.targets = find_targets(self._head, arguments, (tokens.shape[0], tokens.shape[1]))
+        self.returns_selected = call.targets is not None
+        self.last_targets = call.targets if self.is_scored_outside else None
         rows = self._draw(tokens, call)
         if call.targets is None:
             return None
@@ -306,7 +311,7 @@ class TokenTuneHandle(ModelHandle):
         if rows is not None:
             rows.forget_parts()
         if output is None:
-            self.last_targets = None
+            self.last_targets, self.returns_selected = None, False
         if output is None or call is None or call.targets is None or call.is_scored_outside:
             return None
         if self._head == "causal":
