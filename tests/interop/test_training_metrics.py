@@ -140,11 +140,18 @@ def test_turns_that_no_gradient_reached_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_state_is_counted_where_it_lies(tier: Any, tmp_path: Path) -> None:
-    model = tiny_llama()
-    trainer = in_order(tmp_path / "run", model=model)
     folder = {"state_dir": str(tmp_path)} if tier == "disk" else {}
-    slivertune.attach(trainer, HiFTConfig(state=tier, **folder))
-    trainer.train()
+
+    def run(name: str) -> tuple[Trainer, nn.Module]:
+        model = tiny_llama()
+        trainer = in_order(tmp_path / name, model=model)
+        slivertune.attach(trainer, HiFTConfig(state=tier, **folder))
+        trainer.train()
+        return trainer, model
+
+    earlier = run("earlier")  # a notebook's cell run twice: its state is alive, and is not the second run's
+    trainer, model = run("run")
+    assert earlier[0].optimizer.state_dict()["state"]
     sizes = [[p.numel() for name, p in model.named_parameters() if group_of(name) == each] for each in range(5)]
     for step, entry in enumerate(training_logs(trainer)):
         visited = [size for group in sizes[: step + 1] for size in group]

@@ -126,19 +126,28 @@ def claimed_at_birth(kind: Kind, tier: MemoryTier = "device") -> Iterator[None]:
         _birth_labels.pop()
 
 
-def claimed_state_bytes() -> dict[MemoryTier, int]:
-    """Bytes of living storages that owners in this process have claimed as state, by tier.
+class StateCount:
+    """Counts the state that owners have claimed since it was made, in this process; needs no `Ledger`.
 
-    What waits in host memory or in files counts whole, gradients that wait there included. Reads no tensor, and needs
-    no `Ledger`.
+    What others had claimed before, such as an optimizer of an earlier run that is still alive, is left out.
     """
-    num_bytes: dict[MemoryTier, int] = {"device": 0, "host": 0, "disk": 0}
-    tiers: dict[str, MemoryTier] = {"state": "device", "host": "host", "disk": "disk"}
-    for label, death in list(_claims.values()):
-        storage = death()
-        if storage is not None and label in tiers:
-            num_bytes[tiers[label]] += storage.nbytes()
-    return num_bytes
+
+    def __init__(self) -> None:
+        # Kept, so that no later claim can get the identity of one of them.
+        self._earlier = {id(death): death for _, death in _claims.values()}
+
+    def num_bytes(self) -> dict[MemoryTier, int]:
+        """Bytes of the living storages, by tier; reads no tensor.
+
+        What waits in host memory or in files counts whole, gradients that wait there included.
+        """
+        num_bytes: dict[MemoryTier, int] = {"device": 0, "host": 0, "disk": 0}
+        tiers: dict[str, MemoryTier] = {"state": "device", "host": "host", "disk": "disk"}
+        for label, death in list(_claims.values()):
+            storage = death()
+            if storage is not None and label in tiers and id(death) not in self._earlier:
+                num_bytes[tiers[label]] += storage.nbytes()
+        return num_bytes
 
 
 class Ledger:

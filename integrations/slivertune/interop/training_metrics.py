@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from slivertune.core.ledger import MemoryTier, claimed_state_bytes
+from slivertune.core.ledger import MemoryTier, StateCount
 from slivertune.core.sliver import Sliver
 
 TOKENS_PER_SECOND = "tokens_per_second"
@@ -36,6 +36,7 @@ class TrainingMetrics(TrainerCallback):
         self._trainer = trainer
         self._sources: list[Source] = []
         self._sliver: Callable[[], Sliver] | None = None
+        self._state = StateCount()
         self._began = 0.0
         self.num_tokens = 0
         """Of all batches on this process that were trained on, padding included."""
@@ -56,12 +57,12 @@ class TrainingMetrics(TrainerCallback):
         self._sources.append(source)
 
     def watch(self, sliver: Callable[[], Sliver]) -> None:
-        """Log what an optimizer of this library says of its updates, and the learning rate that they had.
+        """Log what an optimizer of this library says of its updates, the learning rate that they had, and its state.
 
         Args:
-            sliver: Gives the optimizer in use.
+            sliver: Gives the optimizer in use, which is built after this call: what is state already is another's.
         """
-        self._sliver = sliver
+        self._sliver, self._state = sliver, StateCount()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -116,7 +117,7 @@ class TrainingMetrics(TrainerCallback):
 
     def _state_bytes(self, sliver: Sliver | None) -> dict[MemoryTier, int]:
         if sliver is not None:
-            return claimed_state_bytes()
+            return self._state.num_bytes()
         optimizer: Any = self._trainer.optimizer
         return plain_state_bytes(getattr(optimizer, "state", {}), self._trainer.args.device)
 
