@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,31 @@ def test_tools_are_a_list_or_its_json(given: Any) -> None:
     assert read_conversation({"messages": [ASKED, ANSWERED], "tools": given}, CHAT).tools == [{"name": "sum"}]
 
 
+def test_parts_of_a_text_become_the_text() -> None:
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1?", "image": None}]
+    read = read_conversation({"messages": [{"role": "user", "content": parts}, ANSWERED]}, CHAT)
+    assert read.messages == [ASKED, ANSWERED]
+
+
+@pytest.mark.parametrize("call", [{"function": {"name": "sum", "arguments": '{"a": 1}'}}, {"arguments": '{"a": 1}'}])
+def test_arguments_of_a_call_are_read_from_their_json(call: dict[str, Any]) -> None:
+    read = read_conversation({"messages": [ASKED, {"role": "assistant", "tool_calls": [call]}]}, CHAT)
+    (found,) = read.messages[1]["tool_calls"]
+    assert found.get("function", found)["arguments"] == {"a": 1}
+
+
+def test_keys_that_only_other_rows_of_a_table_have_are_left_out() -> None:
+    rows = {
+        "messages": [ASKED, {"role": "assistant", "tool_calls": [{"name": "sum", "arguments": {"a": 1, "b": None}}]}],
+        "tools": [{"name": "sum", "parameters": {"a": {"type": "int"}, "b": None}}],
+    }
+    read = read_conversation(rows, CHAT)
+    assert read.messages[1]["tool_calls"] == [{"name": "sum", "arguments": {"a": 1}}]
+    assert read.tools == [{"name": "sum", "parameters": {"a": {"type": "int"}}}]
+    kept = read_conversation(rows, replace(CHAT, keeps_nulls=True))
+    assert kept.messages[1]["tool_calls"] == rows["messages"][1]["tool_calls"] and kept.tools == rows["tools"]
+
+
 def test_the_messages_of_a_prompt_are_context() -> None:
     rows = {"prompt": [ASKED, ANSWERED, ASKED], "completion": [ANSWERED]}
     read = read_conversation(rows, PAIR_OF_CHATS)
@@ -55,7 +81,23 @@ def test_braces_in_an_instruction_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("row", "found", "message"),
     [
-        ({"messages": [ASKED]}, CHAT, "no assistant turn"),
+        ({"messages": [ASKED]}, CHAT, "no assistant turn$"),
+        (
+            {"messages": [ASKED, {"role": "bot", "content": "2"}]},
+            CHAT,
+            "no assistant turn; roles that are not known are bot$",
+        ),
+        ({"messages": [ASKED, {**ANSWERED, "content": " "}]}, CHAT, "an assistant's turn that says nothing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}, ANSWERED]},
+            CHAT,
+            r"a message whose content is no text \(image\)",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 3}, ANSWERED]},
+            CHAT,
+            r"a message whose content is no text \(int\)",
+        ),
         ({"messages": "[]"}, CHAT, "column 'messages' holds no list of messages"),
         ({"messages": ["hello"]}, CHAT, "a message without a role or without content"),
         ({"messages": [ASKED, ANSWERED], "tools": "sum"}, CHAT, "tools that are no JSON"),

@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from slivertune.training.data.columns import number_rows
-from slivertune.training.data.formats import find_format, unread_columns
+from slivertune.training.data.formats import find_format, unread_columns, unread_keys
 from slivertune.training.options.arguments import DataArguments
 
 OPENAI = [[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]] * 2
@@ -33,6 +33,11 @@ def table(*columns: str, **values: list[Any]) -> Any:
         (table("prompt", "response"), "prompt and completion (prompt, response)"),
         (table(prompt=OPENAI, completion=OPENAI), "prompt and completion (prompt, completion)"),
         (table("question", "answer"), "question and answer (question, answer)"),
+        # Stanford's Alpaca has the same again, written out.
+        (
+            table(instruction=["Add.", "Go."], output=["2", ""], text=["### Add.\n2", "### Go.\n"]),
+            "Alpaca (instruction, output)",
+        ),
     ],
 )
 def test_a_format_is_found_by_its_columns(rows: Any, said: str) -> None:
@@ -72,10 +77,15 @@ def test_columns_that_are_not_read_are_known() -> None:
             table("text", "content"),
             r"\(text, content\) could be text or content; name what to read with --text_column, or [^;]+_column$",
         ),
-        ({}, table("text", "prompt", "response"), r"could be prompt\+response or text"),
         (
             {},
-            table("text", "instruction", "input", "output"),
+            table(instruction=["Add.", "Go."], output=["2", "3"], text=["### Add.\n2", "### Go.\n"]),
+            r"could be instruction\+output or text",
+        ),
+        ({}, table("prompt", "response", text=["c", "d"]), r"could be prompt\+response or text"),
+        (
+            {},
+            table("instruction", "input", "output", text=["c", "d"]),
             r"could be instruction\+output or text; .*, or --dataset_format alpaca$",
         ),
         (
@@ -143,3 +153,19 @@ def test_columns_of_no_plain_format_are_an_error_with_the_way_out(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         find_format(DataArguments(**options), rows)
+
+
+def test_nulls_are_the_datas_own_where_messages_are_no_rows_of_a_table() -> None:
+    of_table = table(messages=[[*OPENAI[0], {"role": "tool", "content": "3", "name": "sum"}]])
+    call = {"role": "assistant", "tool_calls": [{"arguments": {"a": None}}]}
+    features = datasets.Features(messages=datasets.List(datasets.Json()))
+    of_json = number_rows(datasets.Dataset.from_dict({"messages": [[call]]}, features=features))
+    assert [find_format(DataArguments(), rows).keeps_nulls for rows in (of_table, of_json)] == [False, True]
+
+
+@pytest.mark.parametrize(("template", "unread"), [("", ["weight", "name"]), ("{{ m['name'] }} renamed", ["weight"])])
+def test_what_a_template_does_not_write_of_a_message_is_unread(template: str, unread: list[str]) -> None:
+    rows = table(messages=[[{"role": "user", "content": "a", "weight": 0.0, "name": "b", "none": None}]])
+    assert unread_keys(find_format(DataArguments(), rows), rows, template) == unread
+    rows = table("question", "answer")
+    assert unread_keys(find_format(DataArguments(), rows), rows, template) == []

@@ -10,7 +10,12 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from slivertune.training.data.conversations import Conversation, UnusableRowError
-from slivertune.training.tasks.chat import describe_turn_end, encode_conversation, set_chat_template
+from slivertune.training.tasks.chat import (
+    describe_turn_begin,
+    describe_turn_end,
+    encode_conversation,
+    set_chat_template,
+)
 from slivertune.training.tasks.tokenization import IGNORED
 from tests.training.tiny import CHATML, MARKED, byte_tokenizer, chat_tokenizer
 
@@ -30,7 +35,10 @@ FORGETFUL = CHATML.replace(
 )
 """Writes thoughts before the last answer alone, as Qwen3 does."""
 THOUGHTFUL = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
-"""Lets the model think at generation, and forgets of it in the data."""
+"""Lets the model think at generation, and forgets of it in the data, as DeepSeek-R1 does."""
+OTHERWISE = CHATML.replace("<|im_start|>assistant\n{% endif %}", "Answer: {% endif %}")
+"""Begins what the model is to write by something that no turn in the data begins by."""
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "sum", "arguments": {}}}]}
 STRICT = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user must begin') }}{% endif %}" + CHATML
 
 
@@ -125,10 +133,42 @@ def test_turns_that_a_template_writes_otherwise_later_become_rows_of_their_own()
     assert len(encoded(FORGETFUL, TWO_TURNS[:3])) == 1
 
 
+@pytest.mark.parametrize("answer", ["2", "<th", "\n"])
+def test_a_generation_prompt_may_end_by_what_the_data_have_not(answer: str) -> None:
+    messages = [*TWO_TURNS[:2], {"role": "assistant", "content": answer}, *TWO_TURNS[3:]]
+    tokenizer = chat_tokenizer(THOUGHTFUL)
+    ((ids, labels),) = encode_conversation(tokenizer, Conversation(messages=messages))
+    assert parts(tokenizer, ids, labels) == [
+        ("read", BEGINNING),
+        ("learned", f"{answer}<|im_end|>\n"),
+        ("read", SECOND),
+        ("learned", "4<|im_end|>\n"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"), [(THOUGHTFUL, ["ends by '<think>'"]), (CHATML, []), (MARKED, []), (STRICT, [])]
+)
+def test_a_generation_prompt_that_ends_otherwise_than_the_data_is_said(template: str, said: list[str]) -> None:
+    lines = describe_turn_begin(chat_tokenizer(template))
+    assert [re.search("ends by '.*?'", line)[0] for line in lines] == said  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (THOUGHTFUL, TWO_TURNS, r"does not begin the assistant's turn with its generation prompt .*\{% generation %\}"),
+        (OTHERWISE, TWO_TURNS, r"does not begin the assistant's turn with its generation prompt .*\{% generation %\}"),
+        (CHATML, [TWO_TURNS[1], CALL], r"does not write calls of tools \(tool_calls\)"),
+        (
+            CHATML,
+            [*TWO_TURNS, {"role": "asistant", "content": "5"}],
+            r"role 'asistant', which the chat template does not name \(did you mean assistant\?\)",
+        ),
+        (
+            CHATML,
+            [{"role": "critic", "content": "5"}, *TWO_TURNS],
+            r"'critic', which the chat template does not name \(none of user, assistant, system, tool, developer\)",
+        ),
         (STRICT, TWO_TURNS, "the chat template refuses them: a user must begin"),
         (CHATML, [{"role": "assistant", "content": "Hello"}], "no assistant turn after another message"),
         ("{{ messages[0]['content'] + 1 }}", TWO_TURNS, "the chat template refuses them: can only concatenate"),
@@ -169,7 +209,17 @@ def test_templates_of_well_known_models_say_what_is_learned(name: str, rows: lis
 
 def test_tools_that_are_no_schemas_are_refused() -> None:
     with pytest.raises(UnusableRowError, match="the chat template refuses them: Tools should either be a JSON schema"):
-        encoded(CHATML, TWO_TURNS, tools=["sum"])
+        encoded(f"{{% if tools %}}{{% endif %}}{CHATML}", TWO_TURNS, tools=["sum"])
+
+
+def test_a_role_that_the_template_names_is_known() -> None:
+    messages = [{"role": "critic", "content": "5"}, *TWO_TURNS[1:3]]
+    assert encoded("{% if messages[0]['role'] == 'critic' %}{% endif %}" + CHATML, messages)
+
+
+def test_tools_that_the_template_leaves_out_are_refused() -> None:
+    with pytest.raises(UnusableRowError, match="the chat template does not write tools"):
+        encoded(CHATML, TWO_TURNS, tools=[{"name": "sum"}])
 
 
 def test_tools_are_written_where_the_template_does() -> None:

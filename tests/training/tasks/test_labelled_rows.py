@@ -315,3 +315,15 @@ def test_rows_that_can_not_be_written_or_learned_are_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         task_of(tmp_path, rows, tokenizer, **options)
+
+
+def test_keys_of_messages_that_are_not_written_are_named(tmp_path: Path) -> None:
+    rows = [{"messages": [{**message, "weight": 1} for message in row["messages"]]} for row in CHAT]
+    assert task_of(tmp_path, rows).notes[0].endswith("turns; not read: weight of a message")
+
+
+def test_a_generation_prompt_that_the_data_begin_otherwise_is_said(tmp_path: Path) -> None:
+    template = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    task = task_of(tmp_path, CHAT, chat_template=template)
+    assert learned(task) == ["2<|im_end|>\n4<|im_end|>\n", "Hello<|im_end|>\n"]
+    assert any("generation prompt ends by '<think>', which it does not write" in note for note in task.notes)

@@ -20,7 +20,8 @@ _ROLES = {
     "function": "tool",
 }
 """Who speaks, in other words than those of chat templates."""
-_TEMPLATE_ROLES = ("user", "assistant", "system", "tool", "developer")
+TEMPLATE_ROLES = ("user", "assistant", "system", "tool", "developer")
+"""Who speaks, in the words of chat templates."""
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -78,10 +79,12 @@ def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversat
         UnusableRowError: If something is empty or malformed, or no turn is the assistant's.
     """
     if found.is_chat:
-        parts = [_messages(row[name], name) for name in found.columns]
+        parts = [_messages(_without_nulls(row[name], found), name) for name in found.columns]
         num_context = len(parts[0]) if len(parts) > 1 else 0
         messages = [message for part in parts for message in part]
-        conversation = Conversation(messages=messages, num_context=num_context, tools=_tools(row.get("tools")))
+        conversation = Conversation(
+            messages=messages, num_context=num_context, tools=_tools(_without_nulls(row.get("tools"), found))
+        )
     else:
         prompt, response = (_text(row, name) for name in found.columns)
         if found.name == "alpaca" and not _is_blank(row.get("input")):
@@ -89,7 +92,9 @@ def read_conversation(row: Mapping[str, Any], found: DatasetFormat) -> Conversat
         messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         conversation = Conversation(messages=messages)
     if not conversation.turns:
-        raise UnusableRowError("no assistant turn")
+        raise UnusableRowError(_without_turns(conversation))
+    if any(_says_nothing(conversation.messages[place]) for place in conversation.turns):
+        raise UnusableRowError("an assistant's turn that says nothing")
     return conversation
 
 
@@ -113,6 +118,25 @@ def read_plain(row: Mapping[str, Any], found: DatasetFormat, separator: str) -> 
     if _is_blank(row.get("input")):
         return ALPACA_PROMPT.format(instruction=prompt), response
     return ALPACA_PROMPT_WITH_INPUT.format(instruction=prompt, input=row["input"]), response
+
+
+def _without_nulls(value: Any, found: DatasetFormat) -> Any:
+    """A value without keys that a table has only because another of its rows has them."""
+    if found.keeps_nulls:
+        return value
+    if isinstance(value, dict):
+        return {key: _without_nulls(item, found) for key, item in value.items() if item is not None}
+    return [_without_nulls(item, found) for item in value] if isinstance(value, list) else value
+
+
+def _without_turns(conversation: Conversation) -> str:
+    """Why there is nothing to learn; names roles that are misspelt, or are called otherwise."""
+    others = sorted({str(each["role"]) for each in conversation.messages} - set(TEMPLATE_ROLES))
+    return "no assistant turn" + (f"; roles that are not known are {', '.join(others)}" if others else "")
+
+
+def _says_nothing(message: dict[str, Any]) -> bool:
+    return _is_blank(message.get("content")) and not message.get("tool_calls")
 
 
 def _is_blank(value: Any) -> bool:
@@ -142,10 +166,44 @@ def _message(value: Any) -> dict[str, Any]:
         given["content"] = given.pop("value")
     if role is None or not given.keys() & {"content", "tool_calls"}:
         raise UnusableRowError("a message without a role or without content")
+    if "content" in given:
+        given["content"] = _content(given["content"])
+    if isinstance(given.get("tool_calls"), list):
+        given["tool_calls"] = [_tool_call(call) for call in given["tool_calls"]]
     role = _ROLES.get(role, role)
-    if is_sharegpt and role not in _TEMPLATE_ROLES:
-        raise UnusableRowError(f"a message from {role!r}, which is none of {', '.join((*_ROLES, *_TEMPLATE_ROLES))}")
+    if is_sharegpt and role not in TEMPLATE_ROLES:
+        raise UnusableRowError(f"a message from {role!r}, which is none of {', '.join((*_ROLES, *TEMPLATE_ROLES))}")
     return {"role": role, **given}
+
+
+def _content(value: Any) -> str:
+    """A message's text, also of parts, which templates for texts would write as Python writes a list."""
+    if isinstance(value, str):
+        return value
+    texts = []
+    for part in value if isinstance(value, list) else [value]:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        text = part.get("text") if kind == "text" else part
+        if not isinstance(text, str):
+            raise UnusableRowError(f"a message whose content is no text ({kind})")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(call: Any) -> Any:
+    """A call with its arguments as a mapping, as chat templates take them; OpenAI's are the JSON of one."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _tool_call(call["function"])}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        read = json.loads(arguments)
+    except json.JSONDecodeError:
+        return call
+    return {**call, "arguments": read} if isinstance(read, dict) else call
 
 
 def _tools(value: Any) -> list[Any] | None:

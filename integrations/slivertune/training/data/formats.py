@@ -1,5 +1,6 @@
 """What a row of language modelling data is made of: found by the columns, or an error that says what is known."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,6 +15,7 @@ _PAIRS = (("mr", "ref"),)
 _COMPARED = frozenset(("chosen", "rejected"))
 # Beside one of the known formats such a column is part of what the answer depends on.
 _ALSO_MEANT = ("context", "passage", "choices", "options", "history", "system")
+_ROWS_LOOKED_AT = 100
 _KEYS = (frozenset(("role",)), frozenset(("from", "value")))
 """Of a message: OpenAI's (whose content may be absent beside tool calls), and ShareGPT's."""
 
@@ -28,12 +30,15 @@ class DatasetFormat:
         columns: The columns that must be there; of "prompt_response" and the like, prompt and response.
         optional: Columns that are read where they are there.
         is_chat: Whether rows are lists of messages, and not strings.
+        keeps_nulls: Whether a null in a message is one of the data. Where messages are rows of a table, each has all
+            keys of all others, as nulls.
     """
 
     name: FormatName | Literal["text", "prompt_response"]
     columns: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_chat: bool = False
+    keeps_nulls: bool = False
 
     @property
     def is_instruction(self) -> bool:
@@ -120,14 +125,49 @@ def unread_columns(found: DatasetFormat, rows: Any) -> list[str]:
     return [name for name in user_columns(rows) if name not in (*found.columns, *found.optional)]
 
 
+def unread_keys(found: DatasetFormat, rows: Any, template: str) -> list[str]:
+    """What messages have beside role and content that a chat template does not write, in the first rows.
+
+    Args:
+        found: How the rows are read.
+        rows: A `datasets.Dataset`.
+        template: The template's text.
+    """
+    if not found.is_chat:
+        return []
+    first = rows.select(range(min(len(rows), _ROWS_LOOKED_AT))).select_columns(list(found.columns))
+    messages = [
+        each for column in first[:].values() for value in column for each in value or () if isinstance(each, dict)
+    ]
+    keys = dict.fromkeys(key for each in messages for key, item in each.items() if item is not None)
+    known = frozenset[str]().union(*_KEYS, ("content",))
+    return [key for key in keys if key not in known and not re.search(rf"\b{re.escape(key)}\b", template)]
+
+
 def _candidates(rows: Any, there: Sequence[str]) -> list[DatasetFormat]:
     """All formats that the names of the columns allow."""
     found = [known for known in _KNOWN if set(known.columns) <= set(there)]
     found += [DatasetFormat(name="prompt_response", columns=pair) for pair in _PAIRS if set(pair) <= set(there)]
-    found += [DatasetFormat(name="text", columns=(name,)) for name in TEXT_COLUMNS if name in there]
+    found += [
+        DatasetFormat(name="text", columns=(name,))
+        for name in TEXT_COLUMNS
+        if name in there and not any(_is_written_out(rows, name, known) for known in found)
+    ]
     if not found and len(there) == 1 and _is_text(rows.features[there[0]]):
         return [DatasetFormat(name="text", columns=(there[0],))]
     return found
+
+
+def _is_written_out(rows: Any, text_column: str, found: DatasetFormat) -> bool:
+    """Whether texts are only what the columns of a format say, put together, as in Stanford's Alpaca."""
+    first = rows.select(range(min(len(rows), _ROWS_LOOKED_AT)))
+    columns = [first[name][:] for name in found.columns]
+    if not all(_is_text(rows.features[name]) for name in (text_column, *found.columns)):
+        return False
+    return all(
+        all((part or "").strip() in (text or "") for part in parts)
+        for text, *parts in zip(first[text_column][:], *columns, strict=True)
+    )
 
 
 def _named(name: FormatName, there: Sequence[str]) -> DatasetFormat:
@@ -154,7 +194,8 @@ def _checked(found: DatasetFormat, rows: Any, there: Sequence[str]) -> DatasetFo
     if found.is_chat:
         for name in found.columns:
             _require_messages(rows, name)
-        return found
+        read = (*found.columns, *found.optional)
+        return replace(found, keeps_nulls=any("Json(" in str(rows.features[name]) for name in read))
     option = "--text_column" if found.name == "text" else "--prompt_column and --response_column"
     for name in (*found.columns, *(name for name in found.optional if name != "tools")):
         require_column(rows, name, option)

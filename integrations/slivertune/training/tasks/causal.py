@@ -13,7 +13,7 @@ from slivertune.training.data.columns import column_values, first_rows, leave_ou
 from slivertune.training.data.formats import find_format
 from slivertune.training.data.mixing import mix_rows
 from slivertune.training.options.arguments import DataArguments
-from slivertune.training.tasks.chat import describe_turn_end, set_chat_template
+from slivertune.training.tasks.chat import describe_turn_begin, describe_turn_end, set_chat_template
 from slivertune.training.tasks.labelled_rows import drop_unusable, encode_chats, encode_responses
 from slivertune.training.tasks.reading import Reading, check_settings_are_read, choose_reading
 from slivertune.training.tasks.task import PaddingCollator, Task
@@ -146,7 +146,7 @@ def _encode_sources(
     for place, (name, splits) in enumerate(sources.items()):
         weight = f" (weight {args.dataset_weights[place]:g})" if args.dataset_weights and "train" in splits else ""
         about = f"{name}{weight}: " if len(sources) > 1 else ""
-        notes.append(about + readings[name].describe(next(iter(splits.values()))))
+        notes.append(about + readings[name].describe(next(iter(splits.values())), str(tokenizer.chat_template)))
         for split, rows in splits.items():
             with _about(name):
                 encoded, said = _encode_split(
@@ -159,7 +159,7 @@ def _encode_sources(
         for name, part in zip(sources, parts["train"], strict=False)
         if readings[name].uses_template and len(part[0]["labels"]) < max_length
     ]
-    notes += describe_turn_end(tokenizer, written[0]) if written else []
+    notes += [*describe_turn_begin(tokenizer), *describe_turn_end(tokenizer, written[0])] if written else []
     return parts, notes
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -9,8 +10,9 @@ from typing import TypeAlias, TypeVar
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
+from slivertune.core.suggestions import did_you_mean
 from slivertune.core.transformers_internals import generation_spans
-from slivertune.training.data.conversations import Conversation, UnusableRowError
+from slivertune.training.data.conversations import TEMPLATE_ROLES, Conversation, UnusableRowError
 from slivertune.training.tasks.tokenization import IGNORED, common_prefix_length, token_ids
 
 Encoded: TypeAlias = tuple[list[int], list[int]]
@@ -18,6 +20,12 @@ Encoded: TypeAlias = tuple[list[int], list[int]]
 
 _Value = TypeVar("_Value")
 
+_NO_PROMPT_HAS = "\uffff"
+"""No character: it tells in a turn where the answer begins."""
+_OTHER_BEGIN = (
+    "the chat template does not begin the assistant's turn with its generation prompt (a --chat_template may mark the "
+    "turn by {% generation %} and {% endgeneration %})"
+)
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -53,7 +61,8 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conver
     Where the template has `{% generation %}` blocks, these are learned. Otherwise it is what follows the generation
     prompt: what the template writes for the messages before a turn, with the generation prompt, begins what it writes
     with the turn, and the tokens after that are learned, with all that ends the turn. A turn that opens a conversation
-    answers nothing, and is not learned so.
+    answers nothing, and is not learned so. Where the end of the generation prompt is not in the data (DeepSeek-R1's
+    `<think>`), the rest of it is what begins a turn.
 
     Some templates write a turn otherwise once others follow (Qwen3 leaves out earlier thoughts). Such a conversation
     becomes a row for each turn, which ends with it and has labels on it alone: as it is at generation.
@@ -66,10 +75,11 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conver
         One row; or one for each turn.
 
     Raises:
-        UnusableRowError: If the template refuses the messages, or begins the assistant's turn otherwise than by its
-            generation prompt.
+        UnusableRowError: If the template refuses the messages, leaves out tools or calls of them, does not know a
+            role, or begins the assistant's turn otherwise than by its generation prompt.
     """
     template = tokenizer.get_chat_template(tools=conversation.tools)
+    _check_is_written(template, conversation)
     context = conversation.messages[: conversation.num_context]
     if _GENERATION.search(template) and not any(message["role"] == "assistant" for message in context):
         return [_by_generation_blocks(tokenizer, conversation)]
@@ -79,14 +89,26 @@ def encode_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conver
     starts = [_render(tokenizer, conversation, place, prompts=True) for place in turns]
     ends = [_render(tokenizer, conversation, place + 1, prompts=False) for place in turns]
     whole = _render(tokenizer, conversation, len(conversation.messages), prompts=False)
-    if not all(end.startswith(start) for start, end in zip(starts, ends, strict=True)):
-        raise UnusableRowError(
-            "the chat template does not begin the assistant's turn with its generation prompt (a --chat_template may "
-            "mark the turn by {% generation %} and {% endgeneration %})"
-        )
+    if not _begin(starts, ends):
+        starts = [_turn_begin(tokenizer, conversation, place) for place in turns]
+        if not _begin(starts, ends):
+            raise UnusableRowError(_OTHER_BEGIN)
     if all(later.startswith(earlier) for earlier, later in pairwise([*_woven(starts, ends), whole])):
         return [_between(tokenizer, whole, starts, ends)]
     return [_between(tokenizer, end, [start], [end]) for start, end in zip(starts, ends, strict=True)]
+
+
+def _check_is_written(template: str, conversation: Conversation) -> None:
+    """Refuse what a template would leave out, or write as somebody's of whom the model never heard."""
+    if conversation.tools and not re.search(r"\btools\b", template):
+        raise UnusableRowError("the chat template does not write tools")
+    for message in conversation.messages:
+        if message.get("tool_calls") and "tool_calls" not in template:
+            raise UnusableRowError("the chat template does not write calls of tools (tool_calls)")
+        role = str(message["role"])
+        if role not in TEMPLATE_ROLES and not re.search(rf"""['"]{re.escape(role)}['"]""", template):
+            meant = did_you_mean(role, TEMPLATE_ROLES).removeprefix("; ") or f"none of {', '.join(TEMPLATE_ROLES)}"
+            raise UnusableRowError(f"a message of the role {role!r}, which the chat template does not name ({meant})")
 
 
 def describe_turn_end(tokenizer: PreTrainedTokenizerBase, labels: list[int]) -> list[str]:
@@ -116,6 +138,46 @@ def describe_turn_end(tokenizer: PreTrainedTokenizerBase, labels: list[int]) -> 
         "should end with the turn, pass the former's id as eos_token_id"
     )
     return [line]
+
+
+def describe_turn_begin(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Say what a generation prompt has at its end that answers in the data are not begun by.
+
+    Args:
+        tokenizer: Has a chat template.
+
+    Returns:
+        One line, or none; also none where the template refuses a single question.
+    """
+    asked = Conversation(messages=[{"role": "user", "content": "?"}])
+    try:
+        prompt, begin = _render(tokenizer, asked, 1, prompts=True), _turn_begin(tokenizer, asked, 1)
+    except UnusableRowError:
+        return []
+    if _GENERATION.search(tokenizer.get_chat_template()) or begin == prompt:
+        return []
+    rest = prompt.removeprefix(begin)
+    line = (
+        f"the chat template's generation prompt ends by {rest!r}, which it does not write before the answers in the "
+        "data: they are learned without it; a --chat_template may have it in both, or in none"
+    )
+    return [line]
+
+
+def _turn_begin(tokenizer: PreTrainedTokenizerBase, conversation: Conversation, place: int) -> str:
+    """What the template writes up to a turn, as far as its generation prompt is what begins the turn in the data."""
+    answered = [*conversation.messages[:place], {"role": "assistant", "content": _NO_PROMPT_HAS}]
+    before = _render(tokenizer, conversation, place, prompts=False)
+    prompt = _render(tokenizer, conversation, place, prompts=True)
+    whole = _render(tokenizer, replace(conversation, messages=answered), len(answered), prompts=False)
+    begin = prompt[: common_prefix_length((prompt, whole))]
+    if len(begin) <= len(before):
+        raise UnusableRowError(_OTHER_BEGIN)
+    return begin
+
+
+def _begin(starts: list[str], ends: list[str]) -> bool:
+    return all(end.startswith(start) for start, end in zip(starts, ends, strict=True))
 
 
 def _woven(starts: list[str], ends: list[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from slivertune.training.data.formats import DatasetFormat, unread_columns
+from slivertune.training.data.formats import DatasetFormat, unread_columns, unread_keys
 from slivertune.training.options.arguments import DataArguments
 
 
@@ -22,11 +22,12 @@ class Reading:
         """Whether a separator stands between prompt and response."""
         return not self.uses_template and self.format.name not in ("text", "alpaca")
 
-    def describe(self, rows: Any) -> str:
+    def describe(self, rows: Any, template: str) -> str:
         """One line for the beginning of a run.
 
         Args:
-            rows: A `datasets.Dataset`, whose columns that are not read are named.
+            rows: A `datasets.Dataset`, whose columns that are not read are named, and keys of messages likewise.
+            template: The text of the chat template; anything where there is none.
         """
         found = self.format
         how = ""
@@ -37,6 +38,7 @@ class Reading:
                 how = f", written as {kind} since the tokenizer has no chat template"
         loss = {"text": "all tokens", "assistant": "the assistant's turns"}.get(found.target, f"the {found.target}")
         unread = unread_columns(found, rows)
+        unread += [f"{key} of a message" for key in unread_keys(found, rows, template)]
         rest = f"; not read: {', '.join(unread)}" if unread else ""
         return f"read as {found}{how}; loss on {loss}{rest}"
 

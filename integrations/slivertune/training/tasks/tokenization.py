@@ -112,7 +112,7 @@ def leading_special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(encoded["input_ids"][: is_special.index(0)]) if 0 in is_special else []
 
 
-def common_prefix_length(sequences: Sequence[Sequence[int]]) -> int:
+def common_prefix_length(sequences: Sequence[Sequence[Any]]) -> int:
     """Length of the longest beginning that all sequences share."""
     return len(list(takewhile(lambda tokens: len(set(tokens)) == 1, zip(*sequences, strict=False))))
 
