@@ -51,7 +51,7 @@ def test_the_first_hour_runs_as_it_is_written(checkout: Path, base: Path, tmp_pa
     assert "\ninterrupted\n" in done.stdout and "before it was interrupted" not in done.stdout
     assert (folder / "hour" / "bin" / "slivertune").is_file()
     state = json.loads((folder / "runs" / "first" / "trainer_state.json").read_text(encoding="utf-8"))
-    assert state["global_step"] == 30
+    assert state["global_step"] == 60
     results = json.loads((folder / "runs" / "first" / "results.json").read_text(encoding="utf-8"))
     before, after = results["before"]["eval_loss"], results["after"]["eval_loss"]
     assert f"loss before {before:.3g}"[:14] in done.stdout and after < before
