@@ -197,6 +197,13 @@ def test_a_failure_is_code_1_and_has_a_traceback_on_request_alone(
 
 
 # A shell's background jobs ignore Ctrl-C and their children inherit that; a run in the foreground never does.
+def test_data_are_looked_for_before_the_base_model_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slivertune.training.assemble.prepare_base_model", Mock(side_effect=AssertionError("made")))
+    assert "'rows.csv' is not there" in complaint(capsys, ["train", "--dataset", "rows.csv"])
+
+
 INTERRUPTIBLE = """
 import runpy, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -259,14 +266,16 @@ def test_the_command_to_continue_names_folder_and_checkpoint_once_however_they_w
     )
     command = ("slivertune", "train", *words)
     arguments: Any = SimpleNamespace(command=command, training=SimpleNamespace(output_dir=str(output)))
-    line = describe_interruption(arguments).partition("continue with: ")[2]
-    start, program, rest = line.partition("slivertune train ")
-    assert shlex.split(rest) == [
+    line, words = describe_interruption(arguments)
+    start = line.partition("continue with:")[2]
+    program = words[: words.index("train") + 1]
+    assert words[len(program) :] == [
         *file,
         *("--seed", "3", "--sample_prompt", "a 'b' $c"),
         *("--output_dir", str(output), "--resume_from_checkpoint", "true"),
     ]
-    assert program and (start == "" if launcher is None else start.endswith("its options, and -m "))
+    assert program == (["slivertune", "train"] if launcher is None else ["-m", "slivertune", "train"])
+    assert start == "" if launcher is None else start.endswith("its options, and")
 
 
 def test_ctrl_c_before_the_first_checkpoint_says_so(
@@ -334,6 +343,7 @@ def test_what_merge_refuses_is_one_line_and_code_2(to_merge: Path, capfd: pytest
     write_deltas(to_merge / "nameless", tiny_llama(torch.bfloat16))
     write_deltas(to_merge / "other", tiny_llama(torch.bfloat16, seed=1), base_model_name="base")
     damage(write_deltas(to_merge / "newer", tiny_llama(), base_model_name="base"), version="3")
+    write_deltas(to_merge / "run" / "delta", tiny_llama(), base_model_name="base")
     before = sorted(to_merge.rglob("*"))
     for arguments, message in (
         (["merge", "nameless"], "the deltas name ['None'] as their base; say which it is with --model_name_or_path"),
@@ -343,7 +353,9 @@ def test_what_merge_refuses_is_one_line_and_code_2(to_merge: Path, capfd: pytest
             "'owner/absent' is neither a folder nor",
         ),
         (["merge", "deltas0", "--model_name_or_path", "./absent"], "'./absent' is neither a folder nor a model"),
-        (["merge", "absent"], "absent/sft_delta.safetensors is not there; name the folder that save_pretrained"),
+        (["merge", "absent"], "absent is not a folder; name one with SFT's deltas or a LoRA adapter"),
+        (["merge", "base"], "base/sft_delta.safetensors is not there; name the folder that save_pretrained"),
+        (["merge", "run"], "run holds neither SFT's deltas nor a LoRA adapter; did you mean run/delta?"),
         (["merge", "other"], f"other: '{UP}' was trained on another base"),
         (["merge", "newer"], "newer/sft_delta.safetensors has version '3', this library reads 2; use the version"),
         (["unmerge", "base"], "base_values.safetensors is not there, so base can't be unmerged"),

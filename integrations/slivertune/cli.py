@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from slivertune import __version__
 from slivertune.core.option_parser import OptionParser
 from slivertune.core.presets import example_names, preset_names, preset_path
+from slivertune.core.terminal_text import print_line
 
 _FAILED = 1
 _BAD_ARGUMENTS = 2
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = getattr(options, "output_dir", None)
         there = "is whole" if output is not None and Path(output).exists() else "was not written"
         end = "" if output is None else f"; {output} {there}"
-        print(f"\nslivertune {options.command}: interrupted{end}", file=sys.stderr)
+        _say(f"slivertune {options.command}: interrupted{end}")
         return _INTERRUPTED
     except Exception as error:
         bad_arguments = (ValueError,) if is_plan else (ValueError, FileExistsError, FileNotFoundError)
@@ -90,7 +91,8 @@ class _CommandParser(OptionParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong and what may have been meant."""
-        self.exit(_BAD_ARGUMENTS, f"{self.prog}: error: {self.explain(message)}\n")
+        print_line(f"{self.prog}: error: {self.explain(message)}", sys.stderr)
+        self.exit(_BAD_ARGUMENTS)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Complain of what a command does not know in its own words, and not in those of the parser above it."""
@@ -197,13 +199,13 @@ def _train(argv: list[str], *, debug: bool) -> int:
     except KeyboardInterrupt:
         # Launchers pass the signal on once more.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        line = "interrupted before anything was trained"
+        line, command = "interrupted before anything was trained", list[str]()
         if arguments is not None:
             from slivertune.training.run import describe_interruption
 
-            line = describe_interruption(arguments)
+            line, command = describe_interruption(arguments)
         if coordinator.is_first:
-            print(f"\nslivertune train: {line}", file=sys.stderr)
+            _say(f"slivertune train: {line}", command)
         return _INTERRUPTED
     except SilentError:
         coordinator.await_error_report()
@@ -229,5 +231,11 @@ def _complain(command: str, error: Exception, code: int, *, debug: bool, where: 
         traceback.print_exception(error)
     text = " ".join(str(error).split())
     kind = "" if isinstance(error, (ValueError, RuntimeError, OSError)) and text else f"{type(error).__name__}: "
-    print(f"slivertune {command}: error{where}: {kind}{text}", file=sys.stderr, flush=True)
+    print_line(f"slivertune {command}: error{where}: {kind}{text}", sys.stderr)
     return code
+
+
+def _say(line: str, command: Sequence[str] = ()) -> None:
+    """Print a line below what Ctrl-C left on the screen."""
+    print(file=sys.stderr)
+    print_line(line, sys.stderr, command=command)

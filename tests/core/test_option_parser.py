@@ -52,6 +52,23 @@ def test_a_complaint_is_an_exception_and_says_what_was_meant(words: str, message
         make_parser().parse_args(words.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        ("--modle x", "required: --model; there is no --modle; did you mean --model?; see tool verb --help"),
+        ("--lr=1 --what 2", "required: --model; there is no --lr; did you mean --model?; there is no --what; see"),
+        ("--learning_rate 1", "required: --model; see tool verb --help"),
+    ],
+)
+def test_what_is_missing_may_be_what_was_mistyped(words: str, asked: str) -> None:
+    parser = Parser(prog="tool verb")
+    parser.other_words = {"lr": "model"}  # type: ignore[misc]
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--learning_rate")
+    with pytest.raises(ValueError, match=re.escape(asked)):
+        parser.parse_args(words.split())
+
+
 def test_what_is_right_is_read_as_argparse_reads_it() -> None:
     parsed = make_parser().parse_args(["--learning-rate", "0.5", "--method", "hift"])
     assert isinstance(parsed, argparse.Namespace) and (parsed.learning_rate, parsed.method) == (0.5, "hift")

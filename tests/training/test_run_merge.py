@@ -1,5 +1,6 @@
 """Adapters that `slivertune train` leaves, merged into their base by `slivertune merge`."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ IDS = torch.arange(40).view(2, 20)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
-def merge(folder: object, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def merge(folder: object, output: Path, capsys: pytest.CaptureFixture[str], *more: str) -> str:
     """Merge what a run left; what is said."""
     capsys.readouterr()
-    assert main(["merge", str(folder), "--output_dir", str(output)]) == 0
+    assert main(["merge", str(folder), "--output_dir", str(output), *more]) == 0
     return capsys.readouterr().out
 
 
@@ -44,6 +45,12 @@ def test_the_adapter_of_a_run_and_of_a_checkpoint_become_plain_models(
     assert not torch.equal(merged(IDS).logits, base(IDS).logits)
     text = "The 3rd of 60."
     assert AutoTokenizer.from_pretrained(tmp_path / "merged")(text) == AutoTokenizer.from_pretrained(tiny_base)(text)
+    assert "the same weights was not checked" not in said
+    shutil.copytree(tiny_base, tmp_path / "copy")
+    other = merge(
+        results["model_folder"], tmp_path / "of the copy", capsys, "--model_name_or_path", str(tmp_path / "copy")
+    )
+    assert f"trained over {tiny_base}; that {tmp_path / 'copy'} has the same weights was not checked" in other
     merge(results["checkpoint"], tmp_path / "from checkpoint", capsys)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "from checkpoint")
     assert torch.equal(again(IDS).logits, merged(IDS).logits)

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -17,6 +18,12 @@ class OptionParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # A prefix of an option would change its meaning with every option that is added.
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._typed: list[str] = []
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; what was typed is kept for suggestions."""
+        self._typed = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._typed, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Turn argparse's complaint into an exception.
@@ -55,8 +62,18 @@ class OptionParser(argparse.ArgumentParser):
         if rest and not kind:
             options = [word.partition("=")[0] for word in rest.split() if word.startswith("--")]
             return next(filter(None, (self.suggest_option(each, self._options()) for each in options)), "")
+        if "arguments are required: " in message:
+            return self._unknown_typed()
         wrong = re.search(r"invalid choice: (.+) \(choose from (.+)\)$", message)
         return "" if wrong is None else did_you_mean(wrong[1].strip("'\""), re.findall(r"[\w.+-]+", wrong[2]))
+
+    def _unknown_typed(self) -> str:
+        """Options that are not known: one of them may be the one that is missing."""
+        options = [word.partition("=")[0] for word in self._typed if word.startswith("--")]
+        known = set(re.findall(r"--[a-zA-Z][\w-]*", self.format_help()))
+        unknown = [each for each in options if each not in known]
+        meant = (self.suggest_option(each, self._options()) for each in unknown)
+        return "".join(f"; there is no {each}{ask}" for each, ask in zip(unknown, meant, strict=True))
 
     def _options(self) -> list[str]:
         return re.findall(r"--[a-zA-Z]\w*", self.format_usage())

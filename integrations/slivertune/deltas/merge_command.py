@@ -13,7 +13,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 
 from slivertune.core.atomic import check_absent, recover
 from slivertune.deltas.adapter_merge import is_adapter, merge_adapter, open_adapter
-from slivertune.deltas.delta_file import load
+from slivertune.deltas.delta_file import DELTA_FILE, load
 from slivertune.deltas.merge import REPORT_FILE, Progress, merge, unmerge
 from slivertune.deltas.plain_checkpoint import UNDO_FOLDER
 
@@ -36,6 +36,8 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
     if adapters:
         _merge_one_adapter(adapters[0], deltas, Path(output), base, allow_quantized_base)
         return
+    for folder in deltas:
+        _check_deltas(Path(folder))
     files = [load(folder) for folder in deltas]
     names = {base} if base else {file.base_model_name for file in files}
     if len(names) != 1 or None in names:
@@ -58,6 +60,16 @@ def run_merge(deltas: Sequence[str], output: str, *, base: str | None, allow_qua
         print(f"left out, as they hold the base's weights: {', '.join(map(str, merged.left_out))}")
 
 
+def _check_deltas(folder: Path) -> None:
+    """Refuse what is no folder of deltas, and ask for those of a run."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; name one with SFT's deltas or a LoRA adapter")
+    parts = (folder / "delta", folder / "model")
+    of_run = [each for each in parts if (each / DELTA_FILE).is_file() or is_adapter(each)]
+    if of_run and not (folder / DELTA_FILE).is_file():
+        raise FileNotFoundError(f"{folder} holds neither SFT's deltas nor a LoRA adapter; did you mean {of_run[0]}?")
+
+
 def _merge_one_adapter(
     folder: str, folders: Sequence[str], output: Path, base: str | None, allow_quantized_base: bool
 ) -> None:
@@ -74,6 +86,8 @@ def _merge_one_adapter(
     check_absent(output)
     merged = merge_adapter(adapter, find_checkpoint(name, None if base else adapter.config.get("revision")), output)
     print(f"{output}: {name} with the LoRA of {folder} added to {merged.num_adapted} matrices")
+    if base and adapter.base_name and Path(base).resolve() != Path(adapter.base_name).resolve():
+        print(f"the adapter was trained over {adapter.base_name}; that {base} has the same weights was not checked")
     if merged.replaced:
         print(f"trained whole and put in place of the base's: {', '.join(merged.replaced)}")
     if adapter.was_quantized:

@@ -15,7 +15,7 @@ from slivertune.interop.compilation import BlockCompilation
 from slivertune.interop.training_metrics import TrainingMetrics, metrics_of
 from slivertune.tokentune import TokenTuneHandle
 from slivertune.training.callbacks import CheckpointMarker, NonFiniteGuard, keep_events_in
-from slivertune.training.data.splits import load_datasets
+from slivertune.training.data.splits import check_datasets, load_datasets
 from slivertune.training.early_stopping import EarlyStopping
 from slivertune.training.embedded.base_model import BASE_RECIPE, prepare_base_model
 from slivertune.training.embedded.corpus import reference_splits
@@ -123,6 +123,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     bar = not training.disable_tqdm and coordinator.is_first
     embedded = None
     if arguments.model.model_name_or_path is None:
+        # Making the base model takes minutes.
+        check_datasets(arguments.data)
         embedded = coordinator.first_here("base model", lambda: prepare_base_model(BASE_RECIPE, console, bar=bar))
     source = coordinator.first_here("tokenizer", lambda: open_model(arguments.model, embedded))
     task = coordinator.first_here("data", lambda: _prepare_data(arguments, source))

@@ -45,14 +45,14 @@ def execute(run: Run, console: Console) -> Results:
         return _execute(run, console)
 
 
-def describe_interruption(arguments: TrainArguments) -> str:
+def describe_interruption(arguments: TrainArguments) -> tuple[str, list[str]]:
     """Say where the last whole checkpoint of an interrupted run lies, and how to go on.
 
     Args:
         arguments: The run's settings.
 
     Returns:
-        One line.
+        One line, and the words of the command that follows it.
     """
     folder = Path(str(arguments.training.output_dir))
     checkpoint, _ = newest_whole(folder, read_files=False)
@@ -62,10 +62,10 @@ def describe_interruption(arguments: TrainArguments) -> str:
         program = ("-m", *program)
         launcher = "the launcher that started this run (accelerate launch, torchrun, deepspeed), its options, and "
     if checkpoint is None:
-        return f"interrupted before the first checkpoint; start again with: {launcher}{shlex.join([*program, *words])}"
+        return f"interrupted before the first checkpoint; start again with: {launcher}".rstrip(), [*program, *words]
     words = _without_options(words, ("output_dir", "resume_from_checkpoint"))
-    command = shlex.join([*program, *words, "--output_dir", str(folder), "--resume_from_checkpoint", "true"])
-    return f"interrupted; the last whole checkpoint is {checkpoint}; continue with: {launcher}{command}"
+    command = [*program, *words, "--output_dir", str(folder), "--resume_from_checkpoint", "true"]
+    return f"interrupted; the last whole checkpoint is {checkpoint}; continue with: {launcher}".rstrip(), command
 
 
 def _without_options(words: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from slivertune.training.data.columns import ROW_COLUMN
-from slivertune.training.data.splits import load_datasets, load_local, load_splits
+from slivertune.training.data.splits import check_datasets, load_datasets, load_local, load_splits
 from slivertune.training.options.arguments import DataArguments
 from tests.training.tiny import bert_config, prepared, splits_from, word_tokenizer, write
 
@@ -58,6 +58,7 @@ def test_named_evaluation_rows_come_from_a_split_a_slice_or_another_file(tmp_pat
         ({"eval_fraction": 0.0}, "eval_fraction=0.0 must lie between 0 and 1"),
         ({"dataset_config": "sst2"}, "dataset_config='sst2' is for hub datasets"),
         ({"dataset": ["owner/name"], "column_names": ["a"]}, "'owner/name' is a hub dataset"),
+        ({"dataset": ["owner/name"], "sample_by": "document"}, "for local txt files; 'owner/name' is a hub dataset"),
         (
             {"train_split": "train[:1]"},
             "1 rows are too few to hold out 0.1 of them for evaluation; name evaluation rows",
@@ -234,6 +235,10 @@ def test_a_text_file_is_cut_by_line_paragraph_or_not_at_all(tmp_path: Path) -> N
     assert [row["text"] for row in rows_of(file)] == ["one", "two", "", "", "three"]
     assert [str(row["text"]).strip() for row in rows_of(file, sample_by="paragraph")] == ["one\ntwo", "three"]
     assert len(rows_of(file, sample_by="document")) == 1
+    with pytest.raises(
+        ValueError, match=r"sample_by=paragraph says what a row of a txt file is, .*rows\.csv is read as csv"
+    ):
+        rows_of(write(tmp_path / "rows.csv", NUMBERED), sample_by="paragraph")
 
 
 def test_a_name_with_glob_characters_is_meant_as_written(tmp_path: Path) -> None:
@@ -334,6 +339,34 @@ def test_several_datasets_are_loaded_by_name_and_each_holds_rows_out(tmp_path: P
     assert list(loaded) == [one, other]
     assert [(len(splits["train"]), len(splits["eval"])) for splits in loaded.values()] == [(18, 2), (18, 2)]
     assert list(load_datasets(DataArguments(dataset=[one]), seed=0)) == [one]
+
+
+def test_what_is_said_of_one_kind_of_file_holds_for_those_of_several_datasets(tmp_path: Path) -> None:
+    bare = write(tmp_path / "bare.csv", NUMBERED.removeprefix("text\n"))
+    book = write(tmp_path / "book.txt", "one\ntwo\n\nthree\n\nfour\n")
+    rows = write(tmp_path / "rows.jsonl", '{"text": "a"}\n' * 4)
+    other = write(tmp_path / "other.jsonl", '{"text": "a"}\n' * 4)
+    options: dict[str, Any] = {"column_names": ["words"], "sample_by": "paragraph"}
+    loaded = load_datasets(DataArguments(dataset=[bare, book, rows], **options), seed=0)
+    assert [(splits["train"].column_names[0], len(splits["train"])) for splits in loaded.values()] == [
+        ("words", 18), ("text", 2), ("text", 3),
+    ]  # fmt: skip
+    loaded = load_datasets(DataArguments(dataset=[book, rows], eval_file=bare, **options), seed=0)
+    assert loaded[bare]["eval"].column_names[0] == "words" and len(loaded[book]["train"]) == 3
+    splits = load_splits(DataArguments(dataset=[rows], eval_file=bare, column_names=["text"]), seed=0)
+    assert (len(splits["train"]), len(splits["eval"])) == (4, 20)
+    for name, value in options.items():
+        with pytest.raises(ValueError, match=rf"{name}=.* read as json; leave it out"):
+            load_datasets(DataArguments(dataset=[rows, other], **{name: value}), seed=0)
+
+
+def test_datasets_are_looked_for_without_loading_them(tmp_path: Path) -> None:
+    check_datasets(DataArguments(dataset=[write(tmp_path / "rows.csv", NUMBERED), str(tmp_path), "owner/name"]))
+    check_datasets(DataArguments(dataset=None))
+    for name, message in (("row.csv", r"is not there .* did you mean .*rows\.csv"), ("run.yaml", "extension '.yaml'")):
+        write(tmp_path / "run.yaml", "seed: 1")
+        with pytest.raises(ValueError, match=message):
+            check_datasets(DataArguments(dataset=[str(tmp_path / name)]))
 
 
 def test_an_evaluation_file_takes_the_place_of_all_held_out_rows(tmp_path: Path) -> None:

@@ -98,6 +98,13 @@ def test_what_may_stand_alone_and_may_be_a_text_is_either_in_a_file(words: tuple
     assert given_values([write("fsdp: false\n")]) == {"fsdp": False}
 
 
+def test_several_trackers_are_named_on_the_command_line_and_in_a_file() -> None:
+    several = {"report_to": ["tensorboard", "wandb"]}
+    assert given_values(["--report_to", "tensorboard", "wandb", "--seed", "3"]) == {**several, "seed": 3}
+    assert given_values([write("report_to: [tensorboard, wandb]")]) == several
+    assert given_values(["--report_to", "none"])["report_to"] == "none"
+
+
 def test_json_is_taken_too() -> None:
     path = write(json.dumps({"learning_rate": 1e-4, "bf16": True, "dataset": ["a"]}), "run.json")
     assert given_values([path]) == {"learning_rate": 1e-4, "bf16": True, "dataset": ["a"]}
@@ -127,7 +134,10 @@ def test_json_is_taken_too() -> None:
         ("bf16: maybe", "Truthy value expected: got maybe"),
         ("seed: [1, 2]", "run.yaml, line 1: seed takes one value, and this is a list of 2"),
         ("order: {first: random}", "run.yaml, line 1: order takes one value and no mapping; options are not nested"),
-        ("training: {seed: 1}", "there is no option 'training'"),
+        (
+            "training: {seed: 1}",
+            "line 1: there is no option 'training', and options are not nested; write each by itself",
+        ),
         ("model: a\nmodel_name_or_path: a", "line 2: model_name_or_path sets model_name_or_path, which another line"),
         (
             "activation_checkpointing: true\ngradient_checkpointing: false",

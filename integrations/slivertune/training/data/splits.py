@@ -59,7 +59,7 @@ def load_splits(arguments: DataArguments, *, seed: int) -> Any:
         raise ValueError(f"dataset={arguments.dataset} names no rows; give --dataset a hub id or a local file")
     (dataset,) = arguments.dataset
     splits = [arguments.train_split] if arguments.eval_split is None else [arguments.train_split, arguments.eval_split]
-    loaded = _load_rows(dataset, splits, arguments)
+    loaded = _load_rows(dataset, splits, _for_dataset(dataset, arguments))
     if arguments.eval_file is not None:
         loaded.append(_load_eval_file(arguments.eval_file, arguments))
     if len(loaded) == 1:
@@ -88,13 +88,52 @@ def load_datasets(arguments: DataArguments, *, seed: int) -> dict[str, Any]:
         return {name: load_splits(arguments, seed=seed) for name in names}
     if eval_file is None:
         return {
-            name: load_splits(dataclasses.replace(arguments, dataset=[name], dataset_weights=None), seed=seed)
+            name: load_splits(
+                dataclasses.replace(_for_dataset(name, arguments), dataset=[name], dataset_weights=None), seed=seed
+            )
             for name in names
         }
     sources = {
-        name: datasets.DatasetDict(train=_load_rows(name, [arguments.train_split], arguments)[0]) for name in names
+        name: datasets.DatasetDict(train=_load_rows(name, [arguments.train_split], _for_dataset(name, arguments))[0])
+        for name in names
     }
     return {**sources, eval_file: datasets.DatasetDict(eval=_load_eval_file(eval_file, arguments))}
+
+
+def check_datasets(arguments: DataArguments) -> None:
+    """Look for the named datasets, and load nothing.
+
+    Args:
+        arguments: Names local files, folders, or hub ids.
+
+    Raises:
+        ValueError: If one is neither there nor a hub id, or a file of no known format.
+    """
+    for name in arguments.dataset or []:
+        path = Path(name).expanduser()
+        if path.is_file():
+            _reader_of([path])
+        elif not path.exists():
+            _check_hub_id(name)
+
+
+def _for_dataset(name: str, arguments: DataArguments) -> DataArguments:
+    """The settings for one of several: what is for files of one kind is for those alone, where there are any."""
+    named = [*(arguments.dataset or []), *filter(None, [arguments.eval_file])]
+
+    def is_for(suffixes: tuple[str, ...]) -> bool:
+        return _may_hold(name, suffixes) or not any(_may_hold(each, suffixes) for each in named)
+
+    column_names = arguments.column_names if is_for((".csv", ".tsv")) else None
+    return dataclasses.replace(
+        arguments, column_names=column_names, sample_by=arguments.sample_by if is_for((".txt",)) else "line"
+    )
+
+
+def _may_hold(name: str, suffixes: tuple[str, ...]) -> bool:
+    """Whether a dataset is a file of a kind, or a folder, which may hold some."""
+    path = Path(name).expanduser()
+    return path.is_dir() or path.suffix.lower() in suffixes
 
 
 def _load_rows(dataset: str, splits: list[str], arguments: DataArguments) -> list[Any]:
@@ -105,8 +144,10 @@ def _load_rows(dataset: str, splits: list[str], arguments: DataArguments) -> lis
         loaded = load_local(path, splits, column_names=names, **_reader_options(arguments))
     else:
         _check_hub_id(dataset)
-        if names is not None and arguments.eval_file is None:
+        if names is not None:
             raise ValueError(f"column_names={names} is for local csv and tsv files; {dataset!r} is a hub dataset")
+        if arguments.sample_by != "line":
+            raise ValueError(f"sample_by={arguments.sample_by} is for local txt files; {dataset!r} is a hub dataset")
         loaded = _load_hub(dataset, config, splits, arguments.dataset_cache_dir)
     return [_with_rows(rows, dataset, split) for rows, split in zip(loaded, splits, strict=True)]
 
@@ -115,8 +156,8 @@ def _load_eval_file(eval_file: str, arguments: DataArguments) -> Any:
     file = Path(eval_file).expanduser()
     if not file.is_file():
         raise ValueError(f"eval_file {eval_file!r} is no file; give an existing {', '.join(FORMATS)} file")
-    names = arguments.column_names if file.suffix.lower() in (".csv", ".tsv") else None
-    (rows,) = load_local(file, ["train"], column_names=names, **_reader_options(arguments))
+    arguments = _for_dataset(eval_file, arguments)
+    (rows,) = load_local(file, ["train"], column_names=arguments.column_names, **_reader_options(arguments))
     return _with_rows(rows, eval_file, "train")
 
 
@@ -158,6 +199,10 @@ def load_local(
     files = [file for group in files_of_split.values() for file in group]
     reader = _reader_of(files)
     options: dict[str, Any] = {}
+    if reader != "text" and sample_by != "line":
+        raise ValueError(
+            f"sample_by={sample_by} says what a row of a txt file is, and {files[0]} is read as {reader}; leave it out"
+        )
     if reader == "csv":
         options = _csv_options(files, column_names)
     elif column_names is not None:

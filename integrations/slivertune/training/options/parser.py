@@ -47,6 +47,12 @@ _OTHER_WORDS = {
 class _TrainParser(OptionParser, HfArgumentParser):
     other_words = _OTHER_WORDS
 
+    def add_argument(self, *names: Any, **options: Any) -> Any:
+        """Let several trackers be named: of a field that is a text or a list, HfArgumentParser takes one word."""
+        if "--report_to" in names:
+            options["nargs"] = "+"
+        return super().add_argument(*names, **options)
+
     def explain(self, message: str) -> str:
         """Add what may have been meant; also that a config file comes first."""
         words = message.partition("unrecognized arguments: ")[2].split()
@@ -81,6 +87,9 @@ def given_values(argv: Sequence[str], read: Callable[[Path], list[Setting]] = re
 
     def parse(words: Sequence[str]) -> dict[str, Any]:
         given = vars(parser.parse_args(list(words), argparse.Namespace(**nothing)))
+        trackers = given["report_to"]
+        if isinstance(trackers, list) and len(trackers) == 1:
+            given["report_to"] = trackers[0]
         return {RENAMED.get(name, name): value for name, value in given.items() if value is not absent}
 
     has_file = bool(argv) and not argv[0].startswith("-")
@@ -97,6 +106,10 @@ def _written_values(
     values: dict[str, Any] = {}
     for setting in settings:
         option = option_named(setting.key, options)
+        if option is None and isinstance(setting.value, dict):
+            raise ValueError(
+                f"{setting.place}: there is no option {setting.key!r}, and options are not nested; write each by itself"
+            )
         if option is None:
             known = [*options, *(alias for each in options.values() for alias in each.aliases)]
             meant = parser.suggest_option(setting.key, known)
