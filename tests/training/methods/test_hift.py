@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.training.test_callbacks import make_trainer
 from tests.training.tiny_runs import assert_same_bits, train
 
 
-def attached(folder: Path, **settings: int) -> HiFTMethod:
+def attached(folder: Path, **settings: Any) -> HiFTMethod:
     method = HiFTMethod(HiFTArguments(**settings))
     method.attach(make_trainer(folder))
     return method
@@ -58,11 +59,23 @@ def test_a_number_of_layers_that_was_not_searched_has_the_rate_of_the_next_small
         parse_train_arguments(["--layers_per_group", "0"])
 
 
-@pytest.mark.parametrize(("settings", "updates"), [({}, 2 * LAYERS), ({"steps_per_group": 2}, 2 * LAYERS)])
-def test_a_line_takes_as_many_whole_rounds_as_make_eight_updates(
-    settings: dict[str, int], updates: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("settings", "updates"),
+    [
+        ({}, 2 * LAYERS + 1),
+        ({"steps_per_group": 2}, 2 * LAYERS + 2),
+        ({"layers_per_group": "2"}, 10),
+        ({"layers_per_group": str(LAYERS)}, 8),
+    ],
+)
+def test_lines_are_eight_updates_or_more_apart_and_show_one_group_after_the_other(
+    settings: dict[str, Any], updates: int, tmp_path: Path
 ) -> None:
-    assert attached(tmp_path, **settings).logging_steps() == updates
+    method = attached(tmp_path, **settings)
+    assert method.logging_steps() == updates
+    num_groups, turn = method.optimizer.num_groups, settings.get("steps_per_group", 1)
+    shown = [(line * updates - 1) // turn % num_groups for line in range(1, 2 * num_groups + 1)]
+    assert shown == [*range(num_groups)] * 2
 
 
 @pytest.mark.parametrize("method", [HiFTMethod(HiFTArguments()), SFTMethod(SFTArguments())])

@@ -244,12 +244,17 @@ class HiFTMethod(SliverMethod):
 
     def cycle(self, state: TrainerState) -> tuple[int, str]:
         """As many rounds of all groups as fill a line; called by the number of the last round."""
-        num_updates = self.logging_steps()
+        num_updates = self._whole_cycles()
         num_done = self.optimizer.rotation.steps // num_updates
         return num_done, f"cycle {num_done * num_updates // self.optimizer.cycle_length:>4}"
 
     def logging_steps(self) -> int:
-        """A line for every cycle."""
+        """A line for every cycle, and one turn more, so that each line shows the group behind that of the last."""
+        turn = self.optimizer.config.steps_per_group
+        return self._whole_cycles() + (turn if self.optimizer.num_groups > 1 else 0)
+
+    def _whole_cycles(self) -> int:
+        """Updates of as many cycles as fill a line."""
         cycle_length = int(self.optimizer.cycle_length)
         return math.ceil(FEWEST_UPDATES_A_LINE / cycle_length) * cycle_length
 

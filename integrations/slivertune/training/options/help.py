@@ -21,9 +21,9 @@ _DESCRIPTION = (
     "or JSON file, a key for each, as in learning_rate: 1e-4; what is typed wins."
 )
 _ON_DEFAULTS = (
-    "Lines come once a cycle of HiFT, once a reselection of SFT, or every 8 updates. The embedded model and data bring "
-    "a learning rate, a schedule, a length, a batch size and HiFT's layers_per_group of their own; what is given here "
-    "wins."
+    "Lines come once a cycle of HiFT and a turn, once a reselection of SFT, or every 8 updates. The embedded model and "
+    "data bring a learning rate, a schedule, a length, a batch size and HiFT's layers_per_group of their own; what is "
+    "given here wins."
 )
 _ON_ALL = "slivertune train --help all lists every other field of transformers.TrainingArguments, too."
 
@@ -52,7 +52,7 @@ _TRAINERS: dict[str, str] = {
         "says so"
     ),
     "logging_strategy": "when a line of the log is due",
-    "logging_steps": "updates between two of them, by default as many as the method's cycle",
+    "logging_steps": "updates between two of them, by default the method's cycle, of HiFT and a turn",
     "eval_strategy": "when to evaluate, beside before and after",
     "eval_steps": "updates between two evaluations, by default logging_steps",
     "per_device_eval_batch_size": "rows in a forward of an evaluation",
