@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from transformers import Trainer, TrainingArguments
 
 import slivertune
@@ -128,6 +129,17 @@ def test_the_table_of_ways_is_that_of_the_committed_answer() -> None:
     assert table.count("\n") == 2 + len(rows) and len(rows) == 16
     page = (DOCS / "which-method.md").read_text(encoding="utf-8")
     assert table in page
+
+
+def test_the_picture_of_measured_figures_is_that_of_the_committed_results() -> None:
+    shown = run_python(CHECKOUT / "benchmarks" / "measured_plot.py", "--figures", cwd=CHECKOUT).stdout
+    with Image.open(DOCS / "images" / "measured.png") as picture:
+        assert json.loads(picture.text["Description"]) == json.loads(shown)  # type: ignore[attr-defined]
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    assert "(docs/images/measured.png)" in readme
+    drawn = json.loads(shown)
+    for value in (drawn["step"]["HiFT, 1 layer"], drawn["step"]["TokenTune, 30 %"], drawn["sent"]["DDP"]["hift"]):
+        assert f"{value:.3f}" in readme
 
 
 def notebook() -> list[str]:

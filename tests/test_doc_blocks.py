@@ -1,0 +1,226 @@
+"""Blocks of Python and commands of README and of the pages that no other test runs whole."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate import Accelerator
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from transformers import Trainer, TrainingArguments
+
+import slivertune
+from slivertune.cli import _make_parser, main
+from slivertune.core.manifest import DamagedCheckpointError
+from slivertune.core.presets import preset_path
+from slivertune.planning.arguments import parse_plan_arguments
+from slivertune.training.options.parser import given_values
+from tests.conftest import CHECKOUT
+from tests.helpers.models import VOCAB, tiny_llama
+from tests.training.tiny_runs import make_tiny_base, sentences
+
+RUN_ELSEWHERE = ("command-line", "data", "first-hour")
+"""Pages whose commands are all run, each by a test of its own."""
+_WHOLE = re.MULTILINE | re.DOTALL
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+
+
+def commands() -> list[Any]:
+    found = []
+    for page in PAGES:
+        if page.stem in RUN_ELSEWHERE:
+            continue
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), _WHOLE):
+            if language not in ("", "bash"):
+                continue
+            lines = [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("slivertune ")]
+            words = [shlex.split(line, comments=True)[1:] for line in lines]
+            found += [pytest.param(each, id=f"{page.stem}-{' '.join(each)[:50]}") for each in words]
+    return found
+
+
+def of_verb(verb: str) -> list[Any]:
+    return [each for each in commands() if each.values[0][0] == verb]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
+
+
+def test_every_verb_is_shown() -> None:
+    assert {each.values[0][0] for each in commands()} == {"train", "plan", "merge", "unmerge", "report"}
+
+
+@pytest.mark.parametrize("words", [each for each in commands() if "--help" not in each.values[0]])
+def test_every_option_of_a_command_is_one_that_there_is(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("seed: 1", encoding="utf-8")
+    parse: dict[str, Any] = {"train": given_values, "plan": parse_plan_arguments}
+    if words[0] in parse:
+        assert parse[words[0]](words[1:])
+    else:
+        assert _make_parser().parse_args(words).command == words[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", of_verb("plan"))
+def test_every_plan_is_made(
+    words: list[str], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = list(words)
+    words[words.index("--model") + 1] = str(base)
+    assert main([*words, *(() if "--sweep" in words or "--seq_length" in words else ("--seq_length", "64"))]) == 0
+    assert capfd.readouterr().out
+    assert "--plot" not in words or Path(words[words.index("--plot") + 1]).read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_the_trainings_of_the_readme_run_and_what_they_leave_is_drawn(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("chats.jsonl", "data.jsonl"):
+        rows = "".join(f'{{"prompt": "{text}", "completion": "yes"}}\n' for text in sentences(20))
+        Path(name).write_text(rows, encoding="utf-8")
+    Path("run.yaml").write_text(f"model: {base}\ndataset: chats.jsonl\noutput_dir: runs/file\n", encoding="utf-8")
+    shown = [each.values[0] for each in of_verb("train") if str(each.id).startswith("README")]
+    trained = [words for words in shown if "--help" not in words]
+    assert len(trained) == 3
+    for words in trained:
+        words = [str(base) if word == "PATH_OR_HUB_ID" else word for word in words]
+        more = ("--use_cpu", "--max_steps", "2", "--logging_steps", "1", "--sample_tokens", "0")
+        assert main([*words, *more]) == 0, words
+    assert {each.name for each in Path("runs").iterdir()} == {"mine", "file", "qlora"}
+    assert main(["report", "runs/mine", "--output", "hift.png"]) == 0 and Path("hift.png").is_file()
+
+
+def test_presets_that_pages_name_are_there() -> None:
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"\$\(slivertune path ([\w.]+)\)", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) >= 4 and all(preset_path(name).is_file() for name in named)
+
+
+def python_blocks(stem: str) -> list[str]:
+    text = (CHECKOUT / "docs" / f"{stem}.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", text, _WHOLE)
+
+
+@pytest.fixture
+def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the blocks name and don't make."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(1)
+    model = tiny_llama(blocks=9)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, VOCAB, (12, 16))]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        max_steps=2,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return {
+        "st": slivertune,
+        "torch": torch,
+        "model": model,
+        "rows": rows,
+        "dataset": rows,
+        "args": arguments,
+        "arguments": arguments,
+        "Trainer": Trainer,
+        # TRL's is a Trainer as well, and has tests of its own.
+        "SFTTrainer": Trainer,
+        "Accelerator": lambda: Accelerator(cpu=True),
+        "HiFTConfig": slivertune.HiFTConfig,
+        "loader": torch.utils.data.DataLoader(rows),  # type: ignore[arg-type]
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "optimizer": optimizer,
+        "batches": [{name: value[None] for name, value in row.items()} for row in rows[:2]],
+        "get_state_dict": get_state_dict,
+        "dcp": dcp,
+        "folder": str(tmp_path / "checkpoint"),
+        "hidden": torch.randn(6, 4, requires_grad=True),
+        "head": torch.nn.Linear(4, 7),
+        "targets": torch.randint(0, 7, (6,)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        *[("hift", number) for number in range(1, 5)],
+        ("ranks", 0),
+        ("sft", 0),
+        ("trainers", 0),
+        ("tokentune", 0),
+        ("tokentune", 1),
+        ("chunked_cross_entropy", 0),
+    ],
+)
+def test_a_block_of_a_page_runs(page: str, number: int, scope: dict[str, Any]) -> None:
+    before = set(scope)
+    exec(compile(python_blocks(page)[number], f"{page}.md", "exec"), scope)
+    if "trainer" in scope:
+        assert scope["trainer"].state.global_step == 2
+    if "loss" in scope:
+        expected = torch.nn.functional.cross_entropy(scope["head"](scope["hidden"]), scope["targets"])
+        assert torch.allclose(scope["loss"], expected)
+    if "quality" in scope:
+        assert "0.3" in scope["quality"].table() and Path("quality.png").is_file()
+    assert set(scope) > before
+
+
+def test_groups_may_be_given_as_the_page_says() -> None:
+    config = eval(python_blocks("hift")[0], {"HiFTConfig": slivertune.HiFTConfig})
+    optimizer = slivertune.HiFT(tiny_llama(blocks=2), torch.optim.AdamW, config=config)
+    assert [len(group.layers) for group in optimizer.groups] == [1, 1, 1]
+
+
+def test_masters_of_a_zero_checkpoint_are_read_by_the_name_that_the_page_says() -> None:
+    imported, _, read = python_blocks("ranks")[1].partition("\n\n")
+    scope: dict[str, Any] = {}
+    exec(compile(imported, "ranks.md", "exec"), scope)
+    with pytest.raises(DamagedCheckpointError, match="global_step500"):
+        exec(compile(read, "ranks.md", "exec"), scope)
+
+
+def test_deltas_are_saved_applied_and_summed_as_the_page_says(scope: dict[str, Any]) -> None:
+    saved, applied = python_blocks("sft")
+    exec(compile(saved, "sft.md", "exec"), scope)
+    for name in ("law", "german"):
+        shutil.copytree("deltas", name)
+    scope["model"] = tiny_llama(blocks=9)
+    exec(compile(applied, "sft.md", "exec"), scope)
+    assert scope["handle"].overlap
+
+
+def test_a_script_adds_its_own_numbers_to_the_log_as_the_page_says(scope: dict[str, Any]) -> None:
+    exec(compile(python_blocks("hift")[4].replace("trainer.train()", ""), "hift.md", "exec"), scope)
+    scope["trainer"].args.logging_steps = 1
+    scope["queue"] = [0] * 7
+    exec(compile(python_blocks("watching")[0], "watching.md", "exec"), scope)
+    scope["trainer"].train()
+    assert [line["mine/queue"] for line in scope["trainer"].state.log_history if "loss" in line] == [7, 7]
+
+
+def test_each_block_of_python_is_run_by_a_test() -> None:
+    """Those of README and coming-from.md by tests/test_docs.py; a new block needs a line here."""
+    found = {page.stem: len(python_blocks(page.stem)) for page in PAGES[1:] if python_blocks(page.stem)}
+    assert found.pop("coming-from") == 8
+    assert found == {
+        "hift": 5, "ranks": 2, "sft": 2, "trainers": 1, "tokentune": 2, "chunked_cross_entropy": 1, "watching": 1,
+    }  # fmt: skip
