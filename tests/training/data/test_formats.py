@@ -110,6 +110,7 @@ def test_columns_that_are_not_read_are_known() -> None:
             r"look like question and answer .*leaves out context; .*without it by --dataset_format question_answer",
         ),
         ({}, table("system", conversations=SHAREGPT), "leaves out system; .*--dataset_format sharegpt"),
+        ({}, table("system_prompt", messages=OPENAI), "leaves out system_prompt; .*--dataset_format messages"),
         (
             {"dataset_format": "alpaca"},
             table("prompt", "output"),

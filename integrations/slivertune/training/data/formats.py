@@ -14,7 +14,7 @@ from slivertune.training.options.arguments import DataArguments, FormatName
 _PAIRS = (("mr", "ref"),)
 _COMPARED = frozenset(("chosen", "rejected"))
 # Beside one of the known formats such a column is part of what the answer depends on.
-_ALSO_MEANT = ("context", "passage", "choices", "options", "history", "system")
+_ALSO_MEANT = ("context", "passage", "choices", "options", "history", "system", "system_prompt")
 _ROWS_LOOKED_AT = 100
 _KEYS = (frozenset(("role",)), frozenset(("from", "value")))
 """Of a message: OpenAI's (whose content may be absent beside tool calls), and ShareGPT's."""
