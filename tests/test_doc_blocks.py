@@ -70,7 +70,8 @@ def test_every_option_of_a_command_is_one_that_there_is(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", of_verb("plan"))
+# Comparisons take minutes each; tests/planning/test_compare.py makes one.
+@pytest.mark.parametrize("words", [each for each in of_verb("plan") if "--compare" not in each.values[0]])
 def test_every_plan_is_made(
     words: list[str], base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
