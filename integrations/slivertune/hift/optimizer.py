@@ -640,6 +640,11 @@ class HiFT(CheckpointedSliver):
         header["hift"]["weights"] = list(state)
         return {**header, "state": state, "own": own}
 
+    @property
+    def has_own_files(self) -> bool:
+        """Whether groups wait in files of their own."""
+        return self._disk is not None
+
     def saved_file(self, group: int) -> Path | None:
         """With `state="disk"`: the file that holds what `whole_state` has just returned of a group; None of others.
 
