@@ -41,6 +41,8 @@ HEAD = ["model.norm", "lm_head"]
         ({"stream_bytes": -1}, "stream_bytes=-1"),
         ({"state": "disk"}, "state_dir"),
         ({"state": "host", "state_dir": "somewhere"}, "somewhere.*disk"),
+        ({"state_ram_bytes": 5}, 'state_ram_bytes=5.*state="host".*state="disk"'),
+        ({"state": "disk", "state_dir": "d", "state_ram_bytes": -1}, "state_ram_bytes=-1"),
         ({"state": "device", "master": "split"}, "split.*device.*fp32"),
     ],
 )

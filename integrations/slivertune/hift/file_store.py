@@ -15,68 +15,23 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from slivertune.core.atomic import partial_version
 from slivertune.core.copy_streams import CopyStreams, Event
-from slivertune.core.direct_files import PAGE_BYTES, in_pages, read_file, write_file
-from slivertune.core.ledger import FileBytes, claim, claimed_at_birth
+from slivertune.core.direct_files import read_file, write_file
 from slivertune.core.write_errors import explain_write_errors
 from slivertune.hift.disk_reserve import DiskReserve
+from slivertune.hift.group_file import GroupFile, HostBuffer
 from slivertune.hift.group_image import GroupImage
 
 NUM_BUFFERS = 2
 """Groups in host memory: the one whose turn it is, and the last one until it is written, then the next."""
 _NAME = "hift"
 """Begins the hidden folder's name."""
-
-
-class _Buffer:
-    """Host memory for one group, in whole pages."""
-
-    def __init__(self, streams: CopyStreams, num_bytes: int) -> None:
-        self.streams = streams
-        with claimed_at_birth("state", "host"):
-            whole = streams.host_memory(in_pages(num_bytes) + PAGE_BYTES)
-        claim(whole, "state", "host")
-        start = -whole.data_ptr() % PAGE_BYTES
-        self.memory = whole[start : start + in_pages(num_bytes)]
-        self.view = memoryview(cast(Any, self.memory.numpy()))
-        self.holder: GroupFile | None = None
-
-
-@dataclass(slots=True, eq=False)
-class GroupFile:
-    """One group's file. The fields are the store's."""
-
-    path: Path
-    size: FileBytes = field(default_factory=FileBytes)
-    """Counts it in the ledger."""
-    buffer: _Buffer | None = None
-    """Has what the file has, or something newer."""
-    written: GroupImage | None = None
-    """What the file holds; None of one that is not there."""
-    unwritten: GroupImage | None = None
-    """What the buffer holds, if the file has to be written."""
-    must_be_written: bool = False
-    """Now, and not only when its turn is over."""
-    is_in_use: bool = False
-    """Its group is being stepped in the buffer."""
-    is_moving: bool = False
-    """A thread reads or writes it."""
-    failure: Exception | None = None
-    """Of the last read or write."""
-    copies: list[Event] = field(default_factory=list)
-    """Of the copies to and from the buffer that may be under way."""
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether the file has all that the buffer has, and nobody is at work on it."""
-        return not self.is_in_use and not self.is_moving and self.unwritten is None and self.written is not None
 
 
 class _ClosedError(Exception):
@@ -100,7 +55,7 @@ class FileStore:
         self._target = directory / _NAME
         self._num_buffers, self._buffer_bytes = num_buffers, buffer_bytes
         self._files: list[GroupFile] = []
-        self._buffers: list[_Buffer] = []
+        self._buffers: list[HostBuffer] = []
         self._expected: tuple[GroupFile, ...] = ()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -270,7 +225,7 @@ class FileStore:
                 raise _again(file.failure)
             self._changed.wait()
 
-    def _wait_for_buffer(self, streams: CopyStreams) -> tuple[_Buffer, list[Event]]:
+    def _wait_for_buffer(self, streams: CopyStreams) -> tuple[HostBuffer, list[Event]]:
         """A buffer that nobody holds, and the copies to and from it that may be under way."""
         while True:
             if len(self._buffers) < self._num_buffers:
@@ -306,15 +261,15 @@ class FileStore:
         self._changed.notify_all()
         return True
 
-    def _new_buffer(self, streams: CopyStreams, num_bytes: int) -> _Buffer:
-        buffer = _Buffer(streams, num_bytes)
+    def _new_buffer(self, streams: CopyStreams, num_bytes: int) -> HostBuffer:
+        buffer = HostBuffer(streams, num_bytes)
         self._buffers.append(buffer)
         return buffer
 
-    def _is_free(self, buffer: _Buffer) -> bool:
+    def _is_free(self, buffer: HostBuffer) -> bool:
         return buffer.holder is None or (buffer.holder.is_spare and buffer.holder not in self._expected)
 
-    def _empty(self, buffer: _Buffer) -> list[Event]:
+    def _empty(self, buffer: HostBuffer) -> list[Event]:
         """Take a buffer from its holder; the copies that may be under way."""
         holder, copies = buffer.holder, list[Event]()
         if holder is not None:
@@ -322,7 +277,7 @@ class FileStore:
             holder.buffer = buffer.holder = None
         return copies
 
-    def _can_read(self) -> tuple[GroupFile, _Buffer] | None:
+    def _can_read(self) -> tuple[GroupFile, HostBuffer] | None:
         for file in self._expected:
             if file.buffer is None and file.written is not None and not file.is_moving and file.failure is None:
                 size = file.written.num_bytes
@@ -350,7 +305,7 @@ class FileStore:
                     return
             move(*chosen)
 
-    def _next_to_read(self) -> tuple[GroupFile, _Buffer, list[Event]] | None:
+    def _next_to_read(self) -> tuple[GroupFile, HostBuffer, list[Event]] | None:
         found = self._can_read()
         if found is None:
             return None
@@ -359,7 +314,7 @@ class FileStore:
         buffer.holder, file.is_moving = file, True
         return file, buffer, copies
 
-    def _read(self, file: GroupFile, buffer: _Buffer, copies: list[Event]) -> None:
+    def _read(self, file: GroupFile, buffer: HostBuffer, copies: list[Event]) -> None:
         failure: Exception | None = None
         try:
             assert file.written is not None
@@ -413,7 +368,7 @@ class FileStore:
             raise _ClosedError
 
 
-def _wait_for_copies(buffer: _Buffer, copies: Iterable[Event]) -> None:
+def _wait_for_copies(buffer: HostBuffer, copies: Iterable[Event]) -> None:
     for event in copies:
         buffer.streams.wait_on_host(event)
 

@@ -699,6 +699,7 @@ class HiFT(CheckpointedSliver):
             master=config.master,
             gradients=config.gradients,
             update=config.update,
+            state_ram_bytes=config.state_ram_bytes,
         )
 
     def facts(self) -> dict[str, object]:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from slivertune.hift.device_slots import DeviceSlots
-from slivertune.hift.disk_group import DiskGroup, DiskState
+from slivertune.hift.disk_group import DiskGroup
+from slivertune.hift.disk_state import DiskState
 from slivertune.hift.piece import Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import ResidentGroup
