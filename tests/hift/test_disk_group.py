@@ -327,7 +327,9 @@ def test_room_for_all_groups_and_a_spare_is_taken_before_the_first_update(
     model, hift = on_disk(tmp_path)
     train(model, hift, token_batches(20, vocab=BIG_VOCAB), 1)
     sizes = [12 * sum(w.parameter.numel() for w in hift.weights_of(index)) for index in range(hift.num_groups)]
-    assert sum(sizes) + max(sizes) <= asked[0] <= 1.1 * (sum(sizes) + max(sizes)) + 6 * 2**17
+    # For each of the five and the spare one room for a header, too.
+    needed = sum(sizes) + max(sizes) + 6 * 2**16
+    assert needed <= asked[0] <= 1.1 * needed
 
 
 def test_a_state_dict_stays_what_it_was_while_training_goes_on(tmp_path: Path) -> None:
@@ -345,6 +347,18 @@ def test_a_state_dict_stays_what_it_was_while_training_goes_on(tmp_path: Path) -
     hift.load_state_dict(kept)
     train(model, hift, batches, 12, start=8)
     assert differing(weights(model), after) == []
+
+
+def test_a_state_dict_of_an_update_that_was_begun_and_not_made_is_whole(tmp_path: Path) -> None:
+    model, hift = on_disk(tmp_path)
+    other, reference = hift_over(twin(model), "AdamW", stream_bytes=16_384)
+    for each, optimizer in ((model, hift), (other, reference)):
+        train(each, optimizer, token_batches(20, vocab=BIG_VOCAB), 3)
+        optimizer._begin_update()
+    assert_same_tree(hift.state_dict()["state"], reference.state_dict()["state"])
+    for each, optimizer in ((model, hift), (other, reference)):
+        train(each, optimizer, token_batches(20, vocab=BIG_VOCAB), 10, start=3)
+    assert_same_bits(model, other)
 
 
 def test_masters_follow_what_others_have_written(tmp_path: Path) -> None:

@@ -173,13 +173,6 @@ class DiskGroup(StreamedGroup):
         self._bound = self.files.store.lend(self.file, streams)
         return OffloadedState(_LentBuffer(self._bound, streams), split=split)
 
-    @override
-    def _drop_loaded(self) -> None:
-        # What is copied from the buffer and not used any more must not keep others from writing to it unseen.
-        if self.files.is_open and self.file is not None and self._loaded:
-            self.files.store.note_copies(self.file, [loaded.ready for loaded in self._loaded.values()])
-        super()._drop_loaded()
-
     def _bind(self, memory: torch.Tensor) -> None:
         """Let the waiting tensors lie where the state has been read to."""
         if memory is not self._bound:
@@ -201,8 +194,7 @@ class DiskGroup(StreamedGroup):
         if notes_bits:
             self._note_bits({w.name: w.parameter for w in self.weights if self._meter.steps_master(w)})
         self._note_places()
-        self.files.store.note_copies(self.file, list(self._stored.values()))
-        self.files.store.hand_over(self.file, image_of(self._places))
+        self.files.store.hand_over(self.file, image_of(self._places), list(self._stored.values()))
 
     def _note_places(self) -> None:
         assert self._offloaded is not None

@@ -120,10 +120,9 @@ class FileStore:
             OSError: If what a buffer holds can't be written.
         """
         with self._changed:
-            buffer, copies = self._wait_for_buffer(streams)
+            buffer = self._wait_for_buffer(streams)
             buffer.holder, file.buffer, file.is_in_use = file, buffer, True
-        _wait_for_copies(buffer, copies)
-        return buffer.memory
+            return buffer.memory
 
     def memory_of(self, file: GroupFile) -> torch.Tensor | None:
         """What a group's state lies in; None while it is not there."""
@@ -160,15 +159,16 @@ class FileStore:
             file.buffer.holder = file
             return file.buffer.memory
 
-    def note_copies(self, file: GroupFile, copies: Sequence[Event]) -> None:
-        """Say when copies from a group's buffer are done: it is not written over before."""
-        with self._changed:
-            file.copies.extend(copies)
+    def hand_over(self, file: GroupFile, image: GroupImage, stored: Sequence[Event]) -> None:
+        """Say that a group's step is over: its state is written once its turn is.
 
-    def hand_over(self, file: GroupFile, image: GroupImage) -> None:
-        """Say that a group's step is over: its state is written once its turn is."""
+        Args:
+            file: The group's.
+            image: What its buffer holds.
+            stored: The moments at which all of that has arrived there.
+        """
         with self._changed:
-            file.unwritten, file.is_in_use = image, False
+            file.unwritten, file.is_in_use, file.stored = image, False, stored
             self._changed.notify_all()
         file.size.num_bytes = image.file_bytes
 
@@ -225,18 +225,18 @@ class FileStore:
                 raise _again(file.failure)
             self._changed.wait()
 
-    def _wait_for_buffer(self, streams: CopyStreams) -> tuple[HostBuffer, list[Event]]:
-        """A buffer that nobody holds, and the copies to and from it that may be under way."""
+    def _wait_for_buffer(self, streams: CopyStreams) -> HostBuffer:
+        """A buffer that nobody holds."""
         while True:
             if len(self._buffers) < self._num_buffers:
-                return self._new_buffer(streams, self._buffer_bytes), []
+                return self._new_buffer(streams, self._buffer_bytes)
             for buffer in self._buffers:
                 if self._is_free(buffer):
-                    copies = self._empty(buffer)
+                    _empty(buffer)
                     if buffer.streams is streams:
-                        return buffer, copies
+                        return buffer
                     self._buffers.remove(buffer)  # the model has moved
-                    return self._new_buffer(streams, self._buffer_bytes), []
+                    return self._new_buffer(streams, self._buffer_bytes)
             if not self._make_way():
                 self._changed.wait()
 
@@ -269,14 +269,6 @@ class FileStore:
     def _is_free(self, buffer: HostBuffer) -> bool:
         return buffer.holder is None or (buffer.holder.is_spare and buffer.holder not in self._expected)
 
-    def _empty(self, buffer: HostBuffer) -> list[Event]:
-        """Take a buffer from its holder; the copies that may be under way."""
-        holder, copies = buffer.holder, list[Event]()
-        if holder is not None:
-            copies, holder.copies = holder.copies, []
-            holder.buffer = buffer.holder = None
-        return copies
-
     def _can_read(self) -> tuple[GroupFile, HostBuffer] | None:
         for file in self._expected:
             if file.buffer is None and file.written is not None and not file.is_moving and file.failure is None:
@@ -305,20 +297,20 @@ class FileStore:
                     return
             move(*chosen)
 
-    def _next_to_read(self) -> tuple[GroupFile, HostBuffer, list[Event]] | None:
+    def _next_to_read(self) -> tuple[GroupFile, HostBuffer] | None:
         found = self._can_read()
         if found is None:
             return None
         file, buffer = found
-        copies = self._empty(buffer)
+        # Copies from it that are still under way are of pieces that were given up.
+        _empty(buffer)
         buffer.holder, file.is_moving = file, True
-        return file, buffer, copies
+        return file, buffer
 
-    def _read(self, file: GroupFile, buffer: HostBuffer, copies: list[Event]) -> None:
+    def _read(self, file: GroupFile, buffer: HostBuffer) -> None:
         failure: Exception | None = None
         try:
             assert file.written is not None
-            _wait_for_copies(buffer, copies)
             read_file(file.path, len(file.written.header), buffer.view[: file.written.num_bytes], self._watch)
         except Exception as error:
             failure = _explained(error, f"{file.path} could not be read: {error}; continue from the last checkpoint")
@@ -338,13 +330,14 @@ class FileStore:
         return (file,)
 
     def _write(self, file: GroupFile) -> None:
-        image, buffer, copies = file.unwritten, file.buffer, list(file.copies)
+        image, buffer, stored = file.unwritten, file.buffer, file.stored
         assert image is not None
         assert buffer is not None
         failure: Exception | None = None
         partial = file.path.with_suffix(".partial")
         try:
-            _wait_for_copies(buffer, copies)
+            for event in stored:
+                buffer.streams.wait_on_host(event)
             with explain_write_errors(self._target, image.file_bytes):
                 self._reserve.lend(image.file_bytes)
                 write_file(partial, [image.header, buffer.view[: image.num_bytes]], self._watch)
@@ -357,7 +350,6 @@ class FileStore:
                 error, f"{error}. Nothing is lost: the newer state stays in host memory; free space, and go on"
             )
         with self._changed:
-            del file.copies[: len(copies)]
             if failure is None:
                 file.written, file.unwritten, file.must_be_written = image, None, False
             file.is_moving, file.failure = False, failure
@@ -368,9 +360,11 @@ class FileStore:
             raise _ClosedError
 
 
-def _wait_for_copies(buffer: HostBuffer, copies: Iterable[Event]) -> None:
-    for event in copies:
-        buffer.streams.wait_on_host(event)
+def _empty(buffer: HostBuffer) -> None:
+    """Take a buffer from its holder, if it has one."""
+    holder, buffer.holder = buffer.holder, None
+    if holder is not None:
+        holder.buffer = None
 
 
 def _again(failure: Exception) -> Exception:

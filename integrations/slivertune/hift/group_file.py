@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -47,8 +48,8 @@ class GroupFile:
     """A thread reads or writes it."""
     failure: Exception | None = None
     """Of the last read or write."""
-    copies: list[Event] = field(default_factory=list)
-    """Of the copies to and from the buffer that may be under way."""
+    stored: Sequence[Event] = ()
+    """Moments at which what is unwritten has arrived in the buffer."""
 
     @property
     def is_spare(self) -> bool:

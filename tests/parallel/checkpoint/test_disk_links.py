@@ -183,6 +183,26 @@ def under_ddp(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def under_fsdp2(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with running(CASE, "fsdp2", rank) as run:
+        expected = whole_weights(run.train(0, 14).model)
+    case = HiFTCase(dtype=torch.bfloat16, is_scheduled=False, settings={"state": "disk", "state_dir": folder / "state"})
+    with running(case, "fsdp2", rank) as run:
+        save_state(run.train(0, 7).optimizer, folder / "saved")
+        found["files"] = [path.name for path in (folder / "state").rglob("*")]
+        found["straight"] = differing(whole_weights(run.train(7, 14).model), expected)
+    with running(case, "fsdp2", rank, seed=4) as run:
+        load_state(run.optimizer, folder / "saved")
+        found["resumed"] = differing(whole_weights(run.train(7, 14).model), expected)
+    return found
+
+
+def test_ranks_of_fsdp2_have_mapped_files_without_names_and_equal_host_state(tmp_path: Path) -> None:
+    for found in run_ranks(under_fsdp2, 2, tmp_path):
+        assert found == {"files": [], "straight": [], "resumed": []}
+
+
 def test_ranks_of_ddp_have_files_of_their_own_and_equal_host_state(tmp_path: Path) -> None:
     for found in run_ranks(under_ddp, 2, tmp_path):
         assert found == {"links": [2], "straight": [], "resumed": []}
