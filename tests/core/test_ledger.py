@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from slivertune.core.ledger import Ledger, claim, claimed_at_birth
+from slivertune.core.ledger import FileBytes, Ledger, StateCount, claim, claimed_at_birth
 
 MIB = 2**20
 
@@ -84,6 +84,18 @@ def test_only_what_is_claimed_for_the_host_counts_there(ledger: Ledger) -> None:
     claim(tensor, "state")
     assert (ledger.current().state, ledger.current().disk) == (MIB, 0)
     assert ledger.current().device == MIB
+
+
+def test_files_count_as_long_as_their_owner_lives(ledger: Ledger) -> None:
+    gc.collect()
+    before, others = ledger.current().disk, StateCount()
+    files = FileBytes()
+    files.num_bytes = 3 * MIB
+    files.num_bytes = MIB
+    assert (ledger.current().disk, ledger.highest.disk) == (before + MIB, before + 3 * MIB)
+    assert others.num_bytes()["disk"] == MIB and StateCount().num_bytes()["disk"] == 0
+    del files
+    assert ledger.current().disk == before
 
 
 def test_a_claim_ends_with_its_storage(ledger: Ledger) -> None:

@@ -184,3 +184,17 @@ def test_what_a_killed_write_has_left_is_no_part_of_a_checkpoint(folder: Path) -
     write_manifest(folder)
     assert set(read_entries(folder)["files"]) == {"model.bin", "deep/state.bin", "empty"}
     check_whole(folder)
+
+
+def test_files_that_are_not_read_are_told_by_size_alone(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(b"12345")
+    (tmp_path / "small").write_bytes(b"12345")
+    write_manifest(tmp_path, unread=[tmp_path / "large"])
+    assert find_damage(tmp_path) is None
+    (tmp_path / "large").write_bytes(b"54321")
+    assert find_damage(tmp_path) is None
+    (tmp_path / "large").write_bytes(b"1234")
+    assert find_damage(tmp_path) == "large has 4 bytes where 5 were written"
+    (tmp_path / "large").write_bytes(b"12345")
+    (tmp_path / "small").write_bytes(b"54321")
+    assert find_damage(tmp_path) == "small holds other bytes than were written"

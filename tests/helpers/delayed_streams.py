@@ -5,6 +5,7 @@ holds NaNs and large numbers until then. So a wait that is missing shows as othe
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,8 @@ class DelayedStreams(CopyStreams):
         super().__init__(device)
         self._random = random.Random(seed)
         self._is_lazy = seed is None
+        # Threads that read and write files wait for copies, too.
+        self._lock = threading.RLock()
         self._queued: dict[Direction, list[tuple[list[Any], list[Callable[[], Any]]]]] = {"inbound": [], "outbound": []}
         self._done: dict[Direction, int] = {"inbound": 0, "outbound": 0}
         self.num_late = 0
@@ -55,6 +58,10 @@ class DelayedStreams(CopyStreams):
 
     @contextmanager
     def on(self, direction: Direction, *after: Any) -> Iterator[None]:
+        with self._lock:
+            yield from self._capture(direction, *after)
+
+    def _capture(self, direction: Direction, *after: Any) -> Iterator[None]:
         capture = _Capture()
         # Queued before it is filled: an event that is recorded inside means what is done inside.
         self._queued[direction].append(([event for event in after if event is not None], capture.kept))
@@ -82,6 +89,9 @@ class DelayedStreams(CopyStreams):
         for direction, queued in self._queued.items():
             self._run_until(direction, len(queued))
 
+    def wait_on_host(self, event: Any) -> None:
+        self.compute_after(event)
+
     def _run_some(self) -> None:
         for direction, queued in self._queued.items():
             waiting = len(queued) - self._done[direction]
@@ -89,6 +99,10 @@ class DelayedStreams(CopyStreams):
                 self._run_until(direction, self._done[direction] + self._random.randint(1, waiting))
 
     def _run_until(self, direction: Direction, place: int) -> None:
+        with self._lock, torch.no_grad():
+            self._run_in_order(direction, place)
+
+    def _run_in_order(self, direction: Direction, place: int) -> None:
         while self._done[direction] < place:
             after, kept = self._queued[direction][self._done[direction]]
             for event in after:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,6 +255,7 @@ def test_a_group_that_no_gradient_reaches_passes_its_turn(name: str, config: dic
         ("dropped layers, OPT", 1, {"gradients": "stepped"}),
         ("dropped layers, OPT", 1, {"steps_per_group": 3, "state": "discard"}),
         ("dropped layers, OPT", 1, {"state": "device"}),
+        ("dropped layers, OPT", 1, {"state": "disk"}),
         ("dropped layers, OPT", 1, {"layers_per_group": 2, "stream_bytes": 4096}),
         # One of two that reaches the group makes an update.
         ("experts, each a layer", 2, {}),
@@ -261,9 +263,10 @@ def test_a_group_that_no_gradient_reaches_passes_its_turn(name: str, config: dic
     ids=str,
 )
 def test_skipped_turns_equal_the_reference_wherever_state_waits_and_over_micro_batches(
-    name: str, micro_batches: int, config: dict[str, Any]
+    name: str, micro_batches: int, config: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, hift, other, reference = both(CASES[name], **config)
+    folder = {"state_dir": tmp_path} if config.get("state") == "disk" else {}
+    model, hift, other, reference = both(CASES[name], **config, **folder)
     for step in range(STEPS):
         run(CASES[name], model, hift, [step], micro_batches)
         run(CASES[name], other, reference, [step], micro_batches)

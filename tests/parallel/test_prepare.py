@@ -191,6 +191,12 @@ def test_settings_that_mean_nothing_where_an_engine_keeps_the_state(
     assert refusals(hift(state="device")) == {}
 
 
+def test_memory_beside_files_that_a_rank_does_not_have(tmp_path: Path) -> None:
+    found = refusals(hift(state="disk", state_dir=tmp_path, state_ram_bytes=1000))
+    assert found.keys() == {"fsdp2", *ZERO}
+    assert all("state_ram_bytes=1000" in clash and "leave it out" in clash for clash in found.values())
+
+
 def test_gradients_that_do_not_stay() -> None:
     found = refusals(hift(gradients="stepped"))
     assert found.keys() == set(LAYOUTS)

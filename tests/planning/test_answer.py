@@ -41,6 +41,7 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "steps_per_group": (1, 2),
     "stream_bytes": (128 * 2**20, 0),
     "state": ("host", "device", "disk", "discard"),
+    "state_ram_bytes": (0, 2**20),
     "master": (None, "fp32", "split", "none"),
     "gradients": ("device", "host", "stepped"),
     "update": ("step", "forward"),
@@ -113,7 +114,7 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
         {"task": "classification"},
         {"token_ratio": 0.3},
         {"precision": "mixed_hi", "layers_per_group": 3, "stream_bytes": 0, "master": "split"},
-        {"precision": "mixed_hi", "state": "disk"},
+        {"precision": "mixed_hi", "state": "disk", "state_ram_bytes": 2**30},
         {"precision": "bf16", "state": "device"},
         {"gradients": "stepped"},
         {"gradients": "host", "update": "forward"},
@@ -141,7 +142,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
     }
     if request.method == "hift":
         config = arguments.method.options.config(seed=0)
-        names = ("layers_per_group", "stream_bytes", "state", "gradients", "update")
+        names = ("layers_per_group", "stream_bytes", "state", "state_ram_bytes", "gradients", "update")
         understood |= {name: getattr(config, name) for name in names}
         assert not (request.gradients == "stepped" and training.max_grad_norm)
         assert request.precision in ("fp32", "mixed") or config.master == request.master_kind

@@ -29,6 +29,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "token_ratio": 0.25,
         "layers_per_group": 4,
         "state": "disk",
+        "state_ram_bytes": 2**31,
         "master": "split",
         "steps_per_group": 3,
         "stream_bytes": 2**25,

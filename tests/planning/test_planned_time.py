@@ -189,6 +189,19 @@ def test_state_on_disk_is_written_in_each_turn() -> None:
     num_tensors = NUM_BLOCKS * 9 + 3  # each with a step count
     assert time.disk_bytes_per_update == pytest.approx((12 * NUM_PARAMETERS + 4 * num_tensors) / num_groups)
     assert time.disk_bytes_per_hour == pytest.approx(time.disk_bytes_per_update * 3600 / time.seconds)
+    assert "the disk" not in time.waits
+    slow = plan_time(plan, TINY, replace(SLOW_BUS, disk_bandwidth=time.disk_bytes_per_update / time.seconds))
+    # What was written and read under the update takes twice as long as all of it.
+    assert slow.waits["the disk"] == pytest.approx(time.seconds) and slow.seconds == pytest.approx(2 * time.seconds)
+    assert time.to_json()["rates"]["disk_bandwidth"] == 5e9
+
+
+def test_groups_in_memory_and_longer_turns_write_less() -> None:
+    in_turn = plan_time(plan_of(method="hift", precision="mixed_hi", state="disk", steps_per_group=4), TINY, SLOW_BUS)
+    each_step = plan_time(plan_of(method="hift", precision="mixed_hi", state="disk"), TINY, SLOW_BUS)
+    assert in_turn.disk_bytes_per_update == pytest.approx(each_step.disk_bytes_per_update / 4)
+    none = plan_of(method="hift", precision="mixed_hi", state="disk", state_ram_bytes=2**40)
+    assert plan_time(none, TINY, SLOW_BUS).disk_bytes_per_update == 0
 
 
 RING, BUS = 3 / 4, SLOW_BUS.bus_bandwidth

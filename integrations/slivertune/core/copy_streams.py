@@ -57,6 +57,11 @@ class CopyStreams:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
+    def wait_on_host(self, event: Event) -> None:
+        """Wait on the host for a moment; any thread may."""
+        if event is not None:
+            event.synchronize()
+
     def synchronize(self) -> None:
         """Wait on the host until both side streams are empty."""
         for stream in self._streams.values():
@@ -93,7 +98,7 @@ def _pinned(device: torch.device, num_bytes: int) -> torch.Tensor:
         except RuntimeError as error:
             raise RuntimeError(
                 f"{num_bytes:,} bytes of host memory for what waits off the device can't be pinned ({error}); free "
-                'host memory, or use state="disk", which pins nothing'
+                'host memory, or use state="disk", which pins two groups at a time'
             ) from error
     weakref.finalize(room.untyped_storage(), _unpin, device, buffer.data_ptr()).atexit = False
     return buffer

@@ -43,7 +43,7 @@ class Census:
     host: int = 0
     """Bytes that an owner claimed for host memory."""
     disk: int = 0
-    """Bytes that an owner claimed for memory-mapped files."""
+    """Bytes that an owner claimed for memory-mapped files, or keeps in files (`FileBytes`)."""
 
     @property
     def device(self) -> int:
@@ -126,6 +126,32 @@ def claimed_at_birth(kind: Kind, tier: MemoryTier = "device") -> Iterator[None]:
         _birth_labels.pop()
 
 
+class FileBytes:
+    """Bytes that an owner keeps in files; they count as long as this lives."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        _files.add(self)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many."""
+        return self._num_bytes
+
+    @num_bytes.setter
+    def num_bytes(self, value: int) -> None:
+        self._num_bytes = value
+        for ledger in _watching:
+            ledger._see_files()
+
+
+_files: weakref.WeakSet[FileBytes] = weakref.WeakSet()
+
+
+def _bytes_in_files() -> int:
+    return sum(each.num_bytes for each in _files)
+
+
 class StateCount:
     """Counts the state that owners have claimed since it was made, in this process; needs no `Ledger`.
 
@@ -135,6 +161,7 @@ class StateCount:
     def __init__(self) -> None:
         # Kept, so that no later claim can get the identity of one of them.
         self._earlier = {id(death): death for _, death in _claims.values()}
+        self._earlier_files = weakref.WeakSet(_files)
 
     def num_bytes(self) -> dict[MemoryTier, int]:
         """Bytes of the living storages, by tier; reads no tensor.
@@ -147,6 +174,7 @@ class StateCount:
             storage = death()
             if storage is not None and label in tiers and id(death) not in self._earlier:
                 num_bytes[tiers[label]] += storage.nbytes()
+        num_bytes["disk"] += sum(each.num_bytes for each in _files if each not in self._earlier_files)
         return num_bytes
 
 
@@ -202,7 +230,7 @@ class Ledger:
                 if parameter.grad is not None:
                     claim(parameter.grad, "gradients")
         self._bury()
-        return Census(**self._totals)
+        return Census(**self._with_files())
 
     @property
     def peak(self) -> Census:
@@ -218,7 +246,7 @@ class Ledger:
         """Start new maxima from what is alive now."""
         self._bury()
         self._peak_total = -1
-        self._highest = dict(self._totals)
+        self._highest = self._with_files()
         self._record_peak()
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -304,7 +332,13 @@ class Ledger:
 
     def _record_peak(self) -> None:
         self._peak_total = self._device_total
-        self._peak = dict(self._totals)
+        self._peak = self._with_files()
+
+    def _with_files(self) -> dict[str, int]:
+        return {**self._totals, "disk": self._totals["disk"] + _bytes_in_files()}
+
+    def _see_files(self) -> None:
+        self._highest["disk"] = max(self._highest["disk"], self._with_files()["disk"])
 
 
 class _Watch(TorchDispatchMode):

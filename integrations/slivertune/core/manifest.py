@@ -35,7 +35,11 @@ class DamagedCheckpointError(ValueError):
 
 
 def write_manifest(
-    folder: str | Path, entries: Mapping[str, Any] | None = None, *, files: Iterable[Path] | None = None
+    folder: str | Path,
+    entries: Mapping[str, Any] | None = None,
+    *,
+    files: Iterable[Path] | None = None,
+    unread: Iterable[Path] = (),
 ) -> None:
     """Say that a folder is whole. Costs one read of its files; they are on the disk before the manifest is there.
 
@@ -43,6 +47,8 @@ def write_manifest(
         folder: Nothing may be writing to it any more.
         entries: What else the manifest is to say; plain JSON.
         files: What belongs to it, by path; by default all files in it.
+        unread: Of these, what is told by size alone: links to files so large that to read them would cost what the
+            links spare.
 
     Raises:
         OSError: If a file can't be read, or the manifest not written; there is none then.
@@ -55,10 +61,12 @@ def write_manifest(
         sync(path)
     for parent in {parent for path in paths for parent in path.parents if folder == parent or folder in parent.parents}:
         sync(parent)
-    stamps = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, _HASH: digest}
-        for path, digest in zip(paths, _digests(paths), strict=True)
+    stamps: dict[str, dict[str, Any]] = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size} for path in paths
     }
+    read = [path for path in paths if path not in set(unread)]
+    for path, digest in zip(read, _digests(read), strict=True):
+        stamps[path.relative_to(folder).as_posix()][_HASH] = digest
     said = {"format": FORMAT, **(entries or {}), "files": stamps}
     write_json(folder / MANIFEST_NAME, {**said, _OWN_HASH: _digest_entries(said)})
 
@@ -93,7 +101,7 @@ def read_entries(folder: str | Path) -> dict[str, Any]:
             place = PurePosixPath(name)
             if place.is_absolute() or ".." in place.parts or type(stamp["bytes"]) is not int:
                 raise DamagedCheckpointError(f"its {MANIFEST_NAME} can't be read")
-            stamp[_HASH].encode("ascii")
+            stamp.get(_HASH, "").encode("ascii")
     except DamagedCheckpointError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
@@ -123,9 +131,10 @@ def find_damage(folder: str | Path, *, read_files: bool = True, depth: int = 8) 
             if num_bytes != stamp["bytes"]:
                 return f"{name} has {num_bytes:,} bytes where {stamp['bytes']:,} were written"
         if read_files:
-            found = _digests([folder / name for name in stamps])
-            for (name, stamp), digest in zip(stamps.items(), found, strict=True):
-                if digest != stamp[_HASH]:
+            hashes = {name: stamp[_HASH] for name, stamp in stamps.items() if _HASH in stamp}
+            found = _digests([folder / name for name in hashes])
+            for (name, expected), digest in zip(hashes.items(), found, strict=True):
+                if digest != expected:
                     return f"{name} holds other bytes than were written"
     except (DamagedCheckpointError, OSError) as error:
         return str(error)

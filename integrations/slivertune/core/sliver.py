@@ -152,6 +152,11 @@ class CheckpointedSliver(Sliver):
     def _parameters_of_state(self) -> Iterable[torch.Tensor]:
         """The parameters that a placeholder is made for."""
 
+    @property
+    def has_own_files(self) -> bool:
+        """Whether state lies in files that a checkpoint can link to, so that it is saved in a folder of its own."""
+        return False
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after construction: what a run trains is fixed.
 

@@ -36,7 +36,10 @@ class HiFTConfig:
     """Where a group's optimizer state and masters wait for their turn. `discard` throws them away when the group's
     turn ends, so nothing waits (BAdam's way)."""
     state_dir: str | Path | None = None
-    """Folder of the memory-mapped files of `state="disk"`."""
+    """Folder of the files of `state="disk"`, on a fast local disk; may differ between ranks."""
+    state_ram_bytes: int = 0
+    """With `state="disk"`: bytes of host memory for groups that never leave it, as many as fit. Beside them the two
+    largest of the other groups fit into host memory at any time."""
     master: MasterKind = "fp32"
     """What 16-bit weights are trained on: an fp32 copy (the paper's Mixed^Hi), the same bits with only the lower half
     stored (`split`), or the 16-bit weights themselves (`none`). fp32 weights need none."""
@@ -109,6 +112,12 @@ class HiFTConfig:
             raise ValueError('state="disk" needs state_dir, the folder for its files; name one on a fast local disk')
         if self.state != "disk" and self.state_dir is not None:
             raise ValueError(f'state_dir={str(self.state_dir)!r} is used by state="disk" alone, not {self.state!r}')
+        check_integer("state_ram_bytes", self.state_ram_bytes, 0)
+        if self.state != "disk" and self.state_ram_bytes:
+            raise ValueError(
+                f'state_ram_bytes={self.state_ram_bytes} keeps some groups of state="disk" in memory, and state='
+                f'"{self.state}" has none on a disk; leave it out, or set state="disk"'
+            )
         if self.state == "device" and self.master == "split":
             raise ValueError('master="split" halves what waits on the host; with state="device" use master="fp32"')
         self._check_gradients()

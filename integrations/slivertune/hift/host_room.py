@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.torch_internals import is_without_data
+from slivertune.hift.disk_group import DiskGroup
+from slivertune.hift.disk_state import groups_on_disk
+from slivertune.hift.file_store import NUM_BUFFERS
 from slivertune.hift.host_gradients import bytes_of
 from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.probe import StepMeter
@@ -28,12 +31,22 @@ def check_host_room(groups: Sequence[ResidentGroup], meter: StepMeter) -> None:
     if meter.config.state == "host":
         coming = [group.weights for group in groups if not group.is_offloaded]
         needed["masters and state"] = sum(sum(waiting_bytes(weights, meter).values()) for weights in coming)
+    if meter.config.state == "disk":
+        needed['two groups of state="disk" and those of state_ram_bytes'] = _beside_disk(groups, meter)
     if meter.config.gradients == "host":
         needed["gradients"] = max(bytes_of(group.weights) for group in groups)
     if needed.total() > available:
         parts = " and ".join(f"{num_bytes / 1e9:.1f} GB for {what}" for what, num_bytes in needed.items())
         raise MemoryError(
             f"HiFT needs {parts} in host memory, of which {available / 1e9:.1f} GB are free (or the container's limit "
-            'leaves no more); use state="disk" on a fast local disk, 8-bit state (adamw8bit), master="split", or a '
-            "machine with more memory"
+            'leaves no more); use state="disk" on a fast local disk with few layers a group, 8-bit state (adamw8bit), '
+            'master="split", or a machine with more memory'
         )
+
+
+def _beside_disk(groups: Sequence[ResidentGroup], meter: StepMeter) -> int:
+    if not any(isinstance(group, DiskGroup) and not group.files.is_open for group in groups):
+        return 0  # memory-mapped; or there already
+    sizes = [sum(waiting_bytes(group.weights, meter).values()) for group in groups]
+    on_disk = [sizes[index] for index in groups_on_disk(sizes, meter.config.state_ram_bytes)]
+    return sum(sizes) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * max(on_disk, default=0)

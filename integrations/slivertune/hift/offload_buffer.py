@@ -8,7 +8,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from slivertune.core.copy_streams import CopyStreams
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.masters import join_master, refresh_master, split_master
-from slivertune.hift.nested_state import empty_objects, flatten_state, unflatten_state
+from slivertune.hift.nested_state import Structure, empty_objects, flatten_state, unflatten_state
 from slivertune.hift.piece import Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, WeightState
@@ -115,8 +115,8 @@ def host_buffer(streams: CopyStreams) -> OffloadBuffer:
     return OffloadBuffer("host", streams.host_memory)
 
 
-def disk_buffer(directory: Path) -> OffloadBuffer:
-    """A buffer in memory-mapped files under `directory`.
+def mapped_buffer(directory: Path) -> OffloadBuffer:
+    """A buffer in memory-mapped files under `directory`; copies from it wait for the disk.
 
     Files are allocated whole (a full disk is an error, never a SIGBUS) and unlinked as soon as they are mapped, so
     that nothing stays behind, however the process ends.
@@ -227,12 +227,44 @@ class OffloadedState:
         empty_objects(state)
         return copies
 
-    def export(self, weights: Sequence[Weight]) -> dict[str, WeightState]:
-        """The state of a group's weights: living tensors, masters whole and following what others have written."""
+    def waiting_tensors(self) -> dict[tuple[str, str], torch.Tensor]:
+        """All tensors that wait, by weight and key; not those of keys that no slice has left here any more."""
+        kept = {(name, key) for (name, _), keys in self._received.items() for key in keys}
+        return {
+            (name, key): tensor
+            for name, tensors in self._tensors.items()
+            for key, tensor in tensors.items()
+            if (name, key) in kept
+        }
+
+    def replace_tensors(self, tensors: Mapping[tuple[str, str], torch.Tensor]) -> None:
+        """Let others of the same form wait in place of `waiting_tensors`; nothing is copied."""
+        self._tensors, self._parts = {}, {}
+        for (name, key), tensor in tensors.items():
+            self._tensors.setdefault(name, {})[key] = tensor
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether some value holds tensors inside, which wait under keys of their own."""
+        return any(isinstance(value, Structure) for values in self._scalars.values() for value in values.values())
+
+    def export(
+        self,
+        weights: Sequence[Weight],
+        tensors_by_name: Mapping[tuple[str, str], torch.Tensor] | None = None,
+        written: Container[str] | None = None,
+    ) -> dict[str, WeightState]:
+        """The state of a group's weights: masters whole and following what others have written.
+
+        Args:
+            weights: What the group trains.
+            tensors_by_name: What to take in place of `waiting_tensors`, which are the living ones.
+            written: Names of the weights that others have written to; None where that shows by looking alone.
+        """
         exported: dict[str, WeightState] = {}
+        waiting = self.waiting_tensors() if tensors_by_name is None else tensors_by_name
         for weight in weights:
-            kept = {key for (name, _), keys in self._received.items() if name == weight.name for key in keys}
-            tensors: WeightState = {k: v for k, v in self._tensors.get(weight.name, {}).items() if k in kept}
+            tensors: WeightState = {key: value for (name, key), value in waiting.items() if name == weight.name}
             starts = sorted(start for name, start in self._scalars if name == weight.name)
             # What was restored for the whole weight is out of date once its slices were stepped.
             slices = [start for start in starts if start != _WHOLE] or starts
@@ -241,7 +273,7 @@ class OffloadedState:
             if LOW in tensors:
                 ties = [self._scalars[weight.name, start][TIES] + max(start, 0) for start in slices]
                 tensors[MASTER] = join_master(weight.parameter.detach().cpu(), tensors.pop(LOW), torch.cat(ties))
-            if MASTER in tensors:
+            if MASTER in tensors and (written is None or weight.name in written):
                 refresh_master(tensors[MASTER], weight.parameter.detach().to(tensors[MASTER].device))
             if tensors or scalars:
                 exported[weight.name] = unflatten_state({**tensors, **scalars}, copy_objects=True)

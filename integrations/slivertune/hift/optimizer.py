@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from slivertune.core.sliver import CheckpointedSliver
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.checkpoint import check_header, check_weights, make_header
 from slivertune.hift.config import HiFTConfig
+from slivertune.hift.disk_group import DiskGroup
 from slivertune.hift.forward_updates import ForwardUpdates
 from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
@@ -33,9 +35,9 @@ from slivertune.hift.model_hooks import ModelHooks
 from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter, try_step
-from slivertune.hift.residency import ResidentGroup, export_state, restore_state
+from slivertune.hift.residencies import residencies_of
+from slivertune.hift.residency import export_state, restore_state
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
-from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
 
@@ -71,7 +73,7 @@ class HiFT(CheckpointedSliver):
 
     method = "hift"
     without_state = "masters, moments and the turn would start from zero in the middle of a run"
-    may_differ = frozenset({"state_dir"})
+    may_differ = frozenset({"state_dir", "state_ram_bytes"})
     title = "HiFT"
     refusal_to_add = "HiFT's groups are fixed for the whole run; pass all parameters when it is built"
     refusal_to_copy = (
@@ -170,13 +172,13 @@ class HiFT(CheckpointedSliver):
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
         self._host_gradients = None
         self._prefetcher = Prefetcher(self.config.prefetch_bytes)
-        slots_of = self._prefetcher.slots_of
-        self._residencies = [
-            ResidentGroup(own, self._meter)
-            if self.config.state == "device"
-            else StreamedGroup(own, self._meter, slots_of)
-            for own in ([weights[name] for name in group.parameter_names] for group in self.groups)
-        ]
+        self._residencies, self._disk = residencies_of(
+            [[weights[name] for name in group.parameter_names] for group in self.groups],
+            self._meter,
+            self._prefetcher.slots_of,
+        )
+        if self._disk is not None:
+            weakref.finalize(self, self._disk.opened.close)
         layers = [layer for group in self.groups for layer in group.layers]
         own = weakref.proxy(self)
         self._forward_updates: ForwardUpdates | None = None
@@ -216,6 +218,8 @@ class HiFT(CheckpointedSliver):
     def _activate(self) -> None:
         """Let the active group have gradients, and no other."""
         residency = self._residencies[self.active_group]
+        if self._disk is not None:
+            self._disk.begin_turn(self.rotation.coming_groups)
         if self._in_backward is not None:
             self._hooks.activate(residency.weights, self._in_backward.on_gradient)
         elif self.config.gradients == "host":
@@ -383,7 +387,8 @@ class HiFT(CheckpointedSliver):
             What the closure returned, or None.
 
         Raises:
-            OSError: If `state="disk"` has no room for the group's state; nothing was updated then.
+            OSError: If `state="disk"` finds no room for what is to wait, or a group's file can't be read. Nothing was
+                updated then and nothing is lost; where the room can be made, call it again.
             RuntimeError: If there are several ranks and HiFT was not prepared for them, an engine steps in its place,
                 or only the placeholder of its state was loaded (see `use_sidecar`).
             RuntimeError: With stepped gradients, if there is a closure, or the update is only half done.
@@ -476,6 +481,8 @@ class HiFT(CheckpointedSliver):
             )
         if self._awaited is not None:
             self._check_awaited()
+        if self._disk is not None:
+            self._disk.check()
 
     def _check_not_delegated(self) -> None:
         if self._engine is not None:
@@ -493,6 +500,8 @@ class HiFT(CheckpointedSliver):
     def _check_host_memory(self) -> None:
         if not self._has_host_memory:
             check_host_room(self._residencies, self._meter)
+            if self._disk is not None:
+                self._disk.open()
             self._has_host_memory = True
 
     @torch.no_grad()
@@ -631,6 +640,22 @@ class HiFT(CheckpointedSliver):
         header["hift"]["weights"] = list(state)
         return {**header, "state": state, "own": own}
 
+    @property
+    def has_own_files(self) -> bool:
+        """Whether groups wait in files of their own."""
+        return self._disk is not None
+
+    def saved_file(self, group: int) -> Path | None:
+        """With `state="disk"`: the file that holds what `whole_state` has just returned of a group; None of others.
+
+        A safetensors file that is never written to again; a link to it stays as it is.
+
+        Args:
+            group: Its index, bottom of the model first.
+        """
+        residency = self._residencies[group]
+        return residency.saved_file() if isinstance(residency, DiskGroup) else None
+
     def load_whole_state(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from what `whole_state` returned; all tensors are copied to where `config.state` keeps them.
 
@@ -649,6 +674,9 @@ class HiFT(CheckpointedSliver):
             self._in_backward.forget()
         load_hyperparameters(self.param_groups, state_dict["param_groups"])
         self.rotation.restore(state_dict["hift"])
+        if self._disk is not None:
+            self._disk.open()
+            self._disk.begin_turn(())
         restore_state(self._residencies, state_dict["state"], state_dict.get("own", {}))
         if not self.is_detached:
             self._activate()
@@ -671,6 +699,7 @@ class HiFT(CheckpointedSliver):
             master=config.master,
             gradients=config.gradients,
             update=config.update,
+            state_ram_bytes=config.state_ram_bytes,
         )
 
     def facts(self) -> dict[str, object]:

@@ -110,6 +110,12 @@ class Rotation:
         return self.order[self.steps // self.steps_per_group % len(self.order)]
 
     @property
+    def coming_groups(self) -> tuple[int, ...]:
+        """All groups in the order of their turns from now on, the active one first."""
+        place = self.steps // self.steps_per_group % len(self.order)
+        return self.order[place:] + self.order[:place]
+
+    @property
     def last_group(self) -> int:
         """Index of the group whose step was the last; before the first, of the one that comes."""
         return self.order[max(0, self.steps - 1) // self.steps_per_group % len(self.order)]

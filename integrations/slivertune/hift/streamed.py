@@ -28,8 +28,8 @@ from slivertune.hift.offload_buffer import (
     OffloadBuffer,
     OffloadedState,
     aligned,
-    disk_buffer,
     host_buffer,
+    mapped_buffer,
     tensor_at,
     waiting_bytes,
 )
@@ -199,7 +199,7 @@ class StreamedGroup(ResidentGroup):
         config = self._meter.config
         on_disk = config.state == "disk"
         streams = self._slots_of(self._device()).streams
-        buffer: OffloadBuffer = disk_buffer(Path(config.state_dir or ".")) if on_disk else host_buffer(streams)
+        buffer: OffloadBuffer = mapped_buffer(Path(config.state_dir or ".")) if on_disk else host_buffer(streams)
         return OffloadedState(buffer, split=config.master == "split")
 
     # One piece through the device.

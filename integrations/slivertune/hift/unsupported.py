@@ -15,6 +15,7 @@ def clash_with_layout(
     master: MasterKind,
     gradients: GradientPlace,
     update: UpdateMoment = "step",
+    state_ram_bytes: int = 0,
 ) -> str | None:
     """Why HiFT can't train so under a layout.
 
@@ -25,6 +26,7 @@ def clash_with_layout(
         master: As in `HiFTConfig`.
         gradients: As in `HiFTConfig`.
         update: As in `HiFTConfig`.
+        state_ram_bytes: As in `HiFTConfig`.
 
     Returns:
         The reason and the way out; None if the two go together.
@@ -43,6 +45,11 @@ def clash_with_layout(
         return None
     if gradients == "host":
         return f"gradients='host' is not available under {name}, which shares gradients out; set gradients='device'"
+    if state_ram_bytes:
+        return (
+            f"state_ram_bytes={state_ram_bytes} is for one device and DDP; under {name}, whose files are memory-mapped "
+            "where there are some, leave it out"
+        )
     clash = _clash_of_shards(base, name)
     if clash is None and name == "ZeRO":
         clash = _clash_with_engine(base.optimizer_class, state, master)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from slivertune.core.sliver import Sliver
+from slivertune.core.sliver import CheckpointedSliver, Sliver
 from slivertune.parallel.adapters import adapter_of, check_before
 from slivertune.parallel.checkpoint.manifests import seal_states
 from slivertune.parallel.checkpoint.sidecar import keep_sidecar
@@ -39,8 +39,10 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     if layout == "single":
         if slivers:
             seal_states(accelerator)
-        for each in slivers:  # so that a checkpoint of several ranks can be read
-            keep_sidecar(accelerator, each)
+        for each in slivers:
+            if isinstance(each, CheckpointedSliver) and each.has_own_files:
+                each.use_sidecar()
+            keep_sidecar(accelerator, each)  # also so that a checkpoint of several ranks can be read
         return accelerator.prepare(*objects)
     models = [each for each in objects if isinstance(each, nn.Module)]
     if len(models) != 1 or len(slivers) != 1:

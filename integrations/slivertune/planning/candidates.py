@@ -114,7 +114,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
         ),
         Candidate(
             title="masters and state on disk",
-            cost="the same update; each step reads and writes its group's state, so it is as fast as the disk",
+            cost="the same update; each turn reads and writes a group's state, and waits where the disk is slower",
             fields=("state",),
             options=_state_on_disk,
             cannot_help=_host_is_large_enough,

@@ -20,6 +20,8 @@ BUS_EFFICIENCY = 0.8
 HOST_BANDWIDTH = 40e9
 """Bytes a second that an optimizer on the host reads and writes, where nothing else is said; an assumption: 80 % of two
 channels of DDR4-3200."""
+DISK_BANDWIDTH = 5e9
+"""Bytes a second that a disk reads or writes, where nothing else is said; an assumption: a fast NVMe disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +44,21 @@ class Rates:
     """Bytes a second that the host's memory gives and takes, of both ways together; None where it bounds nothing."""
     link_bandwidth: float | None = None
     """Bytes a second each way between GPUs; None where they speak over the bus."""
+    disk_bandwidth: float = DISK_BANDWIDTH
+    """Bytes a second that the disk reads or writes."""
     is_compiled: bool = False
     """Whether forward and backward are compiled: what only passes over memory between matrix products is then taken to
     be fused into these, and to cost nothing, which is the least that it can."""
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory_bandwidth", "bus_bandwidth", "host_bandwidth", "link_bandwidth"):
+        for name in (
+            "flops",
+            "memory_bandwidth",
+            "bus_bandwidth",
+            "host_bandwidth",
+            "link_bandwidth",
+            "disk_bandwidth",
+        ):
             value = getattr(self, name)
             if not (value is None and name in ("host_bandwidth", "link_bandwidth")) and not value > 0:
                 raise ValueError(f"{name}={value} must be greater than 0; give the card's rate a second")
@@ -84,6 +95,7 @@ class Card:
         bus_bandwidth: float | None = None,
         duplex: Duplex = "full",
         host_bandwidth: float | None = None,
+        disk_bandwidth: float = DISK_BANDWIDTH,
         is_compiled: bool = False,
     ) -> Rates:
         """What a run is taken to reach on the card.
@@ -94,6 +106,7 @@ class Card:
             bus_bandwidth: Bytes a second each way; None for `BUS_EFFICIENCY` of the bus's rate.
             duplex: Whether the bus has its rate each way.
             host_bandwidth: Bytes a second of the host's memory; None where it bounds nothing.
+            disk_bandwidth: Bytes a second that the disk reads or writes.
             is_compiled: As in `Rates`.
         """
         return Rates(
@@ -103,6 +116,7 @@ class Card:
             duplex=duplex,
             host_bandwidth=host_bandwidth,
             link_bandwidth=None if self.link_bandwidth is None else BUS_EFFICIENCY * self.link_bandwidth,
+            disk_bandwidth=disk_bandwidth,
             is_compiled=is_compiled,
         )
 

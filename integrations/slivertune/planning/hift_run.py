@@ -13,6 +13,8 @@ from typing_extensions import override
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
+from slivertune.hift.disk_state import groups_on_disk
+from slivertune.hift.file_store import NUM_BUFFERS
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
@@ -197,6 +199,7 @@ class PlannedHiFT(PlannedMethod):
             "layers_per_group",
             "steps_per_group",
             "state",
+            "state_ram_bytes",
             "master",
             "stream_bytes",
             "gradients",
@@ -233,12 +236,8 @@ class PlannedHiFT(PlannedMethod):
                 waiting.extend([peak.after.host] * len(members))
         if request.state == "device":
             groups = _with_state_of_others(groups)
-        # Of state that is thrown away, one group's is there at a time.
-        num_bytes = max(waiting) if request.state == "discard" else sum(waiting)
-        on_disk = request.state == "disk"
-        return MeasuredSteps(
-            groups=groups, host_bytes=0 if on_disk else num_bytes, disk_bytes=num_bytes if on_disk else 0, notes=notes
-        )
+        host_bytes, disk_bytes = _waiting_bytes(request, waiting, layout)
+        return MeasuredSteps(groups=groups, host_bytes=host_bytes, disk_bytes=disk_bytes, notes=notes)
 
     def record(
         self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
@@ -250,7 +249,16 @@ class PlannedHiFT(PlannedMethod):
         """Groups, and where their state waits."""
         arguments = given_arguments(
             request,
-            ("layers_per_group", "steps_per_group", "state", "stream_bytes", "gradients", "update", "prefetch_bytes"),
+            (
+                "layers_per_group",
+                "steps_per_group",
+                "state",
+                "state_ram_bytes",
+                "stream_bytes",
+                "gradients",
+                "update",
+                "prefetch_bytes",
+            ),
         )
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
@@ -260,6 +268,20 @@ class PlannedHiFT(PlannedMethod):
         if request.gradients == "stepped":
             arguments += ["--max_grad_norm", "0"]
         return tuple(arguments)
+
+
+def _waiting_bytes(request: PlanRequest, waiting: Sequence[int], layout: Layout) -> tuple[int, int]:
+    """Bytes of host memory and of the disk, given what waits of each group."""
+    if request.state == "discard":
+        return max(waiting), 0  # one group's is there at a time
+    if request.state != "disk":
+        return sum(waiting), 0
+    if layout == "fsdp2":
+        return 0, sum(waiting)  # memory-mapped
+    on_disk = [waiting[index] for index in groups_on_disk(waiting, request.state_ram_bytes)]
+    largest = max(on_disk, default=0)
+    # Beside the files, room for one more: each is written anew before the older one goes.
+    return sum(waiting) - sum(on_disk) + min(NUM_BUFFERS, len(on_disk)) * largest, sum(on_disk) + largest
 
 
 def _with_state_of_others(groups: Sequence[GroupPlan]) -> list[GroupPlan]:

@@ -6,6 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from slivertune.hift.disk_state import groups_on_disk
+from slivertune.hift.file_store import NUM_BUFFERS
 from slivertune.hift.prefetch import MARGIN_SHARE
 from slivertune.planning.cards import Rates
 from slivertune.planning.collectives import Owed, mean_state_bytes, owed
@@ -35,7 +37,7 @@ class PlannedTime:
     flops: float
     """Floating-point operations of an update on one GPU, those of recomputation included."""
     disk_bytes_per_update: float
-    """That are written to files."""
+    """That are written to files, and as many read."""
 
     @property
     def computing(self) -> dict[str, float]:
@@ -55,6 +57,10 @@ class PlannedTime:
             seconds = each.waited_for(self.update.seconds.get(each.phase, 0.0))
             if seconds > 0:
                 waits[each.reason] = waits.get(each.reason, 0.0) + seconds
+        # A group is read into the buffer from which another was written, all under the updates meanwhile.
+        moving = 2 * self.disk_bytes_per_update / self.rates.disk_bandwidth
+        if (seconds := moving - sum(self.computing.values()) - sum(waits.values())) > 0:
+            waits["the disk"] = seconds
         return waits
 
     @property
@@ -97,6 +103,7 @@ class PlannedTime:
                 "duplex": self.rates.duplex,
                 "host_bandwidth": self.rates.host_bandwidth,
                 "link_bandwidth": self.rates.link_bandwidth,
+                "disk_bandwidth": self.rates.disk_bandwidth,
             },
         }
 
@@ -140,15 +147,27 @@ def play_run(plan: Plan, schedule: Schedule, rates: Rates) -> PlannedTime:
         rates: Of the card.
     """
     request = plan.request
-    writes = request.state == "disk" and planned(request.method).waits_on_host(request)
     return PlannedTime(
         rates=rates,
         update=mean_update(schedule, rates),
         owed=owed(plan, rates),
         num_tokens=request.batch_size * request.seq_length * request.gradient_accumulation_steps * request.num_gpus,
         flops=schedule.mean_of_operators(lambda cost: cost[0]),
-        disk_bytes_per_update=mean_state_bytes(plan) / request.num_gpus if writes else 0.0,
+        disk_bytes_per_update=_disk_bytes_per_update(plan),
     )
+
+
+def _disk_bytes_per_update(plan: Plan) -> float:
+    """What one of the GPUs' processes writes to files in an update, in the mean over a cycle."""
+    request = plan.request
+    if request.state != "disk" or not planned(request.method).waits_on_host(request):
+        return 0.0
+    if request.layout == "fsdp2":
+        return mean_state_bytes(plan) / request.num_gpus
+    sizes = [group.state_bytes + group.master_bytes for group in plan.groups for _ in group.indices]
+    on_disk = [sizes[index] for index in groups_on_disk(sizes, request.state_ram_bytes)]
+    # Those that fit into the buffers never leave them; others are written when their turn ends.
+    return 0.0 if len(on_disk) <= NUM_BUFFERS else sum(on_disk) / len(sizes) / request.steps_per_group
 
 
 def with_room_ahead(requirement: MemoryRequirement, device_bytes: int) -> Plan:

@@ -190,6 +190,16 @@ class PlanRequest:
             "hift: when an update is applied; forward: each layer's just before it runs next, with gradients=host",
         ),
     )
+    state_ram_bytes: int = field(
+        default=0,
+        metadata=option(
+            _METHODS,
+            "hift: with state=disk, host memory for groups that stay in it, as many as fit",
+            read=parse_bytes,
+            metavar="SIZE",
+            least=0,
+        ),
+    )
     prefetch_bytes: int = field(
         default=0,
         metadata=option(
@@ -442,6 +452,13 @@ class PlanRequest:
             (
                 self.state == "device" and self.master == "split",
                 "master='split' halves what waits on the host; with state='device' take master='fp32'",
+            ),
+            (
+                self.state != "disk" and self.state_ram_bytes,
+                (
+                    f"state_ram_bytes={self.state_ram_bytes} keeps some groups of state='disk' in memory; with "
+                    f"state={self.state!r} leave it out"
+                ),
             ),
             (
                 self.state == "device" and self.prefetch_bytes,

@@ -37,18 +37,22 @@ def print_time(time: PlannedTime, card: Card, num_tokens: float | None, console:
     if time.disk_bytes_per_update:
         table.add_row("writes to disk", format_bytes(round(time.disk_bytes_per_hour)), "an hour")
     console.print(table)
-    console.print(describe_rates(rates), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        describe_rates(rates, uses_disk=time.disk_bytes_per_update > 0), markup=False, highlight=False, soft_wrap=True
+    )
 
 
-def describe_rates(rates: Rates) -> str:
+def describe_rates(rates: Rates, *, uses_disk: bool = False) -> str:
     """What planned seconds assume, in one line.
 
     Args:
         rates: Of the card, as they are taken to be reached.
+        uses_disk: Whether state waits in files.
     """
+    disk = f", {rates.disk_bandwidth / 1e9:.3g} GB/s of the disk" if uses_disk else ""
     return (
         f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s (--efficiency) and "
-        f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way; assumptions, not measurements of your machine"
+        f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way{disk}; assumptions, not measurements of your machine"
     )
 
 

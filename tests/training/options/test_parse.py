@@ -158,11 +158,13 @@ def test_hifts_settings_reach_its_config() -> None:
     arguments = parse_train_arguments(
         [
             *("--layers_per_group", "3", "--order", "random", "--state", "disk", "--state_dir", "d"),
-            *("--stream_bytes", "0", "--seed", "7"),
+            *("--stream_bytes", "0", "--seed", "7", "--state_ram_bytes", "64"),
         ]
     )
     config = arguments.method.options.config(arguments.training.seed)
-    expected = HiFTConfig(layers_per_group=3, order="random", state="disk", state_dir="d", stream_bytes=0, seed=7)
+    expected = HiFTConfig(
+        layers_per_group=3, order="random", state="disk", state_dir="d", state_ram_bytes=64, stream_bytes=0, seed=7
+    )
     assert config == expected
 
 

@@ -105,7 +105,8 @@ def test_the_file_has_the_planned_update(tmp_path: Path) -> None:
     values = json.loads(write_results(results, tmp_path).read_text())
     assert values["tokens_per_second"] == 1600.0 and values["planned_update_note"] is None
     assert values["planned_update"] == {
-        "seconds": 0.5, "num_tokens": 1024, "num_operators": 100.0, "tokens_per_second": 2048.0
+        "seconds": 0.5, "num_tokens": 1024, "num_operators": 100.0, "tokens_per_second": 2048.0,
+        "disk_bytes_per_hour": 0.0,
     }  # fmt: skip
 
 

@@ -90,6 +90,13 @@ def test_the_plan_is_said_once_when_an_update_ends_after_it_is_there() -> None:
     assert said == [f"{LINE}a rate)"]
 
 
+def test_what_is_written_to_a_disk_is_said_with_the_time() -> None:
+    line, said = begun(saying({**ANSWER, "disk_bytes_per_hour": 3.5 * 2**40}))
+    process_of(line).wait(timeout=60)
+    line.close()
+    assert said == [f"{LINE}a rate), 3.50 TiB an hour written to disk"]
+
+
 @pytest.mark.parametrize(
     ("num_operators", "is_on_cpu", "is_noted"),
     [(2000, True, False), (3000, True, True), (3000, False, False), (30_000, False, True)],

@@ -1,7 +1,9 @@
 """HiFT's state in a sidecar folder, read by any number of ranks under DDP or FSDP2, and by one process."""
 
+import errno
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,15 @@ from safetensors.torch import save_file
 
 from slivertune.core.saved_state import StateMismatchError, check_loadable, load_dictionary
 from slivertune.hift import HiFT
+from slivertune.hift.group_image import FIRST_ROWS
 from slivertune.hift.piece import Weight
 from slivertune.parallel.checkpoint.sidecar import Sidecar, check_by_name, check_plain, refuse_damage
 from slivertune.parallel.consistency.heartbeat import world_size
 from slivertune.parallel.fsdp2.sharding import ShardedWeight
 
 _HEADER = "header.pt"
-_FIRST_ROWS = "first_rows"
+# Another file system, or one without links; it is copied then.
+_CANT_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class HiFTSidecar(Sidecar):
@@ -33,16 +37,23 @@ class HiFTSidecar(Sidecar):
     def check_target(self, folder: Path) -> None:
         """Whatever is there is replaced."""
 
-    def write(self, folder: Path) -> None:
-        """Write what this rank has to write."""
+    def write(self, folder: Path) -> Collection[Path]:
+        """Write what this rank has to write, or link to the files in which a group's state waits; these are returned.
+
+        A link takes neither time nor room until its group's next turn, whose file takes room of its own.
+        """
         hift: HiFT = self._optimizer
         rank = dist.get_rank() if world_size() > 1 else 0
         is_sharded = any(isinstance(weight, ShardedWeight) for weight in hift.trained_weights)
         if rank and not is_sharded:
-            return
+            return ()
+        linked: list[Path] = []
         whole = hift.whole_state()
         state: Mapping[str, Mapping[str, Any]] = whole.pop("state")
         for group in hift.groups:
+            if _link(hift.saved_file(group.index), _file(folder, group.index, rank)):
+                linked.append(_file(folder, group.index, rank))
+                continue
             tensors, first_rows = {}, {}
             for weight in hift.weights_of(group.index):
                 for key, value in state.get(weight.name, {}).items():
@@ -50,7 +61,7 @@ class HiFTSidecar(Sidecar):
                         name = f"{weight.name}/{key}"
                         tensors[name] = value.detach().cpu().contiguous()
                         first_rows[name] = weight.first_row if isinstance(weight, ShardedWeight) else 0
-            save_file(tensors, _file(folder, group.index, rank), {_FIRST_ROWS: json.dumps(first_rows)})
+            save_file(tensors, _file(folder, group.index, rank), {FIRST_ROWS: json.dumps(first_rows)})
         if rank == 0:
             scalars = {
                 name: {key: value for key, value in values.items() if not _has_rows(value) and key != "master"}
@@ -58,6 +69,7 @@ class HiFTSidecar(Sidecar):
             }
             torch.save({**whole, "scalars": scalars, "num_ranks": world_size() if is_sharded else 1}, folder / _HEADER)
             check_loadable(folder / _HEADER)
+        return linked
 
     def read(self, folder: Path) -> None:
         """Continue from what is there.
@@ -91,6 +103,19 @@ def _file(folder: Path, group: int, rank: int) -> Path:
     return folder / f"group-{group:05d}.rank-{rank:05d}.safetensors"
 
 
+def _link(file: Path | None, target: Path) -> bool:
+    """Let a file have another name, if there is one and the file system can do that; whether it has."""
+    if file is None:
+        return False
+    try:
+        os.link(file, target)
+    except OSError as error:
+        if error.errno not in _CANT_LINK:
+            raise
+        return False
+    return True
+
+
 def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dict[str, dict[str, Any]]) -> None:
     """Add this rank's rows of a group's tensors, by weight and key."""
     found: dict[str, dict[int, Any]] = {}
@@ -99,7 +124,7 @@ def _read_group(files: Sequence[Path], weights: Mapping[str, Weight], state: dic
             if not path.is_file():
                 raise StateMismatchError(f"{path} is not there; the folder must be whole, and seen by every rank")
             file = opened.enter_context(safe_open(path, "pt"))
-            for name, first_row in json.loads(file.metadata()[_FIRST_ROWS]).items():
+            for name, first_row in json.loads(file.metadata()[FIRST_ROWS]).items():
                 rows = file.get_slice(name)
                 found.setdefault(name, {})[first_row] = rows if rows.get_shape() else file.get_tensor(name)
         for name, parts in found.items():
@@ -117,6 +142,8 @@ def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
         start, stop = weight.first_row, weight.first_row + weight.parameter.shape[0]
     else:
         start, stop = 0, max(first + part.get_shape()[0] for first, part in parts.items())
+    if start == 0 and parts[0].get_shape()[0] == stop:
+        return _lying_as(parts[0][:], weight)  # which is read when it is used
     pieces, reached = [parts[0][:0]], start
     for first, part in sorted(parts.items()):
         last = first + part.get_shape()[0]
@@ -125,10 +152,13 @@ def _rows(name: str, parts: Mapping[int, Any], weight: Weight) -> torch.Tensor:
             reached = min(stop, last)
     if reached < stop:
         raise StateMismatchError(f"the saved state of {name} ends at row {reached}, this weight goes on to row {stop}")
-    rows = torch.cat(pieces)
+    return _lying_as(torch.cat(pieces), weight)
+
+
+def _lying_as(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """As it lay before: the order in memory decides the last bits of vector loops."""
     if rows.shape == weight.parameter.shape and not weight.parameter.is_contiguous():
-        # As it lay before: the order in memory decides the last bits of vector loops.
-        rows = torch.empty_like(weight.parameter, dtype=rows.dtype, device="cpu").copy_(rows)
+        return torch.empty_like(weight.parameter, dtype=rows.dtype, device="cpu").copy_(rows)
     return rows
 
 

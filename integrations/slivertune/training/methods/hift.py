@@ -69,6 +69,10 @@ class HiFTArguments:
     state_dir: str | None = field(
         default=None, metadata={"metavar": "FOLDER", "help": "hift: folder of the files of --state disk."}
     )
+    state_ram_bytes: int = field(
+        default=_DEFAULTS.state_ram_bytes,
+        metadata={"help": "hift: with --state disk, bytes of host memory for groups that stay in it, as many as fit."},
+    )
     master: MasterKind = field(
         default=_DEFAULTS.master,
         metadata={"help": "hift: what 16-bit weights are trained on: an fp32 copy, its missing half, or nothing else."},
@@ -234,7 +238,7 @@ class HiFTMethod(SliverMethod):
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
-        names = ("steps_per_group", "state", "stream_bytes", "gradients", "update")
+        names = ("steps_per_group", "state", "state_ram_bytes", "stream_bytes", "gradients", "update")
         settings = {name: getattr(self.options, name) for name in names}
         settings["layers_per_group"] = self.options.num_layers or 1
         settings["prefetch_bytes"] = 0 if self.options.prefetch_bytes == "auto" else int(self.options.prefetch_bytes)

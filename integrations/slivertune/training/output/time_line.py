@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from slivertune.planning.byte_text import format_bytes
 from slivertune.planning.plan import Plan, add_allowance
 from slivertune.planning.planned_time import with_room_ahead
 from slivertune.planning.time_report import format_seconds
@@ -106,6 +107,8 @@ class TimeLine(TrainerCallback):
             self.fail(error)
             return
         planned, note = self.plan, self.note
+        disk = planned.disk_bytes_per_hour
+        note = ", ".join(filter(None, (f"{format_bytes(disk)} an hour written to disk" if disk else "", note)))
         self._say(
             f"  time    {format_seconds(planned.seconds)} planned an update ({planned.tokens_per_second:,.0f} tokens a "
             f"second; {self._source})" + (f", {note}" if note else "")

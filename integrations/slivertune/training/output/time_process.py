@@ -47,6 +47,8 @@ class UpdatePlan:
     """That it trains on, on all devices."""
     num_operators: float
     """That Python issues for it, in the mean over all updates."""
+    disk_bytes_per_hour: float = 0.0
+    """That each process writes to files."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,6 +73,7 @@ def answer(question: TimeQuestion) -> UpdatePlan:
         seconds=planned.seconds,
         num_tokens=planned.num_tokens,
         num_operators=schedule.mean_of_operators(lambda cost: 1),
+        disk_bytes_per_hour=planned.disk_bytes_per_hour,
     )
 
 

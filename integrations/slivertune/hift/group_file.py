@@ -1,0 +1,57 @@
+"""What a store of files knows of each group: its file, and the host memory that holds its state now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.direct_files import PAGE_BYTES, in_pages
+from slivertune.core.ledger import FileBytes, claim, claimed_at_birth
+from slivertune.hift.group_image import GroupImage
+
+
+class HostBuffer:
+    """Host memory for one group, in whole pages."""
+
+    def __init__(self, streams: CopyStreams, num_bytes: int) -> None:
+        self.streams = streams
+        with claimed_at_birth("state", "host"):
+            whole = streams.host_memory(in_pages(num_bytes) + PAGE_BYTES)
+        claim(whole, "state", "host")
+        start = -whole.data_ptr() % PAGE_BYTES
+        self.memory = whole[start : start + in_pages(num_bytes)]
+        self.view = memoryview(cast(Any, self.memory.numpy()))
+        self.holder: GroupFile | None = None
+
+
+@dataclass(slots=True, eq=False)
+class GroupFile:
+    """One group's file. The fields are the store's."""
+
+    path: Path
+    size: FileBytes = field(default_factory=FileBytes)
+    """Counts it in the ledger."""
+    buffer: HostBuffer | None = None
+    """Has what the file has, or something newer."""
+    written: GroupImage | None = None
+    """What the file holds; None of one that is not there."""
+    unwritten: GroupImage | None = None
+    """What the buffer holds, if the file has to be written."""
+    must_be_written: bool = False
+    """Now, and not only when its turn is over."""
+    is_in_use: bool = False
+    """Its group is being stepped in the buffer."""
+    is_moving: bool = False
+    """A thread reads or writes it."""
+    failure: Exception | None = None
+    """Of the last read or write."""
+    stored: Sequence[Event] = ()
+    """Moments at which what is unwritten has arrived in the buffer."""
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether the file has all that the buffer has, and nobody is at work on it."""
+        return not self.is_in_use and not self.is_moving and self.unwritten is None and self.written is not None
