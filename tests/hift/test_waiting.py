@@ -12,9 +12,9 @@ import bitsandbytes.functional
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import load_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
@@ -83,8 +83,14 @@ def pair(
     model: nn.Module, name: str = "AdamW", *, layers_per_group: int = 1, form: str = "int8", **config: Any
 ) -> tuple[nn.Module, HiFT, NaiveWaiting]:
     """A model under HiFT, and the reference over its twin."""
+    return pair_over(model, twin(model), name, layers_per_group=layers_per_group, form=form, **config)
+
+
+def pair_over(
+    model: nn.Module, dense: nn.Module, name: str, *, layers_per_group: int = 1, form: str = "int8", **config: Any
+) -> tuple[nn.Module, HiFT, NaiveWaiting]:
+    """The same over a twin that was made before."""
     optimizer_class, options = OPTIMIZERS[name]
-    dense = twin(model)
     naive = NaiveWaiting(
         dense,
         optimizer_class,
@@ -496,3 +502,63 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ImportError, match=r'pip install "slivertune\[bitsandbytes\]"'):
         HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig(waiting="nf4"), lr=1e-3)
+
+
+# ---- models whose exact weights the device has no room for
+
+
+def test_layers_that_were_quantized_before_are_taken_over() -> None:
+    plain = tiny_llama(torch.bfloat16)
+    dense = twin(plain)
+    handle = slivertune.quantize_layers(plain, "nf4")
+    with pytest.raises(ValueError, match=r"waits as nf4 already, and waiting='int8' was asked for"):
+        HiFT(plain, torch.optim.AdamW, config=HiFTConfig(waiting="int8"), lr=1e-2)
+    model, hift, naive = pair_over(plain, dense, "AdamW", form="nf4")
+    compare((model, hift, naive), token_batches(8), 12)
+    hift.detach()
+    handle.remove()
+    assert all(torch.equal(bits(each.detach()), bits(naive.exact[name])) for name, each in model.named_parameters())
+
+
+def test_a_handle_gives_the_exact_weights_back() -> None:
+    model = tiny_llama(torch.bfloat16)
+    before = weights(model)
+    with pytest.raises(ValueError, match="must be one of"):
+        slivertune.quantize_layers(model, "int3")  # type: ignore[arg-type]
+    handle = slivertune.quantize_layers(model, "int8")
+    assert differing(weights(model), before) != []
+    handle.remove()
+    assert differing(weights(model), before) == []
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_that_fits_in_no_other_way_is_loaded_trained_and_saved(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=10, num_attention_heads=4,
+        num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    dense = seeded(lambda: LlamaForCausalLM(config), 0).to(torch.bfloat16)
+    dense.save_pretrained(tmp_path / "base", max_shard_size=500_000)
+    exact_bytes = sum(each.nbytes for each in dense.parameters())
+    batches = token_batches(4, vocab=64, batch_size=1)
+    gc.collect()
+    with Ledger() as ledger:
+        model = slivertune.load_quantized(AutoModelForCausalLM, tmp_path / "base", "int8").train()
+        hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", stream_bytes=2**18), lr=1e-3)
+        train(model, hift, batches, hift.num_groups + 2)
+        model.save_pretrained(tmp_path / "tuned", max_shard_size=500_000)
+    assert ledger.highest.device < exact_bytes, "activations, gradients and state included"
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "tuned", dtype=torch.bfloat16)
+    dense = LlamaForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16).train()
+    naive = NaiveWaiting(dense, torch.optim.AdamW, form="int8", groups=naive_groups(dense, 1), lr=1e-3)
+    train(dense, naive, batches, hift.num_groups + 2)
+    assert all(torch.equal(bits(each.detach()), bits(naive.exact[name])) for name, each in loaded.named_parameters())
+
+
+def test_what_can_not_be_loaded_piece_by_piece_is_refused(tmp_path: Path) -> None:
+    tiny_llama().config.save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"holds neither model\.safetensors nor .*save_pretrained"):
+        slivertune.load_quantized(AutoModelForCausalLM, tmp_path, "int8")
+    save_file({"model.strange.weight": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"unknown: \['model\.strange\.weight'\].*quantize_layers"):
+        slivertune.load_quantized(AutoModelForCausalLM, tmp_path, "int8")

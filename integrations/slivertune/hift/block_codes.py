@@ -41,7 +41,7 @@ class BlockCodes(ABC):
         return sum(each.nbytes for each in self.tensors())
 
 
-def quantise(weight: torch.Tensor, form: WaitingForm) -> BlockCodes:
+def quantize(weight: torch.Tensor, form: WaitingForm) -> BlockCodes:
     """Quantise a weight where it lies.
 
     Args:

@@ -275,6 +275,10 @@ class OffloadedState:
         self._received[place] = self._received.get(place, frozenset()) | {key}
         self._whole(weight, key, value).copy_(value)
 
+    def has(self, weight: Weight, key: str) -> bool:
+        """Whether a tensor of a weight waits here."""
+        return key in self._tensors.get(weight.name, {})
+
     def whole(self, weight: Weight, key: str) -> torch.Tensor:
         """A weight's waiting tensor, the living one."""
         return self._tensors[weight.name][key]

@@ -181,23 +181,21 @@ class StreamedGroup(ResidentGroup):
         """Those whose fp32 masters wait here."""
         return [weight for weight in weights if self._meter.steps_master(weight)]
 
-    def place_masters(self, weights: Sequence[Weight]) -> None:
-        """Let masters of weights wait that else the first step would make; known ones follow what was written since.
+    def place_master(self, weight: Weight, exact: torch.Tensor) -> None:
+        """Let the master of a weight wait that else the first step would make; a known one follows what was written.
 
         Args:
-            weights: Of the group, exact.
+            weight: Of the group.
+            exact: Its value, on any device.
         """
-        if not weights:
-            return
         if self._offloaded is None:
             offloaded = self._new_state()
             offloaded.buffer.reserve(waiting_bytes(self.weights, self._meter))
-            for weight in weights:
-                offloaded.place(weight, MASTER, weight.parameter.detach().cpu().float())
             self._offloaded, self._offloaded_from = offloaded, self._device()
-            return
-        for weight in weights:
-            self.write_master(weight, weight.parameter)
+        if self._offloaded.has(weight, MASTER):
+            self.write_master(weight, exact)
+        else:
+            self._offloaded.place(weight, MASTER, exact.detach().cpu().float())
 
     def waiting_master(self, weight: Weight) -> torch.Tensor:
         """The fp32 master of a weight, the living one on the host, once all copies have left for it."""

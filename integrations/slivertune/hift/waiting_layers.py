@@ -5,7 +5,8 @@ biases and heads are exact throughout. What HiFT does not train, such as the bas
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import nn
@@ -14,13 +15,14 @@ from transformers.pytorch_utils import Conv1D
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.layers import find_blocks
 from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.core.setting_checks import check_choice
 from slivertune.core.torch_internals import compiled_call_of
 from slivertune.hift.block_codes import WaitingForm, check_available
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.streamed import StreamedGroup
-from slivertune.hift.waiting_weight import ExactSource, WaitingWeight
+from slivertune.hift.waiting_weight import ExactSource, WaitingWeight, held_by, waiting_weight_on
 
 
 class WaitingLayers:
@@ -41,12 +43,11 @@ class WaitingLayers:
         self._model = model
         self._blocks = [block for _, block in find_blocks(model)]
         self._slots_of = prefetcher.slots_of
-        modules = linear_modules(model, self._blocks)
         self._by_parameter = {
-            id(module.weight): WaitingWeight(module, name, form, lambda device: self._slots_of(device).streams)
-            for name, module in modules.items()
+            id(module.weight): waiting_weight_on(module, name, form)
+            for name, module in linear_modules(model, self._blocks).items()
         }
-        self._groups: Sequence[StreamedGroup] = ()
+        self._groups: Sequence[StreamedGroup] | None = None
         self._leaving: list[tuple[torch.Tensor, Event]] = []
         """Exact weights whose turn has ended, until their copies have left."""
 
@@ -57,19 +58,17 @@ class WaitingLayers:
             groups: All groups' owners of state, by index.
         """
         self._check_uncompiled()
-        if self._groups:
+        if self._groups is not None:
             return  # they could not be released
         self._groups = groups
         sources: dict[int, ExactSource] = {}
         for group in groups:
             held = [weight for weight in group.weights if id(weight.parameter) in self._by_parameter]
-            on_master = group.on_master(held)
-            group.place_masters(on_master)
-            sources |= {id(weight.parameter): _Master(group, weight) for weight in on_master}
+            for weight in group.on_master(held):
+                group.place_master(weight, self._by_parameter[id(weight.parameter)].exact())
+                sources[id(weight.parameter)] = _Master(group, weight)
         for key, waiting in self._by_parameter.items():
-            waiting.source = sources.get(key) or _HostCopy(waiting.parameter, self._slots_of)
-            waiting.attach()
-            waiting.hold()
+            hold(waiting, self._slots_of, sources.get(key))
 
     def weight_of(self, parameter: torch.Tensor) -> WaitingWeight | None:
         """What holds a parameter as codes between its turns; None of one that is exact throughout."""
@@ -81,7 +80,7 @@ class WaitingLayers:
         Args:
             group: Its index.
         """
-        active = self._of(self._groups[group].weights)
+        active = self._of(group)
         self._let_go()
         for each in self._by_parameter.values():
             if not each.is_waiting and each not in active:
@@ -91,7 +90,7 @@ class WaitingLayers:
 
     def arrive(self, group: int) -> None:
         """Let a group's parameters hold their exact weights from the next operator on."""
-        for each in self._of(self._groups[group].weights):
+        for each in self._of(group):
             each.arrive()
 
     def begin_forward(self) -> None:
@@ -130,14 +129,16 @@ class WaitingLayers:
         for each in self._by_parameter.values():
             each.restore()
             each.remove()
-        self._groups = ()
+        self._groups = None
+
+    remove = release
 
     def _end_turn(self, waiting: WaitingWeight) -> None:
         assert waiting.source is not None
         left = waiting.source.store(waiting.parameter.data)
         if left is not None:
             self._leaving.append((waiting.parameter.data, left))
-        waiting.hold(waiting.quantised())
+        waiting.hold(waiting.quantized())
 
     def _let_go(self) -> None:
         """Give up what has left for the host; the computation that gets its memory waits for the copies."""
@@ -145,8 +146,9 @@ class WaitingLayers:
             self._slots_of(exact.device).streams.compute_after(left)
         self._leaving.clear()
 
-    def _of(self, weights: Iterable[Weight]) -> list[WaitingWeight]:
-        found = [self._by_parameter.get(id(weight.parameter)) for weight in weights]
+    def _of(self, group: int) -> list[WaitingWeight]:
+        assert self._groups is not None
+        found = [self._by_parameter.get(id(weight.parameter)) for weight in self._groups[group].weights]
         return [each for each in found if each is not None]
 
     def _check_uncompiled(self) -> None:
@@ -155,6 +157,52 @@ class WaitingLayers:
                 "waiting layers are made dense in a call around each linear layer, which a compiled model does not "
                 "make; leave the model uncompiled, or leave out waiting="
             )
+
+
+def quantize_layers(model: nn.Module, waiting: WaitingForm) -> WaitingLayers:
+    """Hold the linear weights of a model's blocks in fewer bits before HiFT is built, the exact ones on the host.
+
+    For a model whose exact weights the device has no room for: load it in host memory, call this, then move it to the
+    device, or give it to a Trainer, which does; only codes move. `HiFT(model, ...)` with the same `waiting` in its
+    settings then trains it.
+
+    Args:
+        model: In bf16 or fp32, in host memory or on a device.
+        waiting: The kind of codes, as in `HiFTConfig`.
+
+    Returns:
+        What holds them; `remove()` gives the model its exact weights back.
+
+    Raises:
+        ImportError: If the form's package is not installed.
+        ValueError: If no weight can wait so, or one can't, naming it and the way out.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        >>> slivertune.quantize_layers(model, "nf4")
+        >>> trainer = Trainer(model, ...)
+        >>> slivertune.attach(trainer, slivertune.HiFTConfig(waiting="nf4"))
+    """
+    check_choice("waiting", waiting, get_args(WaitingForm))
+    layers = WaitingLayers(model, waiting, Prefetcher(0))
+    layers.attach(())
+    return layers
+
+
+def hold(
+    waiting: WaitingWeight,
+    slots_of: Callable[[torch.device], DeviceSlots],
+    source: ExactSource | None = None,
+) -> None:
+    """Hold a weight as codes from now on.
+
+    Args:
+        waiting: What holds it; it may do so already, with another source.
+        slots_of: Gives the slots of a device, and its copy streams.
+        source: Where the exact weight waits; None for a copy in host memory.
+    """
+    source = source or _HostCopy(waiting.exact(), waiting.parameter.device, slots_of)
+    waiting.attach(source, lambda device: slots_of(device).streams)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -229,7 +277,7 @@ def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str
         )
     if weight.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{name} is {weight.dtype}; waiting= takes models in bfloat16 or float32")
-    if "forward" in vars(module):
+    if "forward" in vars(module) and held_by(module) is None:
         raise ValueError(
             f"the layer of {name} runs through something that was put on it before (TokenTune, SFT, offloading), which "
             "would read the weight while it waits; build HiFT first, then attach that"
@@ -260,15 +308,18 @@ class _HostCopy(ExactSource):
     """A weight without a master: it waits in its own dtype, and what is not trained only waits.
 
     Args:
-        parameter: Exact.
+        exact: The weight.
+        device: Where it computes.
         slots_of: Gives the slots of a device, and its copy streams.
     """
 
-    def __init__(self, parameter: nn.Parameter, slots_of: Callable[[torch.device], DeviceSlots]) -> None:
+    def __init__(
+        self, exact: torch.Tensor, device: torch.device, slots_of: Callable[[torch.device], DeviceSlots]
+    ) -> None:
         self._slots_of = slots_of
-        self._device = parameter.device
-        self._copy = self._like(parameter)
-        self._copy.copy_(parameter.detach())
+        self._device = device
+        self._copy = self._like(exact)
+        self._copy.copy_(exact)
         self._stored: Event = None
 
     def read(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.module_hook import ModuleHook, StandIn
 from slivertune.core.torch_internals import apply_of, storage_key
-from slivertune.hift.block_codes import BlockCodes, WaitingForm, quantise
+from slivertune.hift.block_codes import BlockCodes, WaitingForm, quantize
 from slivertune.hift.exact_tensor import ExactTensor
 
 
@@ -70,19 +70,17 @@ class WaitingWeight:
         module: The linear layer; its forward must be its class's own.
         name: The weight's name in the model.
         form: The kind of codes.
-        streams_of: Gives the copy streams of a device.
     """
 
-    def __init__(
-        self, module: nn.Module, name: str, form: WaitingForm, streams_of: Callable[[torch.device], CopyStreams]
-    ) -> None:
+    def __init__(self, module: nn.Module, name: str, form: WaitingForm) -> None:
         self.name = name
         """In the model."""
+        self.form = form
+        """The kind of codes."""
         self.source: ExactSource | None = None
-        """Where the exact weight waits; given before `hold`."""
+        """Where the exact weight waits."""
         self._module = module
-        self._form = form
-        self._streams_of = streams_of
+        self._streams_of: Callable[[torch.device], CopyStreams] = CopyStreams
         parameter: Any = module.weight
         self.parameter: nn.Parameter = parameter
         """The layer's weight."""
@@ -92,9 +90,20 @@ class WaitingWeight:
         self._arriving: tuple[torch.Tensor, Event] | None = None
         self._undo: list[Callable[[], None]] = []
 
-    def attach(self) -> None:
-        """Put the stand-ins and hooks on the module; the weight stays exact until `hold`."""
-        module = self._module
+    def attach(self, source: ExactSource, streams_of: Callable[[torch.device], CopyStreams]) -> None:
+        """Put the stand-ins and hooks on the module, unless they are there, and begin to wait.
+
+        Args:
+            source: Where the exact weight waits from now on; it has it.
+            streams_of: Gives the copy streams of a device.
+        """
+        self.source, self._streams_of = source, streams_of
+        if not self._undo:
+            self._put_on(self._module)
+        if not self.is_waiting:
+            self.hold()
+
+    def _put_on(self, module: nn.Module) -> None:
         stand_ins = {"forward": _Forward(module.forward, self), "_apply": _Apply(apply_of(module), self)}
         for name, stand_in in stand_ins.items():
             setattr(module, name, stand_in)
@@ -121,9 +130,9 @@ class WaitingWeight:
         self.is_waiting = True
         self._leave()
 
-    def quantised(self) -> BlockCodes:
+    def quantized(self) -> BlockCodes:
         """New codes of the weight, which is exact."""
-        return _claimed(quantise(self.parameter.data, self._form))
+        return _claimed(quantize(self.parameter.data, self.form))
 
     def begin_turn(self) -> None:
         """Start to bring the exact weight to the device; the first forward, or `arrive`, waits for it."""
@@ -222,7 +231,7 @@ class WaitingWeight:
         if self._codes is None:
             assert self.source is not None
             with torch.no_grad():
-                self._codes = _claimed(quantise(self.source.read().to(self.parameter.device), self._form))
+                self._codes = _claimed(quantize(self.source.read().to(self.parameter.device), self.form))
         return self._codes
 
     def _leave(self) -> None:
@@ -266,7 +275,8 @@ class _Forward(StandIn):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.weight.parameter))
-        if copied is not None and self.weight.is_waiting:
+        # A copy without values, such as one on the meta device, gets none.
+        if copied is not None and self.weight.is_waiting and copied.device == self.weight.parameter.device:
             copied.data = self.weight.exact().to(self.weight.parameter.device, copy=True)
         return super().__deepcopy__(memo)
 
@@ -289,6 +299,36 @@ class _Apply(StandIn):
         result = self.function(*args, **kwargs)
         self.weight.follow()
         return result
+
+
+def held_by(module: nn.Module) -> WaitingWeight | None:
+    """What holds a layer's weight in fewer bits already; None where nothing does.
+
+    Args:
+        module: A linear layer.
+    """
+    forward = vars(module).get("forward")
+    return forward.weight if isinstance(forward, _Forward) else None
+
+
+def waiting_weight_on(module: nn.Module, name: str, form: WaitingForm) -> WaitingWeight:
+    """What holds a layer's weight already, or something new that will.
+
+    Args:
+        module: A linear layer.
+        name: The weight's name in the model.
+        form: The kind of codes.
+
+    Raises:
+        ValueError: If it is held in another form.
+    """
+    held = held_by(module)
+    if held is not None and held.form != form:
+        raise ValueError(
+            f"{name} waits as {held.form} already, and waiting={form!r} was asked for; take the same, or load the "
+            "model again"
+        )
+    return held or WaitingWeight(module, name, form)
 
 
 def _claimed(codes: BlockCodes) -> BlockCodes:
