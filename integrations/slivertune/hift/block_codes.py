@@ -14,13 +14,15 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
+from slivertune.core.torch_internals import is_without_data
+
 WaitingForm = Literal["int8", "nf4"]
 
 _BLOCK = 64
 """Elements that share a scale."""
 _SCALES_BLOCK = 256
 """NF4's scales that share a scale of their own."""
-_CHUNK = 2**20
+_CHUNK = 2**22
 """Elements that are quantised at a time, a multiple of `_BLOCK`."""
 
 
@@ -110,7 +112,9 @@ class Nf4Codes(BlockCodes):
             self._codes[start // 2 : start // 2 + len(codes)] = codes
             scales[start // _BLOCK : start // _BLOCK + state.absmax.numel()] = state.absmax
         mean = scales.mean()
-        scales, scales_of_scales = functional.quantize_blockwise(scales.sub_(mean), blocksize=_SCALES_BLOCK)
+        scales, scales_of_scales = functional.quantize_blockwise(
+            scales.sub_(mean), code=_code_of_scales(functional, weight.device), blocksize=_SCALES_BLOCK
+        )
         self._state = functional.QuantState(
             absmax=scales,
             shape=weight.shape,
@@ -140,6 +144,14 @@ def _chunks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     for start in range(0, flat.numel(), _CHUNK):
         part = flat[start : start + _CHUNK].to(torch.float32, copy=True)
         yield start // _BLOCK, F.pad(part, (0, -len(part) % _BLOCK)).view(-1, _BLOCK)
+
+
+def _code_of_scales(functional: Any, device: torch.device) -> torch.Tensor:
+    """What bitsandbytes takes by itself, which it would keep for good: a plan's has no data."""
+    if is_without_data():
+        return torch.empty(256, device=device)
+    code: torch.Tensor = functional.create_dynamic_map().to(device)
+    return code
 
 
 def _bitsandbytes() -> Any:

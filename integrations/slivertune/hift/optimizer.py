@@ -343,6 +343,11 @@ class HiFT(CheckpointedSliver):
         """
         return None if self._waiting is None else self._waiting.weight_of(parameter)
 
+    def make_codes(self) -> None:
+        """With `config.waiting`, quantise now what the next forward would; where all have codes, nothing."""
+        if self._waiting is not None:
+            self._waiting.make_codes()
+
     @property
     def active_group(self) -> int:
         """Index of the group that the next step updates."""

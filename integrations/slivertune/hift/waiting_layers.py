@@ -16,7 +16,7 @@ from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.layers import find_blocks
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.setting_checks import check_choice
-from slivertune.core.torch_internals import compiled_call_of
+from slivertune.core.torch_internals import FakeTensor, compiled_call_of
 from slivertune.hift.block_codes import WaitingForm, check_available
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.piece import Weight
@@ -102,6 +102,11 @@ class WaitingLayers:
         self._check_uncompiled()
         self._let_go()
 
+    def make_codes(self) -> None:
+        """Make the codes now that the next forward would."""
+        for each in self._by_parameter.values():
+            each.make_codes()
+
     def forget_codes(self) -> None:
         """The exact weights were replaced on the host."""
         for each in self._by_parameter.values():
@@ -113,6 +118,8 @@ class WaitingLayers:
 
         Where the device has no room for them, what waits goes on waiting, and a warning says so.
         """
+        if isinstance(next(iter(self._by_parameter.values())).parameter, FakeTensor):
+            return  # the mode in which they compute is over
         self._let_go()
         waiting = [each for each in self._by_parameter.values() if each.is_waiting]
         num_bytes = sum(each.parameter.numel() * each.parameter.element_size() for each in waiting)

@@ -9,7 +9,7 @@ The exact weight waits on the host (`ExactSource`): saving reads it there, and l
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -163,6 +163,11 @@ class WaitingWeight:
             self._arriving = None
             self.begin_turn()
 
+    def make_codes(self) -> None:
+        """Make the codes now that the next forward would, unless the exact weight is there or on its way."""
+        if self.is_waiting and self._arriving is None:
+            self._codes_here()
+
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the layer's own forward over the dense weight."""
         device = self.parameter.device.type
@@ -209,6 +214,10 @@ class WaitingWeight:
             self.forget_codes()
         else:
             self.parameter.data.copy_(exact)
+
+    def kept_tensors(self) -> Iterator[torch.Tensor]:
+        """What there is of codes."""
+        return iter(()) if self._codes is None else self._codes.tensors()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the device holds: the codes, or the exact weight."""
@@ -272,6 +281,9 @@ class _Forward(StandIn):
         if not self.weight.is_waiting:
             return self.function(*args, **kwargs)
         return self.weight.run(self.function, args, kwargs)
+
+    def kept_tensors(self) -> Iterable[torch.Tensor]:
+        return self.weight.kept_tensors()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.weight.parameter))

@@ -13,8 +13,10 @@ from typing_extensions import override
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
+from slivertune.core.torch_internals import storage_key
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
+from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.hift_schedule import record_sample
 from slivertune.planning.make import attached
@@ -158,10 +160,32 @@ class HiFTRun:
         """Let it be a group's turn, after so many of its updates."""
         turn = {"updates": group.index * self._num_updates + num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**state, "hift": {**state["hift"], **turn}})
+        with FakeOverrides():
+            self.optimizer.make_codes()
 
     def _parameters_of(self, group: Group) -> list[nn.Parameter]:
         named = dict(self._model.named_parameters())
         return [named[name] for name in group.parameter_names]
+
+    def waiting_bytes(self, peak: StepPeak, group: Group) -> int:
+        """Host bytes of what waits of a group between its turns.
+
+        Args:
+            peak: Of the group.
+            group: Measured last.
+        """
+        if self._request.waiting is None:
+            return peak.after.host
+        # Masters of other groups wait from the beginning, and those of the next are on their way.
+        state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
+        tensors = [
+            value
+            for name in group.parameter_names
+            for value in state.get(name, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        storages = {storage_key(each.untyped_storage()): each.untyped_storage().nbytes() for each in tensors}
+        return sum(storages.values())
 
     def plan_of(self, peak: StepPeak, members: Sequence[Group]) -> GroupPlan:
         """The plan of groups alike, the first of which was measured last.
@@ -201,6 +225,7 @@ class PlannedHiFT(PlannedMethod):
             "stream_bytes",
             "gradients",
             "update",
+            "waiting",
             "prefetch_bytes",
         }
     )
@@ -230,7 +255,7 @@ class PlannedHiFT(PlannedMethod):
                     both = (peak.before_step, run.measure(members[1], forward).before_step)
                     peak = replace(peak, before_step=max(both, key=lambda census: census.device))
                 groups.append(run.plan_of(peak, members))
-                waiting.extend([peak.after.host] * len(members))
+                waiting.extend([run.waiting_bytes(peak, members[0])] * len(members))
         if request.state == "device":
             groups = _with_state_of_others(groups)
         # Of state that is thrown away, one group's is there at a time.
@@ -250,7 +275,16 @@ class PlannedHiFT(PlannedMethod):
         """Groups, and where their state waits."""
         arguments = given_arguments(
             request,
-            ("layers_per_group", "steps_per_group", "state", "stream_bytes", "gradients", "update", "prefetch_bytes"),
+            (
+                "layers_per_group",
+                "steps_per_group",
+                "state",
+                "stream_bytes",
+                "gradients",
+                "update",
+                "waiting",
+                "prefetch_bytes",
+            ),
         )
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
