@@ -24,6 +24,8 @@ _SCALES_BLOCK = 256
 """NF4's scales that share a scale of their own."""
 _CHUNK = 2**22
 """Elements that are quantised at a time, a multiple of `_BLOCK`."""
+_CPU_CHUNK = 2**14
+"""The same for bitsandbytes' code on a CPU, which takes 64 bytes an element of temporaries."""
 
 
 class BlockCodes(ABC):
@@ -107,8 +109,9 @@ class Nf4Codes(BlockCodes):
         self._codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(-(-weight.numel() // _BLOCK), dtype=torch.float32, device=weight.device)
         flat = weight.detach().reshape(-1)
-        for start in range(0, flat.numel(), _CHUNK):
-            codes, state = functional.quantize_4bit(flat[start : start + _CHUNK], blocksize=_BLOCK, quant_type="nf4")
+        chunk = _CPU_CHUNK if weight.device.type == "cpu" else _CHUNK
+        for start in range(0, flat.numel(), chunk):
+            codes, state = functional.quantize_4bit(flat[start : start + chunk], blocksize=_BLOCK, quant_type="nf4")
             self._codes[start // 2 : start // 2 + len(codes)] = codes
             scales[start // _BLOCK : start // _BLOCK + state.absmax.numel()] = state.absmax
         mean = scales.mean()

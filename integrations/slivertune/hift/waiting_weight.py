@@ -282,9 +282,6 @@ class _Forward(StandIn):
             return self.function(*args, **kwargs)
         return self.weight.run(self.function, args, kwargs)
 
-    def kept_tensors(self) -> Iterable[torch.Tensor]:
-        return self.weight.kept_tensors()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self.weight.parameter))
         # A copy without values, such as one on the meta device, gets none.
@@ -312,6 +309,9 @@ class _Apply(StandIn):
         self.weight.follow()
         return result
 
+    def kept_tensors(self) -> Iterable[torch.Tensor]:
+        return self.weight.kept_tensors()
+
 
 def held_by(module: nn.Module) -> WaitingWeight | None:
     """What holds a layer's weight in fewer bits already; None where nothing does.
@@ -319,8 +319,8 @@ def held_by(module: nn.Module) -> WaitingWeight | None:
     Args:
         module: A linear layer.
     """
-    forward = vars(module).get("forward")
-    return forward.weight if isinstance(forward, _Forward) else None
+    apply = vars(module).get("_apply")  # others may wrap the forward
+    return apply.weight if isinstance(apply, _Apply) else None
 
 
 def waiting_weight_on(module: nn.Module, name: str, form: WaitingForm) -> WaitingWeight:
