@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.module_hook import ModuleHook, StandIn
-from slivertune.core.torch_internals import apply_of, storage_key
+from slivertune.core.torch_internals import apply_of, is_without_data, storage_key
 from slivertune.hift.block_codes import BlockCodes, WaitingForm, quantize
 from slivertune.hift.exact_tensor import ExactTensor
 
@@ -158,7 +158,8 @@ class WaitingWeight:
 
     def forget_codes(self) -> None:
         """The source was written to by others: what was made of it before is out of date."""
-        self._codes = None
+        if not is_without_data():  # a plan's codes have no values
+            self._codes = None
         if self._arriving is not None:
             self._arriving = None
             self.begin_turn()
