@@ -59,11 +59,14 @@ class Training:
         rate: AdamW's learning rate at the end of the warm-up.
         seed: Of the data's order and of a new head.
         num_updates: Length of the schedule.
+        waiting: As in `HiFTConfig`.
     """
 
-    def __init__(self, task: DialTask, layers_per_group: int, rate: float, seed: int, num_updates: int) -> None:
+    def __init__(
+        self, task: DialTask, layers_per_group: int, rate: float, seed: int, num_updates: int, waiting: Any = None
+    ) -> None:
         self.model = task.make_model(seed).train()
-        config = st.HiFTConfig(layers_per_group=layers_per_group)
+        config = st.HiFTConfig(layers_per_group=layers_per_group, waiting=waiting)
         self.optimizer = st.HiFT(self.model, torch.optim.AdamW, config=config, lr=rate, weight_decay=task.weight_decay)
         self._scheduler = get_scheduler("cosine", self.optimizer, int(WARMUP_RATIO * num_updates), num_updates)
         self._batches = task.batches(seed)

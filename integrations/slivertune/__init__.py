@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slivertune.core.layers import Layer, find_layers
     from slivertune.core.ledger import Census, Ledger
     from slivertune.deltas import SparseDelta
-    from slivertune.hift import HiFT, HiFTConfig
+    from slivertune.hift import HiFT, HiFTConfig, load_quantized, quantize_layers
     from slivertune.interop import attach
     from slivertune.parallel import initialize, prepare
     from slivertune.sft import SFT, SFTConfig
@@ -52,7 +52,9 @@ __all__ = [
     "find_layers",
     "initialize",
     "keep_activations",
+    "load_quantized",
     "prepare",
+    "quantize_layers",
     "why_not_chunked",
 ]
 
@@ -76,7 +78,9 @@ _MODULE_OF_NAME = {
     "find_layers": "slivertune.core.layers",
     "initialize": "slivertune.parallel",
     "keep_activations": "slivertune.core.kept_activations",
+    "load_quantized": "slivertune.hift",
     "prepare": "slivertune.parallel",
+    "quantize_layers": "slivertune.hift",
     "why_not_chunked": "slivertune.chunked_loss",
 }
 

@@ -195,6 +195,7 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             stream_bytes=request.stream_bytes,
             gradients=request.gradients,
             update=request.update,
+            waiting=request.waiting,
             prefetch_bytes=request.prefetch_bytes,
         ),
         **arguments,

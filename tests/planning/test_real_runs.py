@@ -20,9 +20,9 @@ TOLERANCE = 0.03
 SIZES: dict[str, Any] = {"batch_size": 2, "seq_length": 64}
 
 
-def check(request: PlanRequest, config: PreTrainedConfig) -> None:
+def check(request: PlanRequest, config: PreTrainedConfig, first: int = 0) -> None:
     plan = make_plan(request, config)
-    real = run_for_real(request, config).peak
+    real = run_for_real(request, config, first=first).peak
     assert plan.peak_bytes == pytest.approx(real.device, rel=TOLERANCE), (plan.peak, real)
 
 
@@ -140,8 +140,25 @@ def test_hift_with_gradients_that_do_not_stay_and_with_prefetch_is_as_planned(se
     check(PlanRequest(precision="mixed_hi", gradient_checkpointing=True, **settings, **SIZES), LLAMA)
 
 
-def test_what_waits_on_the_host_is_as_planned() -> None:
-    request = PlanRequest(precision="mixed_hi", **SIZES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "mixed_hi"},
+        {"precision": "mixed_hi", "layers_per_group": 2, "gradients": "host", "stream_bytes": 2**18},
+        {"precision": "fp32", "layers_per_group": 2},
+        {"precision": "bf16", "gradient_checkpointing": True},
+        {"precision": "mixed_hi", "token_ratio": 0.5, "prefetch_bytes": 2**20},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("waiting", ["int8", "nf4"])
+def test_waiting_layers_in_fewer_bits_are_as_planned(waiting: Any, settings: dict[str, Any]) -> None:
+    check(PlanRequest(waiting=waiting, **settings, **SIZES), LLAMA, first=1)
+
+
+@pytest.mark.parametrize("waiting", [None, "int8"])
+def test_what_waits_on_the_host_is_as_planned(waiting: Any) -> None:
+    request = PlanRequest(precision="mixed_hi", waiting=waiting, **SIZES)
     assert make_plan(request, LLAMA).host_bytes == pytest.approx(
         run_for_real(request, LLAMA).highest.host, rel=TOLERANCE
     )

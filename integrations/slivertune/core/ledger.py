@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from slivertune.core.module_hook import StandIn
 from slivertune.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
 
 Kind = Literal["parameters", "gradients", "state", "residual"]
@@ -270,6 +271,10 @@ class Ledger:
             self._watch_gradient(parameter)
         for buffer in model.buffers():
             claim(buffer, "parameters")
+        for module in model.modules():
+            for stand_in in vars(module).values():
+                if isinstance(stand_in, StandIn):
+                    self.track(stand_in.kept_tensors())
 
     def _watch_gradient(self, parameter: nn.Parameter) -> None:
         if not parameter.is_floating_point():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, ClassVar, Self
+
+import torch
 
 
 class ModuleHook:
@@ -40,6 +42,10 @@ class StandIn:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+
+    def kept_tensors(self) -> Iterable[torch.Tensor]:
+        """Tensors on the device that this keeps in place of parameters."""
+        return ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self.function, memo)

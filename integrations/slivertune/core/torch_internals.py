@@ -53,6 +53,8 @@ RELIED_ON: Mapping[str, str] = {
     "torch.utils._pytree.tree_leaves": "finds the tensors among an operator's arguments",
     "torch.utils._pytree.tree_map": "replaces the tensors among an operator's arguments",
     "torch.Tensor._make_wrapper_subclass": "makes a tensor that lies elsewhere",
+    "torch.Tensor._make_subclass": "makes a tensor that is read when it is needed",
+    "torch._C.DisableTorchFunctionSubclass": "asks such a tensor for what it knows of itself",
     "torch._foreach_norm": "the norm as clip_grad_norm_ computes it on a GPU",
     "torch.ops.aten._local_scalar_dense.default": "the operator that reads a tensor's value",
     "torch.ops.prim.device.default": "asks where a tensor without data says it lies",
@@ -211,6 +213,20 @@ def version_of(tensor: torch.Tensor) -> int:
 def storage_key(storage: torch.UntypedStorage) -> int:
     """A number that a living storage shares with no other."""
     return int(storage._cdata)
+
+
+_TensorSubclass = TypeVar("_TensorSubclass", bound=torch.Tensor)
+
+
+def make_subclass(subclass: type[_TensorSubclass], tensor: torch.Tensor) -> _TensorSubclass:
+    """A tensor of a subclass over another's memory."""
+    made: _TensorSubclass = torch.Tensor._make_subclass(subclass, tensor)
+    return made
+
+
+def plain_tensor_functions() -> Any:
+    """A context in which subclasses of tensors compute as plain ones, past their `__torch_function__`."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -22,6 +22,7 @@ _MEANINGS = {
     "order": "order of turns (order, seed)",
     "steps_per_group": "steps_per_group",
     "optimizer": "base optimizer",
+    "waiting": "form of waiting layers (waiting)",
 }
 """What `HiFT.identity` tells, and which settings decide it."""
 _SINCE_2 = frozenset({"skipped_turns", "skipped_in_cycle"})
@@ -64,7 +65,7 @@ def check_header(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     check_form(saved, "hift", "HiFT", _READABLE)
     theirs, ours = saved["hift"], own["hift"]
     for key in ours:
-        if key not in theirs and not (theirs["version"] == 1 and key in _SINCE_2):
+        if key not in theirs and key != "waiting" and not (theirs["version"] == 1 and key in _SINCE_2):
             raise StateMismatchError(f"the saved state is damaged: its header has no {key!r}; use another checkpoint")
     if len(theirs["held_lr"]) not in (0, len(own["param_groups"])):
         raise StateMismatchError(

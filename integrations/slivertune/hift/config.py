@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from slivertune.core.setting_checks import check_choice, check_integer
+from slivertune.hift.block_codes import WaitingForm
 
 Order = Literal["bottom2up", "top2down", "random"]
 StatePlace = Literal["host", "device", "disk", "discard"]
@@ -72,6 +73,11 @@ class HiFTConfig:
     the device beside the layers below; with `gradients="host"`, on one device, uncompiled. The same bits for whatever
     reads the weights by a forward, `state_dict`, saving, copying or loading; before anything else that reads or writes
     them (an average of weights, `p.data`, the end of a plain loop) call `HiFT.flush`."""
+    waiting: WaitingForm | None = None
+    """Hold the linear weights of the blocks that are not training on the device in fewer bits: `int8` (8.25 bits a bf16
+    weight) or `nf4` (4.13 bits, the extra bitsandbytes). The active group, embeddings, norms and heads are exact, what
+    is saved is exact, and exact weights wait on the host, as fp32 masters where there are such. Forwards and the
+    gradients of inputs, evaluation too, run on what lies on the device. None holds all weights exact."""
     max_grad_norm: float | None = None
     """Scale the active group's gradients down to this 2-norm in `step`, as `clip_grad_norm_` does, which a script may
     call as well; None does not. The norm before is `HiFT.grad_norm`."""
@@ -120,7 +126,22 @@ class HiFTConfig:
             )
         if self.state == "device" and self.master == "split":
             raise ValueError('master="split" halves what waits on the host; with state="device" use master="fp32"')
+        if self.waiting is not None:
+            self._check_waiting(self.waiting)
         self._check_gradients()
+
+    def _check_waiting(self, waiting: WaitingForm) -> None:
+        check_choice("waiting", waiting, get_args(WaitingForm))
+        if self.state not in ("host", "disk"):
+            raise ValueError(
+                f'waiting="{self.waiting}" lets exact weights wait with their state off the device, which '
+                f'state="{self.state}" does not keep there; use state="host" or "disk"'
+            )
+        if self.master == "split":
+            raise ValueError(
+                f'waiting="{self.waiting}" needs whole masters: a split one is the lower half of bits whose upper half '
+                'is the weight on the device; use master="fp32", or "none"'
+            )
 
     def _check_gradients(self) -> None:
         if self.update == "forward" and (self.gradients != "host" or self.state == "discard"):

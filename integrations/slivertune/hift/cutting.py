@@ -132,5 +132,5 @@ def _size(weight: Weight, meter: StepMeter) -> WeightSize:
     return WeightSize(
         num_elements=parameter.numel(),
         bytes_per_element=max(bytes_per_element, 1.0),
-        cuttable=parameter.is_contiguous(),
+        cuttable=parameter.is_contiguous() or weight.is_waiting,  # whose exact weight comes contiguous
     )

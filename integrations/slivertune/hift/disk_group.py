@@ -6,13 +6,13 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from slivertune.core.copy_streams import CopyStreams
+from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.ledger import claim
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.disk_state import DiskState
 from slivertune.hift.group_file import GroupFile
 from slivertune.hift.group_image import Name, image_of, lies_plainly, mapped_tensors
-from slivertune.hift.masters import hash_of_bits
+from slivertune.hift.masters import hash_of_bits, refresh_master
 from slivertune.hift.offload_buffer import (
     LOW,
     OffloadBuffer,
@@ -130,6 +130,50 @@ class DiskGroup(StreamedGroup):
             claim(tensor, "state", "disk")
         return self._offloaded.export(self.weights, mapped, self._written_weights())
 
+    @override
+    def place_master(self, weight: Weight, exact: torch.Tensor) -> None:
+        if self._offloaded is None:
+            self.files.open()
+        super().place_master(weight, exact)
+
+    @override
+    def end_placing(self) -> None:
+        self._hand_over(notes_bits=False)
+
+    @override
+    def waiting_master(self, weight: Weight) -> torch.Tensor:
+        self._follow_the_model()
+        if self.file is None:
+            return super().waiting_master(weight)
+        self._slots.streams.synchronize()
+        if self.file.is_in_use:
+            self._hand_over()
+        self.files.store.settle(self.file)
+        name = (weight.name, MASTER)
+        return mapped_tensors(self.file.path, {name: self._places[name][1]})[name]
+
+    @override
+    def write_master(self, weight: Weight, written: torch.Tensor) -> None:
+        self._follow_the_model()
+        if self.file is None:
+            super().write_master(weight, written)
+            return
+        assert self._offloaded is not None
+        self._slots.streams.synchronize()
+        self._bind(self.files.store.use(self.file))
+        refresh_master(self._offloaded.whole(weight, MASTER), written.detach().cpu())
+        self._hand_over(notes_bits=False)
+
+    @override
+    def load_weight(self, weight: Weight, into: torch.Tensor) -> Event:
+        self._follow_the_model()
+        if self.file is None:
+            return super().load_weight(weight, into)
+        self._bind(self.files.store.bring(self.file))
+        ready = super().load_weight(weight, into)
+        self.files.store.note_copy(self.file, ready)
+        return ready
+
     def saved_file(self) -> Path | None:
         """The file with all that `export` has just returned, in the form of a checkpoint's; None where there is none.
 
@@ -231,5 +275,6 @@ class DiskGroup(StreamedGroup):
 
     def _written_weights(self) -> set[str]:
         """Weights with masters that others have written to since the group's last step."""
-        now = {w.name: hash_of_bits(w.parameter) for w in self.weights if w.name in self._bits}
+        present = [w for w in self.weights if w.name in self._bits and not w.is_waiting]
+        now = {w.name: hash_of_bits(w.parameter) for w in present}
         return {name for name, bits in now.items() if int(bits) != int(self._bits[name])}

@@ -136,6 +136,17 @@ class FileStore:
             OSError: If its file can't be read, or what is in its way can't be written.
         """
         with self._changed:
+            memory = self.bring(file)
+            file.is_in_use = True
+            return memory
+
+    def bring(self, file: GroupFile) -> torch.Tensor:
+        """Have a group's state in memory, for as long as its turn is expected.
+
+        Raises:
+            OSError: If its file can't be read, or what is in its way can't be written.
+        """
+        with self._changed:
             if file.buffer is None:
                 file.failure = None
                 self._expected = (file, *(each for each in self._expected if each is not file))
@@ -147,8 +158,18 @@ class FileStore:
                         self._changed.wait()
             while file.is_moving:
                 self._changed.wait()
-            file.is_in_use = True
             return file.buffer.memory
+
+    def note_copy(self, file: GroupFile, ended: Event) -> None:
+        """Keep what a group's buffer holds until a copy from it has ended.
+
+        Args:
+            file: The group's, in memory.
+            ended: When that is.
+        """
+        with self._changed:
+            assert file.buffer is not None
+            file.buffer.read_until = ended
 
     def enlarge(self, file: GroupFile, num_bytes: int) -> torch.Tensor:
         """Other memory in place of a group's buffer, which has become too small; nothing is copied."""
@@ -311,6 +332,8 @@ class FileStore:
         failure: Exception | None = None
         try:
             assert file.written is not None
+            buffer.streams.wait_on_host(buffer.read_until)
+            buffer.read_until = None
             read_file(file.path, len(file.written.header), buffer.view[: file.written.num_bytes], self._watch)
         except Exception as error:
             failure = _explained(error, f"{file.path} could not be read: {error}; continue from the last checkpoint")

@@ -25,6 +25,8 @@ class HostBuffer:
         self.memory = whole[start : start + in_pages(num_bytes)]
         self.view = memoryview(cast(Any, self.memory.numpy()))
         self.holder: GroupFile | None = None
+        self.read_until: Event = None
+        """When copies to the device, of what is here beside the steps, have ended."""
 
 
 @dataclass(slots=True, eq=False)

@@ -273,7 +273,7 @@ class OffloadedState:
             if LOW in tensors:
                 ties = [self._scalars[weight.name, start][TIES] + max(start, 0) for start in slices]
                 tensors[MASTER] = join_master(weight.parameter.detach().cpu(), tensors.pop(LOW), torch.cat(ties))
-            if MASTER in tensors and (written is None or weight.name in written):
+            if MASTER in tensors and not weight.is_waiting and (written is None or weight.name in written):
                 refresh_master(tensors[MASTER], weight.parameter.detach().to(tensors[MASTER].device))
             if tensors or scalars:
                 exported[weight.name] = unflatten_state({**tensors, **scalars}, copy_objects=True)
@@ -294,6 +294,26 @@ class OffloadedState:
         for weight in weights:
             for key, value in arriving[weight.name].items():
                 self._whole(weight, key, value).copy_(value)
+
+    def place(self, weight: Weight, key: str, value: torch.Tensor) -> None:
+        """Let a tensor of a weight's shape wait before any step has left its state here.
+
+        Args:
+            weight: The weight.
+            key: Of its state.
+            value: On the host; copied.
+        """
+        place = (weight.name, _WHOLE)
+        self._received[place] = self._received.get(place, frozenset()) | {key}
+        self._whole(weight, key, value).copy_(value)
+
+    def has(self, weight: Weight, key: str) -> bool:
+        """Whether a tensor of a weight waits here."""
+        return key in self._tensors.get(weight.name, {})
+
+    def whole(self, weight: Weight, key: str) -> torch.Tensor:
+        """A weight's waiting tensor, the living one."""
+        return self._tensors[weight.name][key]
 
     def _keep_scalars(self, weight: Weight, start: int, state: WeightState) -> dict[str, torch.Tensor]:
         """Keep what has no dimensions of a slice's state, and the keys of the others, which are returned."""

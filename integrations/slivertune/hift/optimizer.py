@@ -38,8 +38,11 @@ from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residencies import residencies_of
 from slivertune.hift.residency import export_state, restore_state
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
+from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
 from slivertune.hift.unsupported import clash_with_layout
+from slivertune.hift.waiting_layers import WaitingLayers
+from slivertune.hift.waiting_weight import WaitingWeight
 
 
 class HiFT(CheckpointedSliver):
@@ -179,6 +182,10 @@ class HiFT(CheckpointedSliver):
         )
         if self._disk is not None:
             weakref.finalize(self, self._disk.opened.close)
+        self._waiting: WaitingLayers | None = None
+        if self.config.waiting is not None:
+            self._check_host_memory()
+            self._waiting = WaitingLayers(model, self.config.waiting, self._prefetcher)
         layers = [layer for group in self.groups for layer in group.layers]
         own = weakref.proxy(self)
         self._forward_updates: ForwardUpdates | None = None
@@ -208,6 +215,9 @@ class HiFT(CheckpointedSliver):
         if self._forward_updates is not None:
             self._forward_updates.attach(self._hooks.model)
             attached.callback(self._forward_updates.release)
+        if self._waiting is not None:
+            self._waiting.attach([each for each in self._residencies if isinstance(each, StreamedGroup)])
+            attached.callback(self._waiting.release)
         take(self._parameters_of_state(), self)
         # When the optimizer is dropped, too.
         self._take_off = weakref.finalize(self, attached.close)
@@ -220,6 +230,8 @@ class HiFT(CheckpointedSliver):
         residency = self._residencies[self.active_group]
         if self._disk is not None:
             self._disk.begin_turn(self.rotation.coming_groups)
+        if self._waiting is not None:
+            self._waiting.begin_turn(self.active_group)
         if self._in_backward is not None:
             self._hooks.activate(residency.weights, self._in_backward.on_gradient)
         elif self.config.gradients == "host":
@@ -278,6 +290,8 @@ class HiFT(CheckpointedSliver):
     def _begin_forward(self, inputs: Any) -> None:
         if self.is_detached:
             return
+        if self._waiting is not None:
+            self._waiting.begin_forward()
         updates, residency = self._forward_updates, self._residencies[self.active_group]
         if updates is None:
             self._prefetcher.begin_forward(residency, self.active_group, inputs)
@@ -325,6 +339,19 @@ class HiFT(CheckpointedSliver):
     def trained_weights(self) -> tuple[Weight, ...]:
         """What all groups train, bottom of the model first."""
         return tuple(weight for residency in self._residencies for weight in residency.weights)
+
+    def waiting_weight(self, parameter: torch.Tensor) -> WaitingWeight | None:
+        """What holds a parameter in fewer bits between its turns (`config.waiting`); None of one that stays exact.
+
+        Args:
+            parameter: Of the model.
+        """
+        return None if self._waiting is None else self._waiting.weight_of(parameter)
+
+    def make_codes(self) -> None:
+        """With `config.waiting`, quantise now what the next forward would; where all have codes, nothing."""
+        if self._waiting is not None:
+            self._waiting.make_codes()
 
     @property
     def active_group(self) -> int:
@@ -434,6 +461,8 @@ class HiFT(CheckpointedSliver):
         else:
             rotation.skip(scheduled_lr(self.param_groups))
         if self._residencies[self.active_group] is not residency:
+            if self._waiting is not None:
+                self.flush()  # what waits in fewer bits can't be stepped any more
             if not is_stepped:
                 residency.release()
             self._activate()
@@ -494,6 +523,8 @@ class HiFT(CheckpointedSliver):
     def _begin_update(self) -> None:
         self._check_step()  # here already where the weights move in the backward
         self._check_host_memory()
+        if self._waiting is not None:
+            self._waiting.arrive(self.active_group)
         self._residencies[self.active_group].begin()
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
 
@@ -678,6 +709,8 @@ class HiFT(CheckpointedSliver):
             self._disk.open()
             self._disk.begin_turn(())
         restore_state(self._residencies, state_dict["state"], state_dict.get("own", {}))
+        if self._waiting is not None:
+            self._waiting.forget_codes()
         if not self.is_detached:
             self._activate()
         if self.uses_sidecar:
@@ -700,6 +733,7 @@ class HiFT(CheckpointedSliver):
             gradients=config.gradients,
             update=config.update,
             state_ram_bytes=config.state_ram_bytes,
+            waiting=config.waiting,
         )
 
     def facts(self) -> dict[str, object]:
@@ -718,6 +752,7 @@ class HiFT(CheckpointedSliver):
             "groups": [list(group.parameter_names) for group in self.groups],
             "order": [self.config.order, *self.rotation.order],
             "steps_per_group": self.rotation.steps_per_group,
+            "waiting": self.config.waiting,
         }
 
 

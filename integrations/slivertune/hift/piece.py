@@ -31,6 +31,11 @@ class Weight:
     param_group: int
     """Index of the param group that holds its hyperparameters."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `parameter` holds one NaN in the weight's form, since the weight waits in fewer bits."""
+        return self.parameter.dim() > 0 and not any(self.parameter.stride())
+
     def take_gradient(self) -> None:
         """Let `parameter` hold what `trained` does, its gradient included; asked for where it is another tensor."""
 

@@ -197,5 +197,5 @@ def restore_state(
     for index, group in enumerate(groups):
         group.restore({w.name: state[w.name] for w in group.weights if w.name in state}, own.get(index, {}))
     for weight in (weight for group in groups for weight in group.weights):
-        if MASTER in state.get(weight.name, {}):
+        if MASTER in state.get(weight.name, {}) and not weight.is_waiting:
             weight.parameter.copy_(state[weight.name][MASTER])

@@ -11,7 +11,7 @@ forward and the backward; two are, where there is no such room, when the group's
 beside whatever is computed next: only the next use of a slot waits for them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,6 +41,8 @@ from slivertune.hift.rotation import LearningRate
 
 _WORKING_PIECES = 2
 """Pieces on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
+_ALWAYS = 2**30
+"""Slots that may be in use where one is needed in any case."""
 
 
 class StreamedGroup(ResidentGroup):
@@ -174,6 +176,70 @@ class StreamedGroup(ResidentGroup):
         self._turn, self._stored = [], {}
         self._is_first_turn = False
         self._offloaded = None
+
+    def on_master(self, weights: Iterable[Weight]) -> list[Weight]:
+        """Those whose fp32 masters wait here."""
+        return [weight for weight in weights if self._meter.steps_master(weight)]
+
+    def place_master(self, weight: Weight, exact: torch.Tensor) -> None:
+        """Let the master of a weight wait that else the first step would make; a known one follows what was written.
+
+        Args:
+            weight: Of the group.
+            exact: Its value, on any device.
+        """
+        if self._offloaded is None:
+            offloaded = self._new_state()
+            offloaded.buffer.reserve(waiting_bytes(self.weights, self._meter))
+            self._offloaded, self._offloaded_from = offloaded, self._device()
+        if self._offloaded.has(weight, MASTER):
+            self.write_master(weight, exact)
+        else:
+            self._offloaded.place(weight, MASTER, exact.detach().cpu().float())
+
+    def end_placing(self) -> None:
+        """All masters of the group that had to be placed are."""
+
+    def waiting_master(self, weight: Weight) -> torch.Tensor:
+        """The fp32 master of a weight, the living one on the host, once all copies have left for it."""
+        self._follow_the_model()
+        assert self._offloaded is not None
+        self._slots.streams.synchronize()
+        return self._offloaded.whole(weight, MASTER)
+
+    def write_master(self, weight: Weight, written: torch.Tensor) -> None:
+        """Let a master follow what was written to its weight.
+
+        Args:
+            weight: The weight.
+            written: Of its shape, on any device.
+        """
+        refresh_master(self.waiting_master(weight), written.detach().cpu())
+
+    def load_weight(self, weight: Weight, into: torch.Tensor) -> Event:
+        """Queue the copies that make a weight on the device out of its master, rounded; through one slot, by parts.
+
+        Args:
+            weight: The weight.
+            into: On the device, of the weight's shape.
+
+        Returns:
+            When it is there.
+        """
+        self._follow_the_model()
+        assert self._offloaded is not None
+        master, target = self._offloaded.whole(weight, MASTER).view(-1), into.view(-1)
+        slots, ready = self._slots, None
+        length = self._meter.config.piece_bytes // master.element_size() or master.numel()
+        for source, part in zip(master.split(length), target.split(length), strict=True):
+            slot = slots.take(source.nbytes, at_least=_ALWAYS)
+            assert slot is not None
+            with slots.streams.on("inbound", slots.streams.record(), slot.free_after, *self._stored.values()):
+                part.copy_(tensor_at(slot.memory, 0, source).copy_(source, non_blocking=True))
+                ready = slots.streams.record("inbound")
+            slots.give_back(slot, ready)
+        slots.shrink()
+        return ready
 
     @property
     def _slots(self) -> DeviceSlots:

@@ -2,6 +2,7 @@
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.block_codes import WaitingForm
 from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
@@ -16,6 +17,7 @@ def clash_with_layout(
     gradients: GradientPlace,
     update: UpdateMoment = "step",
     state_ram_bytes: int = 0,
+    waiting: WaitingForm | None = None,
 ) -> str | None:
     """Why HiFT can't train so under a layout.
 
@@ -27,6 +29,7 @@ def clash_with_layout(
         gradients: As in `HiFTConfig`.
         update: As in `HiFTConfig`.
         state_ram_bytes: As in `HiFTConfig`.
+        waiting: As in `HiFTConfig`.
 
     Returns:
         The reason and the way out; None if the two go together.
@@ -43,6 +46,11 @@ def clash_with_layout(
         )
     if layout == "ddp":
         return None
+    if waiting is not None:
+        return (
+            f"waiting='{waiting}' is not available under {name}, whose ranks hold shards of exact weights; leave it "
+            "out, or train under DDP"
+        )
     if gradients == "host":
         return f"gradients='host' is not available under {name}, which shares gradients out; set gradients='device'"
     if state_ram_bytes:

@@ -33,6 +33,7 @@ def hift_over(
         stream_bytes=request.stream_bytes,
         gradients=request.gradients,
         update=request.update,
+        waiting=request.waiting,
         prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
         max_grad_norm=max_grad_norm,
     )

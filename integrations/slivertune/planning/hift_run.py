@@ -13,10 +13,12 @@ from typing_extensions import override
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.layout import Layout
 from slivertune.core.ledger import Ledger
+from slivertune.core.torch_internals import storage_key
 from slivertune.hift.disk_state import groups_on_disk
 from slivertune.hift.file_store import NUM_BUFFERS
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike, measure_alike
+from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.hift_schedule import record_sample
 from slivertune.planning.make import attached
@@ -160,10 +162,32 @@ class HiFTRun:
         """Let it be a group's turn, after so many of its updates."""
         turn = {"updates": group.index * self._num_updates + num_updates, "held_lr": [self._learning_rate]}
         self.optimizer.load_state_dict({**state, "hift": {**state["hift"], **turn}})
+        with FakeOverrides():
+            self.optimizer.make_codes()
 
     def _parameters_of(self, group: Group) -> list[nn.Parameter]:
         named = dict(self._model.named_parameters())
         return [named[name] for name in group.parameter_names]
+
+    def waiting_bytes(self, peak: StepPeak, group: Group) -> int:
+        """Host bytes of what waits of a group between its turns.
+
+        Args:
+            peak: Of the group.
+            group: Measured last.
+        """
+        if self._request.waiting is None:
+            return peak.after.host
+        # Masters of other groups wait from the beginning, and those of the next are on their way.
+        state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
+        tensors = [
+            value
+            for name in group.parameter_names
+            for value in state.get(name, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        storages = {storage_key(each.untyped_storage()): each.untyped_storage().nbytes() for each in tensors}
+        return sum(storages.values())
 
     def plan_of(self, peak: StepPeak, members: Sequence[Group]) -> GroupPlan:
         """The plan of groups alike, the first of which was measured last.
@@ -204,6 +228,7 @@ class PlannedHiFT(PlannedMethod):
             "stream_bytes",
             "gradients",
             "update",
+            "waiting",
             "prefetch_bytes",
         }
     )
@@ -233,7 +258,7 @@ class PlannedHiFT(PlannedMethod):
                     both = (peak.before_step, run.measure(members[1], forward).before_step)
                     peak = replace(peak, before_step=max(both, key=lambda census: census.device))
                 groups.append(run.plan_of(peak, members))
-                waiting.extend([peak.after.host] * len(members))
+                waiting.extend([run.waiting_bytes(peak, members[0])] * len(members))
         if request.state == "device":
             groups = _with_state_of_others(groups)
         host_bytes, disk_bytes = _waiting_bytes(request, waiting, layout)
@@ -257,6 +282,7 @@ class PlannedHiFT(PlannedMethod):
                 "stream_bytes",
                 "gradients",
                 "update",
+                "waiting",
                 "prefetch_bytes",
             ),
         )

@@ -9,6 +9,7 @@ from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
 from slivertune.core.setting_checks import check_choice, check_integer
 from slivertune.hift.base import BaseOptimizer
+from slivertune.hift.block_codes import WaitingForm
 from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.byte_text import parse_bytes
@@ -198,6 +199,14 @@ class PlanRequest:
             read=parse_bytes,
             metavar="SIZE",
             least=0,
+        ),
+    )
+    waiting: WaitingForm | None = field(
+        default=None,
+        metadata=option(
+            _METHODS,
+            "hift: hold the blocks' linear weights that are not training in fewer bits, int8 or nf4; exact ones wait "
+            "on the host",
         ),
     )
     prefetch_bytes: int = field(
@@ -479,6 +488,18 @@ class PlanRequest:
                 self.update == "forward" and (self.gradients != "host" or self.state == "discard"),
                 "update='forward' needs gradients='host' and state that waits; take these, or update='step'",
             ),
+            (
+                self.waiting and "waiting" not in method.settings,
+                f"waiting={self.waiting!r} is HiFT's; method={self.method!r} has no layers that wait for their turn",
+            ),
+            (
+                self.waiting and self.state not in ("host", "disk"),
+                f"waiting={self.waiting!r} keeps exact weights with the state off the device; take state='host'",
+            ),
+            (
+                self.waiting and self.master == "split",
+                f"waiting={self.waiting!r} needs whole masters, not the half that the weight lacks; take master='fp32'",
+            ),
         )
 
     def _clashes_with_layout(self) -> tuple[tuple[object, str], ...]:
@@ -521,6 +542,7 @@ class PlanRequest:
             master="fp32" if self.precision in ("fp32", "mixed") else self.master_kind,
             gradients=self.gradients,
             update=self.update,
+            waiting=self.waiting,
         )
         return f"{clash} (precision='mixed_hi')" if clash is not None and "master=" in clash else clash
 

@@ -3,13 +3,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
 from slivertune.training.methods.method import SliverMethod
 from slivertune.training.methods.sft import SFTArguments, SFTMethod
 from slivertune.training.options.parse import parse_train_arguments
 from tests.conftest import CHECKOUT
-from tests.helpers.models import LAYERS, tiny_llama
+from tests.helpers.models import LAYERS, differing, tiny_llama
 from tests.training.test_callbacks import make_trainer
 from tests.training.tiny_runs import assert_same_bits, train
 
@@ -106,3 +107,30 @@ def test_an_update_in_the_forward_does_not_go_with_compilation(tmp_path: Path, m
         parse_train_arguments(["--update", "forward", "--gradients", "host", "--torch_compile", "true"])
     with pytest.raises(ValueError, match="needs gradients and state that wait on the host"):
         parse_train_arguments(["--update", "forward"])
+
+
+@pytest.mark.parametrize("waiting", ["int8", "nf4"])
+def test_waiting_layers_in_fewer_bits_resume_with_the_same_bits_and_save_exact_weights(
+    waiting: str, tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("--max_length", "32", "--save_steps", "3", "--weights_dtype", "bf16", "--use_cpu", "--waiting", waiting)
+    result = train(tiny_base, texts, tmp_path / "whole", *more)
+    assert f"waiting layers  in {waiting}; evaluation runs on them, what is saved is exact" in capsys.readouterr().out
+    assert result["settings"]["waiting"] == waiting
+    train(
+        tiny_base, texts, tmp_path / "resumed", *more, "--resume_from_checkpoint", str(tmp_path / "whole/checkpoint-3")
+    )
+    assert_same_bits(tmp_path / "resumed", tmp_path / "whole")
+    exact = train(tiny_base, texts, tmp_path / "exact", *more[:-2])
+    saved, other = (load_file(tmp_path / each / "model" / "model.safetensors") for each in ("whole", "exact"))
+    assert saved.keys() == other.keys() and all(each.isfinite().all() for each in saved.values())
+    assert differing(saved, other) != [], "the gradients went through other layers"
+    assert result["after"] != exact["after"]
+
+
+def test_waiting_layers_do_not_go_with_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="--waiting int8 does not go with --torch_compile"):
+        parse_train_arguments(["--waiting", "int8", "--torch_compile", "true"])
+    with pytest.raises(ValueError, match=r'state="device" does not keep there'):
+        parse_train_arguments(["--waiting", "int8", "--state", "device"])

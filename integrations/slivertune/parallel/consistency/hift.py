@@ -64,7 +64,7 @@ class ConsistencyCheck:
         fingerprint = self._fingerprint()
         if self._with_weights:
             for weight in self._hift.trained_weights:
-                fingerprint[f"the sum of the bits of {weight.name}"] = int(sum_of_bits(weight.trained))
+                fingerprint[f"the sum of the bits of {weight.name}"] = int(self._sum_of_exact_bits(weight.trained))
         self._heartbeat.compare(fingerprint, header_of(self._hift, Stage.SAVING))
 
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class ConsistencyCheck:
         self._note()
         if self._with_weights and self._hift.rotation.steps % self._hift.config.steps_per_group == 0:
             for weight in self._hift.weights_of(self._group):
-                bits = sum_of_bits(weight.trained)
+                bits = self._sum_of_bits(weight.trained)
                 self._bits = bits if self._bits is None else self._bits.to(bits.device) * 31 + bits
         if self._hift.rotation.starts_cycle:
             fingerprint = self._fingerprint()
@@ -90,6 +90,17 @@ class ConsistencyCheck:
                 fingerprint["the sum of the weights' bits"] = int(self._bits)
             self._bits = None
             self._heartbeat.compare(fingerprint, header_of(self._hift, Stage.COMPARING))
+
+    def _sum_of_bits(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Of what the device holds of a weight: itself, or the codes that it waits in."""
+        waiting = self._hift.waiting_weight(parameter)
+        if waiting is None:
+            return sum_of_bits(parameter)
+        return torch.stack([sum_of_bits(each) for each in waiting.tensors()]).sum()
+
+    def _sum_of_exact_bits(self, parameter: torch.Tensor) -> torch.Tensor:
+        waiting = self._hift.waiting_weight(parameter)
+        return sum_of_bits(parameter if waiting is None else waiting.exact())
 
     def _fingerprint(self) -> dict[str, object]:
         return {

@@ -21,6 +21,7 @@ from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import at_end_of_backward
 from slivertune.hift.offloaded_gradient import OffloadedGradient
+from slivertune.hift.waiting_weight import WaitingWeight
 from slivertune.parallel.consistency.heartbeat import Heartbeat, guard, world_size
 
 BUCKET_BYTES = 25 * 2**20
@@ -30,19 +31,26 @@ _MOST_UNDER_WAY = 2
 
 
 @torch.no_grad()
-def broadcast_from_first(model: nn.Module) -> None:
+def broadcast_from_first(
+    model: nn.Module, waiting_weight: Callable[[torch.Tensor], WaitingWeight | None] = lambda parameter: None
+) -> None:
     """Make every parameter and buffer that of rank 0. A collective.
 
     Args:
         model: The same on every rank, but for its values.
+        waiting_weight: Gives what holds a parameter in fewer bits; its exact weight is sent.
     """
     if world_size() == 1:
         return
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        contiguous = tensor.detach().contiguous()
+        waiting = waiting_weight(tensor)
+        exact = tensor if waiting is None else waiting.exact().to(tensor.device)
+        contiguous = exact.detach().contiguous()
         with guard("sending the weights of rank 0"):
             dist.broadcast(contiguous, src=0)
-        if contiguous.data_ptr() != tensor.data_ptr():
+        if waiting is not None:
+            waiting.write(contiguous)
+        elif contiguous.data_ptr() != tensor.data_ptr():
             tensor.copy_(contiguous)
 
 

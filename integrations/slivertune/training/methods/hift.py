@@ -10,6 +10,8 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.setting_checks import integer_or_auto
+from slivertune.hift import quantize_layers
+from slivertune.hift.block_codes import WaitingForm
 from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, UpdateMoment
 from slivertune.interop.methods import check_base_optimizer
 from slivertune.planning.cards import Card, find_card, known_cards
@@ -17,6 +19,8 @@ from slivertune.planning.layers_per_group import choose_layers_per_group
 from slivertune.planning.plan import Limits
 from slivertune.planning.request import PlanRequest
 from slivertune.training.methods.method import FEWEST_UPDATES_A_LINE, SliverMethod
+from slivertune.training.models import LoadedModel
+from slivertune.training.tasks.task import Task
 
 RATE_HINT = (
     "HiFT updates a parameter once in {cycle} updates here; --learning_rate was not given, so {rate:g} is used. Start "
@@ -97,6 +101,13 @@ class HiFTArguments:
             "its state is copied beside the layers below; with --gradients host, on one GPU."
         },
     )
+    waiting: WaitingForm | None = field(
+        default=None,
+        metadata={
+            "help": "hift: on the GPU, hold the blocks' linear weights that are not training in fewer bits, int8 or "
+            "nf4; exact ones wait in host memory, and what is saved is exact. Evaluation runs on what lies on the GPU."
+        },
+    )
     prefetch_bytes: str = field(
         default="auto",
         metadata={
@@ -158,6 +169,11 @@ class HiFTMethod(SliverMethod):
                 "--update forward does not go with --torch_compile, which does not wait for a layer's update; leave "
                 "out one of the two"
             )
+        if self.options.waiting is not None and training.torch_compile:
+            raise ValueError(
+                f"--waiting {self.options.waiting} does not go with --torch_compile, whose graphs do not make waiting "
+                "weights dense; leave out one of the two"
+            )
         if self.options.gradients == "device":
             return
         for is_asked, name, reason, way_out in (
@@ -190,6 +206,12 @@ class HiFTMethod(SliverMethod):
             find_card(options.gpu)
         except ValueError as error:
             raise ValueError(f"--layers_per_group auto: {error}") from None
+
+    def adapt(self, loaded: LoadedModel, task: Task) -> Any:
+        """Hold waiting layers in fewer bits before the Trainer moves the model to the GPU."""
+        if self.options.waiting is not None:
+            quantize_layers(loaded.model, self.options.waiting)
+        return loaded.model
 
     def follow(self, facts: Mapping[str, Any]) -> None:
         """The number of layers that was chosen for the first run."""
@@ -238,7 +260,7 @@ class HiFTMethod(SliverMethod):
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
-        names = ("steps_per_group", "state", "state_ram_bytes", "stream_bytes", "gradients", "update")
+        names = ("steps_per_group", "state", "state_ram_bytes", "stream_bytes", "gradients", "update", "waiting")
         settings = {name: getattr(self.options, name) for name in names}
         settings["layers_per_group"] = self.options.num_layers or 1
         settings["prefetch_bytes"] = 0 if self.options.prefetch_bytes == "auto" else int(self.options.prefetch_bytes)
@@ -267,7 +289,10 @@ class HiFTMethod(SliverMethod):
         hift = self.optimizer
         num_layers = sum(len(group.layers) for group in hift.groups)
         turns = f"every group has had its turn after {hift.cycle_length} updates"
-        return [f"  groups  {hift.num_groups} of {num_layers} layers, {hift.config.order}; {turns}"]
+        lines = [f"  groups  {hift.num_groups} of {num_layers} layers, {hift.config.order}; {turns}"]
+        if hift.config.waiting is not None:
+            lines.append(f"  waiting layers  in {hift.config.waiting}; evaluation runs on them, what is saved is exact")
+        return lines
 
     def notes(self, model: torch.nn.Module, *, learning_rate: float | None) -> list[str]:
         """Warn of a rate that is meant for dense fine-tuning."""

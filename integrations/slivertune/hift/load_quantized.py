@@ -1,0 +1,126 @@
+"""Loads a checkpoint whose exact weights have no room on the device: one tensor at a time, from safetensors.
+
+The linear weights of the blocks go to host memory, and lie on the device as codes (`waiting_layers`); all else is
+loaded exactly.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from slivertune.core.layers import find_blocks
+from slivertune.core.setting_checks import check_choice
+from slivertune.hift.block_codes import WaitingForm, check_available
+from slivertune.hift.prefetch import Prefetcher
+from slivertune.hift.waiting_layers import hold, linear_modules
+from slivertune.hift.waiting_weight import waiting_weight_on
+
+
+def load_quantized(
+    model_class: Any,
+    name_or_path: str | Path,
+    waiting: WaitingForm,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    **config_options: Any,
+) -> PreTrainedModel:
+    """Load a model whose blocks wait in fewer bits from the beginning, as `quantize_layers` leaves it.
+
+    At no time are more than its embeddings, norms, heads, codes and one more weight on the device, and one more
+    than the exact weights of the blocks, 2 bytes each in bf16, in host memory.
+
+    Args:
+        model_class: A transformers class with `from_config`, such as `AutoModelForCausalLM`.
+        name_or_path: A folder with safetensors, or the name of a model on the hub.
+        waiting: The kind of codes, as in `HiFTConfig`.
+        dtype: Of the weights: bfloat16 or float32.
+        device: Where it computes; a Trainer and `to` move it later as well.
+        **config_options: For `AutoConfig.from_pretrained`.
+
+    Returns:
+        The model, in evaluation mode; `HiFT` with the same `waiting` trains it.
+
+    Raises:
+        ImportError: If the form's package is not installed.
+        FileNotFoundError: If there are no safetensors.
+        ValueError: If a weight can't wait so, or the names in the files are not the model's, naming some.
+    """
+    check_choice("waiting", waiting, get_args(WaitingForm))
+    check_available(waiting)
+    folder = _folder_of(name_or_path)
+    config = AutoConfig.from_pretrained(folder, **config_options)
+    with init_empty_weights(include_buffers=False):
+        model = model_class.from_config(config, dtype=dtype)
+    model.tie_weights()
+    files = _files_of(folder)
+    _check_names(model, files)
+    linear = linear_modules(model, [block for _, block in find_blocks(model)])
+    slots_of = Prefetcher(0).slots_of
+    for name, tensor in _tensors(folder, files):
+        # What waits goes to host memory first, and codes are made of it by the first forward on the device.
+        _set_tensor(model, name, tensor.to("cpu" if name in linear else device, dtype))
+        if name in linear:
+            hold(waiting_weight_on(linear[name], name, waiting), slots_of)
+    model.tie_weights()
+    if (folder / "generation_config.json").is_file() and model.can_generate():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def _folder_of(name_or_path: str | Path) -> Path:
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        return folder
+    return Path(snapshot_download(str(name_or_path), allow_patterns=["*.json", "*.safetensors"]))
+
+
+def _files_of(folder: Path) -> Mapping[str, str]:
+    """The file of each tensor, by name."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        weight_map: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return weight_map
+    if not (folder / SAFE_WEIGHTS_NAME).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; save the model by "
+            "save_pretrained(folder) first"
+        )
+    with safe_open(folder / SAFE_WEIGHTS_NAME, "pt") as file:
+        return dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+
+
+def _check_names(model: nn.Module, files: Mapping[str, str]) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(parameters[name]) for name in files if name in parameters}
+    lost = [name for name, parameter in parameters.items() if id(parameter) not in known]
+    strange = [name for name in files if name not in model.state_dict()]
+    if lost or strange:
+        raise ValueError(
+            f"the names in the files are not those of {type(model).__name__} (without a tensor: {lost[:3]}; unknown: "
+            f"{strange[:3]}), which from_pretrained may convert: load it by that in host memory, save it, or call "
+            "slivertune.quantize_layers(model, ...) before it is moved to the device"
+        )
+
+
+def _tensors(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in sorted(set(files.values())):
+        with safe_open(folder / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                yield key, file.get_tensor(key)
+
+
+def _set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    module = model.get_submodule(path)
+    is_parameter = isinstance(getattr(module, attribute), nn.Parameter)
+    setattr(module, attribute, nn.Parameter(value) if is_parameter else value)

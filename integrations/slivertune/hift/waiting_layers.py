@@ -1,0 +1,372 @@
+"""HiFT's waiting layers in fewer bits: which weights, whose turn it is, and where the exact ones wait.
+
+The linear weights of the blocks lie on the device as block codes but for those of the active group. Embeddings, norms,
+biases and heads are exact throughout. What HiFT does not train, such as the base of a PEFT model, never gets a turn.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import get_args
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.layers import find_blocks
+from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.core.setting_checks import check_choice
+from slivertune.core.torch_internals import FakeTensor, compiled_call_of
+from slivertune.hift.block_codes import WaitingForm, check_available
+from slivertune.hift.device_slots import DeviceSlots
+from slivertune.hift.piece import Weight
+from slivertune.hift.prefetch import Prefetcher
+from slivertune.hift.streamed import StreamedGroup
+from slivertune.hift.waiting_weight import ExactSource, WaitingWeight, held_by, waiting_weight_on
+
+
+class WaitingLayers:
+    """Holds a model's waiting layers as codes, and brings each group's exact weights for its turn.
+
+    Args:
+        model: The model.
+        form: The kind of codes.
+        prefetcher: Gives the slots of a device, and its copy streams.
+
+    Raises:
+        ImportError: If the form's package is not installed.
+        ValueError: If no weight can wait so, or one can't, naming it and the way out.
+    """
+
+    def __init__(self, model: nn.Module, form: WaitingForm, prefetcher: Prefetcher) -> None:
+        check_available(form)
+        self._model = model
+        self._blocks = [block for _, block in find_blocks(model)]
+        self._slots_of = prefetcher.slots_of
+        self._by_parameter = {
+            id(module.weight): waiting_weight_on(module, name, form)
+            for name, module in linear_modules(model, self._blocks).items()
+        }
+        self._groups: Sequence[StreamedGroup] | None = None
+        self._leaving: list[tuple[torch.Tensor, Event]] = []
+        """Exact weights whose turn has ended, until their copies have left."""
+
+    def attach(self, groups: Sequence[StreamedGroup]) -> None:
+        """Take the exact weights over, and hold all as codes.
+
+        Args:
+            groups: All groups' owners of state, by index.
+        """
+        self._check_uncompiled()
+        if self._groups is not None:
+            return  # they could not be released
+        self._groups = groups
+        sources: dict[int, ExactSource] = {}
+        for group in groups:
+            held = [weight for weight in group.weights if id(weight.parameter) in self._by_parameter]
+            for weight in group.on_master(held):
+                group.place_master(weight, self._by_parameter[id(weight.parameter)].exact())
+                sources[id(weight.parameter)] = _Master(group, weight)
+            group.end_placing()
+        for key, waiting in self._by_parameter.items():
+            hold(waiting, self._slots_of, sources.get(key))
+
+    def weight_of(self, parameter: torch.Tensor) -> WaitingWeight | None:
+        """What holds a parameter as codes between its turns; None of one that is exact throughout."""
+        return self._by_parameter.get(id(parameter))
+
+    def begin_turn(self, group: int) -> None:
+        """Quantise what was exact and is not of this group, and start to bring the group's exact weights.
+
+        Args:
+            group: Its index.
+        """
+        active = self._of(group)
+        self._let_go()
+        for each in self._by_parameter.values():
+            if not each.is_waiting and each not in active:
+                self._end_turn(each)
+        for each in active:
+            each.begin_turn()
+
+    def arrive(self, group: int) -> None:
+        """Let a group's parameters hold their exact weights from the next operator on."""
+        for each in self._of(group):
+            each.arrive()
+
+    def begin_forward(self) -> None:
+        """Check that the outermost forward that begins can run over codes.
+
+        Raises:
+            RuntimeError: If the model or a block was compiled.
+        """
+        self._check_uncompiled()
+        self._let_go()
+
+    def make_codes(self) -> None:
+        """Make the codes now that the next forward would."""
+        for each in self._by_parameter.values():
+            each.make_codes()
+
+    def forget_codes(self) -> None:
+        """The exact weights were replaced on the host."""
+        for each in self._by_parameter.values():
+            if each.is_waiting:
+                each.forget_codes()
+
+    def release(self) -> None:
+        """Let all parameters hold their exact weights, and take everything off the model.
+
+        Where the device has no room for them, what waits goes on waiting, and a warning says so.
+        """
+        if isinstance(next(iter(self._by_parameter.values())).parameter, FakeTensor):
+            return  # the mode in which they compute is over
+        self._let_go()
+        waiting = [each for each in self._by_parameter.values() if each.is_waiting]
+        num_bytes = sum(each.parameter.numel() * each.parameter.element_size() for each in waiting)
+        device = next(iter(self._by_parameter.values())).parameter.device
+        room = free_bytes(device)
+        if room is not None and num_bytes > room:
+            warnings.warn(
+                f"{num_bytes:,} bytes of exact weights have no room on {device}, of which {room:,} bytes are free: the "
+                "layers go on waiting in fewer bits, and what is saved is exact",
+                UserWarning,
+                stacklevel=4,
+            )
+            return
+        for each in self._by_parameter.values():
+            each.restore()
+            each.remove()
+        self._groups = None
+
+    remove = release
+
+    def _end_turn(self, waiting: WaitingWeight) -> None:
+        assert waiting.source is not None
+        left = waiting.source.store(waiting.parameter.data)
+        if left is not None:
+            self._leaving.append((waiting.parameter.data, left))
+        waiting.hold(waiting.quantized())
+
+    def _let_go(self) -> None:
+        """Give up what has left for the host; the computation that gets its memory waits for the copies."""
+        for exact, left in self._leaving:
+            self._slots_of(exact.device).streams.compute_after(left)
+        self._leaving.clear()
+
+    def _of(self, group: int) -> list[WaitingWeight]:
+        assert self._groups is not None
+        found = [self._by_parameter.get(id(weight.parameter)) for weight in self._groups[group].weights]
+        return [each for each in found if each is not None]
+
+    def _check_uncompiled(self) -> None:
+        if any(compiled_call_of(module) is not None for module in (self._model, *self._blocks)):
+            raise RuntimeError(
+                "waiting layers are made dense in a call around each linear layer, which a compiled model does not "
+                "make; leave the model uncompiled, or leave out waiting="
+            )
+
+
+def quantize_layers(model: nn.Module, waiting: WaitingForm) -> WaitingLayers:
+    """Hold the linear weights of a model's blocks in fewer bits before HiFT is built, the exact ones on the host.
+
+    For a model whose exact weights the device has no room for: load it in host memory, call this, then move it to the
+    device, or give it to a Trainer, which does; only codes move. `HiFT(model, ...)` with the same `waiting` in its
+    settings then trains it.
+
+    Args:
+        model: In bf16 or fp32, in host memory or on a device.
+        waiting: The kind of codes, as in `HiFTConfig`.
+
+    Returns:
+        What holds them; `remove()` gives the model its exact weights back.
+
+    Raises:
+        ImportError: If the form's package is not installed.
+        ValueError: If no weight can wait so, or one can't, naming it and the way out.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        >>> slivertune.quantize_layers(model, "nf4")
+        >>> trainer = Trainer(model, ...)
+        >>> slivertune.attach(trainer, slivertune.HiFTConfig(waiting="nf4"))
+    """
+    check_choice("waiting", waiting, get_args(WaitingForm))
+    layers = WaitingLayers(model, waiting, Prefetcher(0))
+    layers.attach(())
+    return layers
+
+
+def hold(
+    waiting: WaitingWeight,
+    slots_of: Callable[[torch.device], DeviceSlots],
+    source: ExactSource | None = None,
+) -> None:
+    """Hold a weight as codes from now on.
+
+    Args:
+        waiting: What holds it; it may do so already, with another source.
+        slots_of: Gives the slots of a device, and its copy streams.
+        source: Where the exact weight waits; None for a copy in host memory.
+    """
+    source = source or _HostCopy(waiting.exact(), waiting.parameter.device, slots_of)
+    waiting.attach(source, lambda device: slots_of(device).streams)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes of a device that new tensors may take; None where it has no memory of its own."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def linear_modules(model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str, nn.Module]:
+    """The linear layers of a model's blocks whose weights can wait in fewer bits.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+
+    Returns:
+        By the weight's name in the model.
+
+    Raises:
+        ValueError: If there are none, or a weight is tied, in 16 bits without bf16's range, or in a stack of experts.
+    """
+    in_blocks = {id(module) for block in blocks for module in block.modules()} - _in_adapters(model)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found: dict[str, nn.Module] = {}
+    stacked: dict[str, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        if id(module) not in in_blocks:
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3:
+                stacked[f"{path}.{name}"] = parameter
+        if type(module) in (nn.Linear, Conv1D):
+            _check_weight(f"{path}.weight", module, names)
+            found[f"{path}.weight"] = module
+    if stacked:
+        num_bytes = sum(parameter.nbytes for parameter in stacked.values())
+        raise ValueError(
+            f"{next(iter(stacked))} and {len(stacked) - 1} more are stacks of experts of {num_bytes:,} bytes, which "
+            "can't wait in fewer bits: their forward reads single matrices out of them. Leave out waiting="
+        )
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no torch.nn.Linear in its blocks, whose weights could wait in fewer bits; "
+            "leave out waiting="
+        )
+    return found
+
+
+def _in_adapters(model: nn.Module) -> set[int]:
+    """Identities of what PEFT has put beside the layers that it wraps, and calls `base_layer`."""
+    return {
+        id(module)
+        for wrapper in model.modules()
+        if isinstance(getattr(wrapper, "base_layer", None), nn.Module)
+        for name, child in wrapper.named_children()
+        if name != "base_layer"
+        for module in child.modules()
+    }
+
+
+def _check_weight(name: str, module: nn.Module, names: Mapping[int, Sequence[str]]) -> None:
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    if len(names[id(weight)]) > 1:
+        raise ValueError(
+            f"{name} is tied to {next(each for each in names[id(weight)] if each != name)}, and a tied weight can't "
+            "wait in fewer bits; untie them, or leave out waiting="
+        )
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"{name} is {weight.dtype}; waiting= takes models in bfloat16 or float32")
+    if "forward" in vars(module) and held_by(module) is None:
+        raise ValueError(
+            f"the layer of {name} runs through something that was put on it before (TokenTune, SFT, offloading), which "
+            "would read the weight while it waits; build HiFT first, then attach that"
+        )
+
+
+class _Master(ExactSource):
+    """A weight whose fp32 master waits with its group's state."""
+
+    def __init__(self, group: StreamedGroup, weight: Weight) -> None:
+        self._group = group
+        self._weight = weight
+
+    def read(self) -> torch.Tensor:
+        return self._group.waiting_master(self._weight).to(self._weight.parameter.dtype)
+
+    def write(self, weight: torch.Tensor) -> None:
+        self._group.write_master(self._weight, weight)
+
+    def load(self, into: torch.Tensor) -> Event:
+        return self._group.load_weight(self._weight, into)
+
+    def store(self, weight: torch.Tensor) -> Event:
+        return None  # the step has stored its master
+
+
+class _HostCopy(ExactSource):
+    """A weight without a master: it waits in its own dtype, and what is not trained only waits.
+
+    Args:
+        exact: The weight.
+        device: Where it computes.
+        slots_of: Gives the slots of a device, and its copy streams.
+    """
+
+    def __init__(
+        self, exact: torch.Tensor, device: torch.device, slots_of: Callable[[torch.device], DeviceSlots]
+    ) -> None:
+        self._slots_of = slots_of
+        self._device = device
+        self._copy = self._like(exact)
+        self._copy.copy_(exact)
+        self._stored: Event = None
+
+    def read(self) -> torch.Tensor:
+        self._streams.synchronize()
+        return self._copy
+
+    def write(self, weight: torch.Tensor) -> None:
+        self._streams.synchronize()
+        self._copy.copy_(weight.detach())
+
+    def load(self, into: torch.Tensor) -> Event:
+        self._follow(into.device)
+        streams = self._streams
+        with streams.on("inbound", streams.record(), self._stored):
+            into.copy_(self._copy, non_blocking=True)
+            return streams.record("inbound")
+
+    def store(self, weight: torch.Tensor) -> Event:
+        self._follow(weight.device)
+        streams = self._streams
+        with streams.on("outbound", streams.record()):
+            self._copy.copy_(weight, non_blocking=True)
+            self._stored = streams.record("outbound")
+        return self._stored
+
+    @property
+    def _streams(self) -> CopyStreams:
+        return self._slots_of(self._device).streams
+
+    def _follow(self, device: torch.device) -> None:
+        """The model has moved: only for its device is the memory right."""
+        if device != self._device:
+            before = self.read()
+            self._device, self._stored = device, None
+            self._copy = self._like(before)
+            self._copy.copy_(before)
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        with claimed_at_birth("parameters", "host"):
+            memory = self._streams.host_memory(tensor.numel() * tensor.element_size())
+        claim(memory, "parameters", "host")
+        return memory.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,356 @@
+"""A linear layer's weight that is exact in its group's turn, and lies on the device as block codes while it waits.
+
+What waits takes part in forwards and in the gradients of inputs. Its layer's forward finds a dense weight, made of the
+codes for as long as the product lasts; autograd keeps none of it, but makes it again in the backward. Between forwards
+the parameter's data is one NaN in the weight's shape, so that what reads it by another way sees it at once, and what
+writes to it gets torch's error.
+
+The exact weight waits on the host (`ExactSource`): saving reads it there, and loading writes it there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.core.module_hook import ModuleHook, StandIn
+from slivertune.core.torch_internals import apply_of, is_without_data, storage_key
+from slivertune.hift.block_codes import BlockCodes, WaitingForm, quantize
+from slivertune.hift.exact_tensor import ExactTensor
+
+
+class ExactSource(ABC):
+    """Where the exact weight waits, on the host."""
+
+    @abstractmethod
+    def read(self) -> torch.Tensor:
+        """The exact weight in its own dtype, on the host; to be read only, before the next step."""
+
+    @abstractmethod
+    def write(self, weight: torch.Tensor) -> None:
+        """Take what was written to the weight; waits for the copy.
+
+        Args:
+            weight: Exact, on any device.
+        """
+
+    @abstractmethod
+    def load(self, into: torch.Tensor) -> Event:
+        """Queue the copy of the exact weight to the device.
+
+        Args:
+            into: Where to.
+
+        Returns:
+            When it has arrived.
+        """
+
+    @abstractmethod
+    def store(self, weight: torch.Tensor) -> Event:
+        """Queue the copy of a weight that was trained to the host, unless it is there already.
+
+        Args:
+            weight: On the device; its memory must not be written before the copy has left.
+
+        Returns:
+            When it has left.
+        """
+
+
+class WaitingWeight:
+    """Owns the codes of one weight, and the stand-ins and hooks on its module.
+
+    Args:
+        module: The linear layer; its forward must be its class's own.
+        name: The weight's name in the model.
+        form: The kind of codes.
+    """
+
+    def __init__(self, module: nn.Module, name: str, form: WaitingForm) -> None:
+        self.name = name
+        """In the model."""
+        self.form = form
+        """The kind of codes."""
+        self.source: ExactSource | None = None
+        """Where the exact weight waits."""
+        self._module = module
+        self._streams_of: Callable[[torch.device], CopyStreams] = CopyStreams
+        parameter: Any = module.weight
+        self.parameter: nn.Parameter = parameter
+        """The layer's weight."""
+        self.is_waiting = False
+        """Whether the device holds codes, or nothing yet, in place of the exact weight."""
+        self._codes: BlockCodes | None = None
+        self._arriving: tuple[torch.Tensor, Event] | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self, source: ExactSource, streams_of: Callable[[torch.device], CopyStreams]) -> None:
+        """Put the stand-ins and hooks on the module, unless they are there, and begin to wait.
+
+        Args:
+            source: Where the exact weight waits from now on; it has it.
+            streams_of: Gives the copy streams of a device.
+        """
+        self.source, self._streams_of = source, streams_of
+        if not self._undo:
+            self._put_on(self._module)
+        if not self.is_waiting:
+            self.hold()
+
+    def _put_on(self, module: nn.Module) -> None:
+        stand_ins = {"forward": _Forward(module.forward, self), "_apply": _Apply(apply_of(module), self)}
+        for name, stand_in in stand_ins.items():
+            setattr(module, name, stand_in)
+            self._undo.append(partial(_take_off, module, name, stand_in))
+        for handle in (
+            module.register_state_dict_post_hook(ModuleHook(self._show_exact)),
+            module.register_load_state_dict_pre_hook(ModuleHook(self._begin_loading)),
+            module.register_load_state_dict_post_hook(ModuleHook(self._end_loading)),
+        ):
+            self._undo.append(handle.remove)
+
+    def remove(self) -> None:
+        """Take them off; the weight must be exact."""
+        while self._undo:
+            self._undo.pop()()
+
+    def hold(self, codes: BlockCodes | None = None) -> None:
+        """Begin to wait: the source has the exact weight, and the device gives it up.
+
+        Args:
+            codes: Its codes; None lets the next forward make them of the exact weight.
+        """
+        self._codes, self._arriving = codes, None
+        self.is_waiting = True
+        self._leave()
+
+    def quantized(self) -> BlockCodes:
+        """New codes of the weight, which is exact."""
+        return _claimed(quantize(self.parameter.data, self.form))
+
+    def begin_turn(self) -> None:
+        """Start to bring the exact weight to the device; the first forward, or `arrive`, waits for it."""
+        assert self.source is not None
+        if not self.is_waiting or self._arriving is not None:
+            return
+        dense = self._empty()
+        self._arriving = dense, self.source.load(dense)
+
+    def arrive(self) -> None:
+        """Let the parameter hold the exact weight, from the next operator on; only where `begin_turn` was called."""
+        if self._arriving is None:
+            return
+        dense, ready = self._arriving
+        self._streams_of(dense.device).compute_after(ready)
+        self.parameter.data = dense
+        self._codes, self._arriving, self.is_waiting = None, None, False
+
+    def restore(self) -> None:
+        """Let the parameter hold the exact weight, now."""
+        self.begin_turn()
+        self.arrive()
+
+    def forget_codes(self) -> None:
+        """The source was written to by others: what was made of it before is out of date."""
+        if not is_without_data():  # a plan's codes have no values
+            self._codes = None
+        if self._arriving is not None:
+            self._arriving = None
+            self.begin_turn()
+
+    def make_codes(self) -> None:
+        """Make the codes now that the next forward would, unless the exact weight is there or on its way."""
+        if self.is_waiting and self._arriving is None:
+            self._codes_here()
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the layer's own forward over the dense weight."""
+        device = self.parameter.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.parameter.dtype
+        # The weights of this moment: a backward later than the next turn belongs to them.
+        codes = self._codes_here()
+        dense = codes.dense().to(dtype)
+        own = storage_key(dense.untyped_storage())
+
+        def pack(saved: torch.Tensor) -> Any:
+            if storage_key(saved.untyped_storage()) == own:
+                return saved.size(), saved.stride(), saved.storage_offset()
+            return saved
+
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else codes.dense().to(dtype).as_strided(*packed)
+
+        stand_in = self.parameter.data
+        self.parameter.data = dense
+        try:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            with saved_tensors_hooks(pack, unpack):
+                return forward(*args, **kwargs)
+        finally:
+            self.parameter.data = stand_in
+
+    def exact(self) -> torch.Tensor:
+        """The exact weight in its own dtype, on the host while it waits."""
+        if not self.is_waiting:
+            return self.parameter.detach()
+        assert self.source is not None
+        return self.source.read()
+
+    def write(self, exact: torch.Tensor) -> None:
+        """Take another exact weight.
+
+        Args:
+            exact: Of the weight's shape, on any device.
+        """
+        assert self.source is not None
+        self.source.write(exact)
+        if self.is_waiting:
+            self.forget_codes()
+        else:
+            self.parameter.data.copy_(exact)
+
+    def kept_tensors(self) -> Iterator[torch.Tensor]:
+        """What there is of codes."""
+        return iter(()) if self._codes is None else self._codes.tensors()
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What the device holds: the codes, or the exact weight."""
+        return self._codes_here().tensors() if self.is_waiting else iter((self.parameter.detach(),))
+
+    def follow(self) -> None:
+        """The parameter was moved or cast: one NaN in its new form, and codes that the next forward makes."""
+        if self.is_waiting:
+            if self._codes is not None and next(self._codes.tensors()).device != self.parameter.device:
+                self._codes = None
+            self._leave()
+
+    def _empty(self) -> torch.Tensor:
+        with claimed_at_birth("parameters"):
+            dense = torch.empty(self.parameter.shape, dtype=self.parameter.dtype, device=self.parameter.device)
+        claim(dense, "parameters")
+        return dense
+
+    def _codes_here(self) -> BlockCodes:
+        if self._codes is None:
+            assert self.source is not None
+            with torch.no_grad():
+                self._codes = _claimed(quantize(self.source.read().to(self.parameter.device), self.form))
+        return self._codes
+
+    def _leave(self) -> None:
+        form = self.parameter
+        self.parameter.data = torch.full((), torch.nan, dtype=form.dtype, device=form.device).expand(form.shape)
+
+    # Hooks of the module's state dict.
+
+    def _show_exact(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        key = f"{prefix}weight"
+        was_waiting = self.is_waiting
+        self.arrive()
+        if was_waiting and not isinstance(state_dict.get(key, self.parameter), nn.Parameter):
+            exact = ExactTensor.of(self.parameter, self.exact) if self.is_waiting else self.parameter.detach()
+            state_dict[key] = exact
+
+    def _begin_loading(self, module: nn.Module, state_dict: Any, prefix: str, *others: Any) -> None:
+        self.arrive()
+        if self.is_waiting and f"{prefix}weight" in state_dict:
+            self.parameter.data = self.exact().to(self.parameter.device, copy=True)
+
+    def _end_loading(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if self.is_waiting and module.weight is self.parameter and self.parameter.is_contiguous():
+            assert self.source is not None
+            self.source.write(self.parameter.data)
+            self.hold()
+
+
+class _Forward(StandIn):
+    """The layer's forward. In a deep copy of the model the weight is exact; pickling is refused."""
+
+    def __init__(self, function: Callable[..., Any], weight: WaitingWeight) -> None:
+        super().__init__(function)
+        self.weight = weight
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.weight.arrive()
+        if not self.weight.is_waiting:
+            return self.function(*args, **kwargs)
+        return self.weight.run(self.function, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self.weight.parameter))
+        # A copy without values, such as one on the meta device, gets none.
+        if copied is not None and self.weight.is_waiting and copied.device == self.weight.parameter.device:
+            copied.data = self.weight.exact().to(self.weight.parameter.device, copy=True)
+        return super().__deepcopy__(memo)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a model whose layers wait in fewer bits can't be pickled ({self.weight.name}); save model.state_dict(), "
+            "or model.save_pretrained(folder), which hold the exact weights, or call the optimizer's detach() first"
+        )
+
+
+class _Apply(StandIn):
+    """What `to` and its like call to change the layer's parameters."""
+
+    def __init__(self, function: Callable[..., Any], weight: WaitingWeight) -> None:
+        super().__init__(function)
+        self.weight = weight
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.weight.arrive()
+        result = self.function(*args, **kwargs)
+        self.weight.follow()
+        return result
+
+    def kept_tensors(self) -> Iterable[torch.Tensor]:
+        return self.weight.kept_tensors()
+
+
+def held_by(module: nn.Module) -> WaitingWeight | None:
+    """What holds a layer's weight in fewer bits already; None where nothing does.
+
+    Args:
+        module: A linear layer.
+    """
+    apply = vars(module).get("_apply")  # others may wrap the forward
+    return apply.weight if isinstance(apply, _Apply) else None
+
+
+def waiting_weight_on(module: nn.Module, name: str, form: WaitingForm) -> WaitingWeight:
+    """What holds a layer's weight already, or something new that will.
+
+    Args:
+        module: A linear layer.
+        name: The weight's name in the model.
+        form: The kind of codes.
+
+    Raises:
+        ValueError: If it is held in another form.
+    """
+    held = held_by(module)
+    if held is not None and held.form != form:
+        raise ValueError(
+            f"{name} waits as {held.form} already, and waiting={form!r} was asked for; take the same, or load the "
+            "model again"
+        )
+    return held or WaitingWeight(module, name, form)
+
+
+def _claimed(codes: BlockCodes) -> BlockCodes:
+    for tensor in codes.tensors():
+        claim(tensor, "parameters")
+    return codes
+
+
+def _take_off(module: nn.Module, name: str, stand_in: StandIn) -> None:
+    """Unless another has put its own there since: then ours stays, and passes through."""
+    if vars(module).get(name) is stand_in:
+        delattr(module, name)
