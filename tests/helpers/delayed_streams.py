@@ -74,6 +74,9 @@ class DelayedStreams(CopyStreams):
         if event is not None:
             self._run_until(*event)
 
+    def finish(self, event: Any) -> None:
+        self.compute_after(event)
+
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         # What lay there before may be what is copied there.
         return super().host_memory(num_bytes).fill_(_POISON)

@@ -57,6 +57,11 @@ class CopyStreams:
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
+    def finish(self, event: Event) -> None:
+        """Wait on the host for a moment."""
+        if event is not None:
+            event.synchronize()
+
     def synchronize(self) -> None:
         """Wait on the host until both side streams are empty."""
         for stream in self._streams.values():

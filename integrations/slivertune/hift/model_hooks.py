@@ -75,6 +75,7 @@ class ModelHooks:
         """The gradient that a backward brought last."""
         self._task = -1
         self._witness: nn.Parameter | None = None
+        self._device_type = "cpu"
         self._outermost: nn.Module | None = None
         self._anchor = torch.zeros((), requires_grad=True)
         self._has_warned_of_compilation = False
@@ -117,7 +118,9 @@ class ModelHooks:
             weights: The group's.
             on_gradient: Called with each of its parameters when its gradient is complete.
         """
+        weights = list(weights)
         self._active = {id(weight.trained): weight.trained for weight in weights}
+        self._device_type = next((weight.device.type for weight in weights), "cpu")
         self.end_update()
 
         def note_gradient(parameter: torch.Tensor) -> None:
@@ -302,7 +305,7 @@ class ModelHooks:
         return all(parameter.grad is None for parameter in self._active.values())
 
     def _note_autocast(self, module: nn.Module, inputs: Any) -> None:
-        device = next((parameter.device.type for parameter in self._active.values()), "cpu")
+        device = self._device_type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             self._is_scaled = True
 

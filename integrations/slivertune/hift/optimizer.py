@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,10 +31,12 @@ from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
 from slivertune.hift.model_hooks import ModelHooks
+from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residency import ResidentGroup, export_state, restore_state
+from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
@@ -165,6 +168,10 @@ class HiFT(CheckpointedSliver):
                 load_gradients=partial(HiFT._begin_last_backward, own),
             )
             self._backward_listeners.append(self._in_backward.watch_backward)
+        self._streamed: StreamedModel | None = None
+        if config.weights == "host":
+            self._streamed = StreamedModel(model, self.groups, config.resident_bytes)
+            weights = {name: replace(each, home=self._streamed.device) for name, each in weights.items()}
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
@@ -190,7 +197,7 @@ class HiFT(CheckpointedSliver):
             self.trained_weights,
             self._backward_listeners,
             on_forward=partial(HiFT._begin_forward, own),
-            on_forward_end=partial(HiFT.flush, own),
+            on_forward_end=partial(HiFT._end_forward, own),
             on_lack_of_memory=partial(HiFT._note_lack_of_memory, own),
             checks_model=checks_model,
         )
@@ -206,6 +213,9 @@ class HiFT(CheckpointedSliver):
         if self._forward_updates is not None:
             self._forward_updates.attach(self._hooks.model)
             attached.callback(self._forward_updates.release)
+        if self._streamed is not None:
+            self._streamed.blocks.attach(self._hooks.model)
+            attached.callback(self._streamed.blocks.release)
         take(self._parameters_of_state(), self)
         # When the optimizer is dropped, too.
         self._take_off = weakref.finalize(self, attached.close)
@@ -216,6 +226,8 @@ class HiFT(CheckpointedSliver):
     def _activate(self) -> None:
         """Let the active group have gradients, and no other."""
         residency = self._residencies[self.active_group]
+        if self._streamed is not None:
+            self._streamed.begin_turn(self.active_group)
         if self._in_backward is not None:
             self._hooks.activate(residency.weights, self._in_backward.on_gradient)
         elif self.config.gradients == "host":
@@ -232,7 +244,7 @@ class HiFT(CheckpointedSliver):
     def _gradients_on_host(self) -> HostGradients:
         """What keeps the active group's gradients on the host."""
         weights = self._residencies[self.active_group].weights
-        streams = self._prefetcher.slots_of(weights[0].parameter.device).streams
+        streams = self._prefetcher.slots_of(weights[0].device).streams
         if self._host_gradients is None or self._host_gradients.streams is not streams:
             self._check_host_memory()
             self._host_gradients = HostGradients(
@@ -275,6 +287,8 @@ class HiFT(CheckpointedSliver):
         if self.is_detached:
             return
         updates, residency = self._forward_updates, self._residencies[self.active_group]
+        if self._streamed is not None:
+            self._streamed.blocks.begin_forward()
         if updates is None:
             self._prefetcher.begin_forward(residency, self.active_group, inputs)
             return
@@ -283,6 +297,11 @@ class HiFT(CheckpointedSliver):
         with updates.gradients_in_place():
             self._prefetcher.begin_forward(updates.residency or residency, self.active_group, inputs)
         updates.begin_forward(self._hooks.model)
+
+    def _end_forward(self) -> None:
+        if self._streamed is not None:
+            self._streamed.blocks.end_forward()
+        self.flush()
 
     def _load_next_group(self) -> None:
         self._residencies[self.active_group].prefetch()
@@ -297,6 +316,8 @@ class HiFT(CheckpointedSliver):
             self._forward_updates.flush()
 
     def _note_lack_of_memory(self) -> None:
+        if self._streamed is not None:
+            self._streamed.note_lack_of_memory()
         self._prefetcher.note_lack_of_memory(self._residencies[self.active_group])
 
     @property
@@ -321,6 +342,11 @@ class HiFT(CheckpointedSliver):
     def trained_weights(self) -> tuple[Weight, ...]:
         """What all groups train, bottom of the model first."""
         return tuple(weight for residency in self._residencies for weight in residency.weights)
+
+    @property
+    def waiting_weight_bytes(self) -> int:
+        """Bytes of weights that wait on the host; 0 with `weights="device"`."""
+        return 0 if self._streamed is None else self._streamed.blocks.weights.waiting_bytes
 
     @property
     def active_group(self) -> int:
@@ -432,10 +458,14 @@ class HiFT(CheckpointedSliver):
             if not is_stepped:
                 residency.release()
             self._activate()
-        self._prefetcher.end_update(
-            self._residencies[self.active_group] if is_applied else None, ends_cycle=rotation.starts_cycle
-        )
+        ends_cycle = rotation.starts_cycle
+        if ends_cycle and self._streamed is not None and self._streamed.end_cycle(self._largest_state_bytes):
+            ends_cycle = False  # what stays now is not in what was measured
+        self._prefetcher.end_update(self._residencies[self.active_group] if is_applied else None, ends_cycle=ends_cycle)
         rotation.warn_of_unreached(self.groups)
+
+    def _largest_state_bytes(self) -> int:
+        return max(sum(waiting_bytes(each.weights, self._meter).values()) for each in self._residencies)
 
     def _end_host_gradients(self) -> None:
         if self._host_gradients is not None:
@@ -487,6 +517,8 @@ class HiFT(CheckpointedSliver):
     def _begin_update(self) -> None:
         self._check_step()  # here already where the weights move in the backward
         self._check_host_memory()
+        if self._streamed is not None:
+            self._streamed.begin_step()
         self._residencies[self.active_group].begin()
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
 
@@ -671,6 +703,7 @@ class HiFT(CheckpointedSliver):
             master=config.master,
             gradients=config.gradients,
             update=config.update,
+            weights=config.weights,
         )
 
     def facts(self) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment, WeightPlace
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
@@ -15,6 +15,7 @@ def clash_with_layout(
     master: MasterKind,
     gradients: GradientPlace,
     update: UpdateMoment = "step",
+    weights: WeightPlace = "device",
 ) -> str | None:
     """Why HiFT can't train so under a layout.
 
@@ -25,6 +26,7 @@ def clash_with_layout(
         master: As in `HiFTConfig`.
         gradients: As in `HiFTConfig`.
         update: As in `HiFTConfig`.
+        weights: As in `HiFTConfig`.
 
     Returns:
         The reason and the way out; None if the two go together.
@@ -34,6 +36,12 @@ def clash_with_layout(
     name = _NAMES[layout]
     if update == "forward":
         return f"update='forward' is for one device, and not for {name}; set update='step'"
+    if weights == "host" and layout != "ddp":
+        own = "CPUOffloadPolicy" if layout == "fsdp2" else "offload_param"
+        return (
+            f"weights='host' brings whole blocks to one device, and {name} shares them out; set weights='device' and "
+            f"let {name} keep them on the host ({own}), or use one device or DDP"
+        )
     if gradients == "stepped":
         return (
             f"gradients='stepped' updates a tensor before the other ranks' gradients have arrived; under {name}, set "

@@ -30,16 +30,17 @@ _MOST_UNDER_WAY = 2
 
 
 @torch.no_grad()
-def broadcast_from_first(model: nn.Module) -> None:
+def broadcast_from_first(model: nn.Module, device: torch.device | None = None) -> None:
     """Make every parameter and buffer that of rank 0. A collective.
 
     Args:
         model: The same on every rank, but for its values.
+        device: Where ranks speak to each other, of a model whose weights wait elsewhere in part; None: where they lie.
     """
     if world_size() == 1:
         return
     for tensor in itertools.chain(model.parameters(), model.buffers()):
-        contiguous = tensor.detach().contiguous()
+        contiguous = tensor.detach().to(device or tensor.device).contiguous()
         with guard("sending the weights of rank 0"):
             dist.broadcast(contiguous, src=0)
         if contiguous.data_ptr() != tensor.data_ptr():
