@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from slivertune import HiFT, keep_activations, prepare
+from slivertune import HiFT, attach, keep_activations, prepare
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.hift import resident_blocks
 from tests.helpers.accelerator import forgotten, one_device
@@ -204,7 +204,8 @@ def test_an_accelerator_moves_nothing_and_a_cast_is_refused(tmp_path: Path) -> N
     assert_same_bits(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16), first)
 
 
-def test_the_trainer_steps_a_hift_that_was_built_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_the_trainer_trains_as_with_resident_weights(is_attached: bool, tmp_path: Path) -> None:
     trained = []
     for model, hift in (both()[:2], both()[2:]):
         with forgotten():
@@ -215,12 +216,20 @@ def test_the_trainer_steps_a_hift_that_was_built_before_it(tmp_path: Path) -> No
                 use_cpu=True,
                 report_to=[],
                 save_strategy="no",
+                learning_rate=1e-2,
             )
             rows = [{key: value[0] for key, value in batch.items()} for batch in BATCHES[:8]]
-            Trainer(model, arguments, train_dataset=rows, optimizers=(hift, None)).train()
+            if is_attached:
+                config = hift.config
+                hift.detach()
+                trainer = Trainer(model, arguments, train_dataset=rows)
+                attach(trainer, config)
+            else:
+                trainer = Trainer(model, arguments, train_dataset=rows, optimizers=(hift, None))
+            trainer.train()
         trained.append(model)
-        assert hift.updates == 8
     assert_same_bits(*trained)
+    assert_all_moved(trained[0], weights(tiny_llama(torch.bfloat16, blocks=4)))
 
 
 def test_compiled_blocks_are_refused() -> None:

@@ -33,6 +33,8 @@ def hift_over(
         stream_bytes=request.stream_bytes,
         gradients=request.gradients,
         update=request.update,
+        weights=request.weights,
+        resident_bytes=request.resident_bytes,
         prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
         max_grad_norm=max_grad_norm,
     )

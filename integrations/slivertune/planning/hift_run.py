@@ -46,6 +46,10 @@ class SlowStreams(CopyStreams):
     def compute_after(self, event: Event) -> None:
         pass
 
+    @override
+    def finish(self, event: Event) -> None:
+        pass
+
 
 @dataclass(frozen=True, slots=True)
 class _KnownTurn:
@@ -202,6 +206,8 @@ class PlannedHiFT(PlannedMethod):
             "gradients",
             "update",
             "prefetch_bytes",
+            "weights",
+            "resident_bytes",
         }
     )
     bf16_precision = "mixed_hi"
@@ -234,10 +240,15 @@ class PlannedHiFT(PlannedMethod):
         if request.state == "device":
             groups = _with_state_of_others(groups)
         # Of state that is thrown away, one group's is there at a time.
-        num_bytes = max(waiting) if request.state == "discard" else sum(waiting)
+        weights = run.optimizer.waiting_weight_bytes
+        of_state = [num_bytes - weights for num_bytes in waiting]
+        num_bytes = max(of_state) if request.state == "discard" else sum(of_state)
         on_disk = request.state == "disk"
         return MeasuredSteps(
-            groups=groups, host_bytes=0 if on_disk else num_bytes, disk_bytes=num_bytes if on_disk else 0, notes=notes
+            groups=groups,
+            host_bytes=weights + (0 if on_disk else num_bytes),
+            disk_bytes=num_bytes if on_disk else 0,
+            notes=notes,
         )
 
     def record(
@@ -250,7 +261,17 @@ class PlannedHiFT(PlannedMethod):
         """Groups, and where their state waits."""
         arguments = given_arguments(
             request,
-            ("layers_per_group", "steps_per_group", "state", "stream_bytes", "gradients", "update", "prefetch_bytes"),
+            (
+                "layers_per_group",
+                "steps_per_group",
+                "state",
+                "stream_bytes",
+                "gradients",
+                "update",
+                "prefetch_bytes",
+                "weights",
+                "resident_bytes",
+            ),
         )
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
