@@ -125,11 +125,10 @@ def test_all_copies_are_in_order(config: dict[str, Any], checkpointing: str | No
     assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > STEPS
 
 
-@pytest.mark.parametrize("missing", ["compute_after", "finish"])
-def test_a_missing_wait_changes_bits(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wait_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     expected = trained(model)
-    monkeypatch.setattr(DelayedStreams, missing, lambda self, event: None)
+    monkeypatch.setattr(DelayedStreams, "compute_after", lambda self, event: None)
     with delayed(None):
         found = trained(model, weights="host", resident_bytes=0)
         with pytest.raises(AssertionError):
@@ -160,14 +159,13 @@ def test_a_backward_finds_its_weights_wherever_they_come_to(
         assert_same_bits(other, expected)
 
 
-@pytest.mark.parametrize("missing", ["free_after", "ready", "leaves"])
+@pytest.mark.parametrize("missing", ["free_after", "ready", "settle"])
 def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slot(_WeightSlot):
         def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, None if name == missing and missing != "leaves" else value)
+            super().__setattr__(name, None if name == missing else value)
 
-    if missing == "leaves":
-        monkeypatch.setattr(host_weights.HostWeights, "settle", lambda self: None)
+    if missing == "settle":
         monkeypatch.setattr("tests.helpers.streams.PretendedStreams.finish", lambda self, event: None)
     monkeypatch.setattr(host_weights, "_WeightSlot", Slot)
     with pretended() as streams:

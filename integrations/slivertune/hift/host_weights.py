@@ -53,8 +53,6 @@ class _WeightSlot:
     views: list[torch.Tensor] = field(default_factory=list)
     ready: Event = None
     """When they are there."""
-    leaves: Event = None
-    """When they are back on the host, where they are on their way: until then the parameters lie here."""
 
 
 class HostWeights:
@@ -90,6 +88,8 @@ class HostWeights:
         self._kept: frozenset[int] = frozenset()
         self._trained: dict[int, _WeightSlot] = {}
         """Of turns that are over: where what they trained lies, whose copy on the host is older."""
+        self._arrives: dict[int, Event] = {}
+        """By block: when what was trained of it is on the host, where it is on its way."""
         self._coming: list[int] = []
         for index, block in enumerate(blocks):
             if index not in resident:
@@ -142,9 +142,8 @@ class HostWeights:
             slot = self._slot_of(index) or self._load(index, self._take(index))
             self.streams.compute_after(slot.ready)
             if index in self._kept:
-                # It is trained where it lies.
-                self.streams.compute_after(slot.leaves)
-                slot.leaves = None
+                # It is trained where it lies, which may be on its way to the host since the turn before.
+                self.streams.compute_after(self._arrives.get(index))
             self._place(index, slot.views)
             self._brought[index] = slot
         self._load_ahead()
@@ -156,8 +155,9 @@ class HostWeights:
         slot = self._brought.pop(index)
         if index in self._trained:
             return
-        if slot.leaves is None:
-            self._place(index, self._blocks[index].waiting)
+        self._place(index, self._blocks[index].waiting)
+        # After its way to the host, too.
+        self.streams.compute_after(self._arrives.get(index))
         slot.free_after = self.streams.record()
         self._load_ahead()
 
@@ -186,23 +186,24 @@ class HostWeights:
         """Load anew what is brought next: others may have written to what waits since it was loaded."""
         for slot in self._slots:
             is_own = slot in self._brought.values() or slot in self._trained.values()
-            if not is_own and slot.leaves is None:
+            if not is_own:
                 self._empty(slot)
 
     def send_back(self) -> None:
-        """Begin to take back what ended turns have trained."""
+        """Begin to take back what ended turns have trained; nobody may read it before `settle`."""
         for index, slot in self._trained.items():
             with self.streams.on("outbound", self.streams.record()):
                 for source, target in zip(slot.views, self._blocks[index].waiting, strict=True):
                     target.copy_(source, non_blocking=True)
-                slot.leaves = slot.free_after = self.streams.record("outbound")
+                self._arrives[index] = slot.free_after = self.streams.record("outbound")
+            self._place(index, self._blocks[index].waiting)
         self._trained = {}
 
     def settle(self) -> None:
-        """Wait on the host for what is on its way back, so that its parameters lie there."""
-        for slot in self._slots:
-            if slot.leaves is not None and slot not in self._brought.values():
-                self._land(slot)
+        """Wait on the host for what is on its way back."""
+        for event in self._arrives.values():
+            self.streams.finish(event)
+        self._arrives = {}
 
     def take_all_back(self) -> None:
         """Let all parameters lie on the host, and free the device of them."""
@@ -269,7 +270,7 @@ class HostWeights:
         assert slot is not None, "a block that is needed always finds a slot"
         slot.block, slot.views, start = index, [], 0
         # What is made in inference mode could never be trained.
-        with torch.inference_mode(mode=False), self.streams.on("inbound", slot.free_after):
+        with torch.inference_mode(mode=False), self.streams.on("inbound", slot.free_after, self._arrives.get(index)):
             for source in self._blocks[index].waiting:
                 slot.views.append(tensor_at(slot.memory, start, source).copy_(source, non_blocking=True))
                 start += aligned(source.nbytes)
@@ -299,10 +300,7 @@ class HostWeights:
             free = [slot for slot in free if slot.block is None or place(slot) > own]
         if not free:
             return None
-        # A slot that is on its way back would make the host wait.
-        found = max(free, key=lambda slot: (slot.block is None, slot.leaves is None, place(slot)))
-        if found.leaves is not None:
-            self._land(found)
+        found = max(free, key=lambda slot: (slot.block is None, place(slot)))
         self._empty(found)
         return found
 
@@ -319,19 +317,10 @@ class HostWeights:
         return self._slots[-1]
 
     def _drop(self, slot: _WeightSlot) -> None:
-        if slot.leaves is not None:
-            self._land(slot)
         # Its memory is the computation's next.
         self.streams.compute_after(slot.ready)
         self.streams.compute_after(slot.free_after)
         self._slots.remove(slot)
-
-    def _land(self, slot: _WeightSlot) -> None:
-        """Wait until what leaves a slot is on the host, and let its parameters lie there."""
-        assert slot.block is not None
-        self.streams.finish(slot.leaves)
-        slot.leaves = None
-        self._place(slot.block, self._blocks[slot.block].waiting)
 
     def _empty(self, slot: _WeightSlot) -> None:
         slot.block, slot.views = None, []

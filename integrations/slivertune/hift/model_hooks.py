@@ -35,7 +35,7 @@ class ModelHooks:
         listeners: Called when the backward of an outermost forward begins, before anything is recomputed. What they do
             at the end of the backward comes before this looks for gradients.
         on_forward: Called when an outermost forward begins, with its arguments if it records a graph, else with None.
-        on_forward_end: Called when an outermost forward has ended without an error.
+        on_forward_end: Called when an outermost forward has ended, with whether that was without an error.
         on_lack_of_memory: Called when the device's memory did not suffice for a forward, and where the last backward
             did not end.
         checks_model: Whether each outermost forward that records a graph begins with `check`.
@@ -49,7 +49,7 @@ class ModelHooks:
         listeners: Sequence[Callable[[], None]] = (),
         *,
         on_forward: Callable[[Any], None] = lambda inputs: None,
-        on_forward_end: Callable[[], None] = lambda: None,
+        on_forward_end: Callable[[bool], None] = lambda has_succeeded: None,
         on_lack_of_memory: Callable[[], None] = lambda: None,
         checks_model: bool = True,
     ) -> None:
@@ -263,8 +263,7 @@ class ModelHooks:
         self._outermost = None
         if isinstance(sys.exception(), torch.OutOfMemoryError):
             self._on_lack_of_memory()
-        if sys.exception() is None:
-            self._on_forward_end()
+        self._on_forward_end(sys.exception() is None)
         if output is None or not torch.is_grad_enabled():
             return None
         for tensor in tensors_of(output):

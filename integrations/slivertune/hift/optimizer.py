@@ -298,10 +298,11 @@ class HiFT(CheckpointedSliver):
             self._prefetcher.begin_forward(updates.residency or residency, self.active_group, inputs)
         updates.begin_forward(self._hooks.model)
 
-    def _end_forward(self) -> None:
+    def _end_forward(self, has_succeeded: bool) -> None:
         if self._streamed is not None:
             self._streamed.blocks.end_forward()
-        self.flush()
+        if has_succeeded:
+            self.flush()
 
     def _load_next_group(self) -> None:
         self._residencies[self.active_group].prefetch()

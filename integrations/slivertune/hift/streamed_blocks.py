@@ -78,7 +78,7 @@ class StreamedBlocks:
         self._stand_ins: list[tuple[nn.Module, StandIn]] = []
 
     def attach(self, model: nn.Module) -> None:
-        """Hook the blocks, and the end of the model's forward."""
+        """Hook the blocks, and what moves the model."""
         own = weakref.proxy(self)
         for index, module in enumerate(self._modules):
             before, after = partial(StreamedBlocks._before, own, index), partial(StreamedBlocks._after, own, index)
@@ -90,9 +90,6 @@ class StreamedBlocks:
             stand_in = _CheckedApply(apply_of(module), self.weights.device, self._modules, is_block=module is not model)
             self._stand_ins.append((module, stand_in))
             vars(module)["_apply"] = stand_in
-        self._handles.append(
-            model.register_forward_hook(ModuleHook(partial(StreamedBlocks.end_forward, own)), always_call=True)
-        )
 
     def release(self) -> None:
         """Let all weights wait on the host that do not stay on the device, and take the hooks off."""
@@ -124,11 +121,10 @@ class StreamedBlocks:
         self._task = NO_BACKWARD
         weights.expect(range(len(self._modules)))
 
-    def end_forward(self, *ignored: Any) -> None:
-        """An outermost forward has ended: what it has sent back is there before anybody else writes to it."""
-        if running_backward() == NO_BACKWARD:
-            self.weights.settle()
-            self.weights.expect(self._ran[::-1])
+    def end_forward(self) -> None:
+        """An outermost forward has ended, or failed: whoever reads or writes weights next finds what was sent back."""
+        self.weights.settle()
+        self.weights.expect(self._ran[::-1])
 
     def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if running_backward() == NO_BACKWARD:
