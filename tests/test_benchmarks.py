@@ -104,6 +104,7 @@ def test_plan_time_writes_planned_and_measured_seconds(tmp_path: Path) -> None:
         ("tokentune.py", "--quick"),
         ("sft.py", "--quick"),
         ("schedule.py", "--quick"),
+        ("host_weights.py", "--quick"),
         ("plan_time.py", "--quick"),
     ],
 )
@@ -169,6 +170,26 @@ def test_schedule_writes_what_is_exposed_with_room_and_without(tmp_path: Path) -
             assert sum(one["exposed_by"].values()) == pytest.approx(one["exposed_seconds"])
     assert row["prefetched"]["full"]["exposed_share"] < row["before"]["full"]["exposed_share"]
     assert row["is_met"] == (row["prefetched"]["full"]["exposed_share"] <= row["target"])
+
+
+def test_host_weights_writes_what_both_ways_lose(tmp_path: Path) -> None:
+    result = run("host_weights.py", tmp_path / "host_weights.json", "--quick", "--rows", "llama-3-8b, 512")
+    assert_names_the_machine(result["environment"])
+    (row,) = result["rows"]
+    fsdp2 = row["fsdp2"]
+    assert fsdp2["step_seconds"] > fsdp2["copies_seconds"] > 0
+    assert fsdp2["lost_to_copies"] == pytest.approx(fsdp2["copies_seconds"] / fsdp2["step_seconds"])
+    assert {each["num_resident"] for each in row["ideal"].values()} == {row["num_blocks"]}
+    assert result["verdict"]["needs_a_streamer"] == (fsdp2["lost_to_copies"] > result["verdict"]["limit"])
+
+
+def test_the_table_of_host_weights_is_that_of_the_committed_result() -> None:
+    done = run_python(
+        "-c",
+        "import json, host_weights; print(host_weights.table(json.load(open('results/host_weights.json'))['rows']))",
+        cwd=BENCHMARKS,
+    )
+    assert done.stdout.strip() in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 
 
 def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path) -> None:

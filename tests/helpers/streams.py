@@ -193,6 +193,10 @@ class PretendedStreams(CopyStreams):
         if event is not None:
             self.streams.wait(COMPUTING, event)
 
+    def wait_on_host(self, event: Any) -> None:
+        if event is not None:
+            self.streams.wait(HOST, event)
+
     def synchronize(self) -> None:
         for name in self._names.values():
             self.streams.wait(HOST, self.streams.record(name))

@@ -46,6 +46,8 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "gradients": ("device", "host", "stepped"),
     "update": ("step", "forward"),
     "prefetch_bytes": (0, 2**20),
+    "weights": ("device", "host"),
+    "resident_bytes": (0, 2**20),
     "selection": ("accumulated_gradient", "momentum"),
     "density": (None, 0.25),
     "num_weights": (None, 9),
@@ -142,7 +144,16 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
     }
     if request.method == "hift":
         config = arguments.method.options.config(seed=0)
-        names = ("layers_per_group", "stream_bytes", "state", "state_ram_bytes", "gradients", "update")
+        names = (
+            "layers_per_group",
+            "stream_bytes",
+            "state",
+            "state_ram_bytes",
+            "gradients",
+            "update",
+            "waiting",
+            "weights",
+        )
         understood |= {name: getattr(config, name) for name in names}
         assert not (request.gradients == "stepped" and training.max_grad_norm)
         assert request.precision in ("fp32", "mixed") or config.master == request.master_kind

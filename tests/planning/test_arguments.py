@@ -36,6 +36,8 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "gradients": "stepped",
         "update": "forward",
         "prefetch_bytes": 2**30,
+        "weights": "host",
+        "resident_bytes": 2**31,
         "density": 0.5,
         "num_weights": 77,
         "equivalent_lora_rank": 4,

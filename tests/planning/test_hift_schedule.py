@@ -209,3 +209,23 @@ def test_a_block_of_7b_without_room_takes_what_was_worked_out_before(duplex: Any
     schedule = record(is_block_of_7b=True, seq_length=512, stream_bytes=128 * 2**20)
     block = schedule.cycle(card_named("4090").rates(bus_bandwidth=25e9, duplex=duplex))[1]
     assert block.seconds["step"] == pytest.approx(worked_out, abs=2 * 12 * pieces[0] / 25e9)
+
+
+def test_weights_that_wait_on_the_host_come_for_each_forward_and_again_from_the_active_group_upward() -> None:
+    block_bytes = 2 * (ATTENTION + MLP + 2 * 64)
+    settings = {"weights": "host", "gradient_checkpointing": True}
+    more = bytes_each_way(in_cycle(record(**settings)))
+    more.subtract(bytes_each_way(in_cycle(record(gradient_checkpointing=True))))
+    # Each block goes back once a cycle. Of three blocks and as many slots all come once in a forward, but for the one
+    # that trained before, and none has to come again.
+    assert more["outbound"] == 3 * block_bytes
+    assert more["inbound"] == (NUM_GROUPS * 3 - 3) * block_bytes
+    stays = bytes_each_way(in_cycle(record(**settings, resident_bytes=2**30)))
+    assert stays == bytes_each_way(in_cycle(record(gradient_checkpointing=True)))
+
+
+def test_weights_that_wait_on_the_host_arrive_beside_the_computation() -> None:
+    rates = Rates(flops=1e12, memory_bandwidth=1e12, bus_bandwidth=1e12)
+    for step in record(weights="host", gradient_checkpointing=True).cycle(rates):
+        assert step.exposed_by.get(("forward", "host after outbound"), 0) == 0
+        assert step.total > 0

@@ -255,6 +255,13 @@ def test_what_is_owed_hides_under_the_computation_of_its_phase_and_only_there() 
     assert owed(plan_of(layout="ddp", num_gpus=4), linked)[0].seconds == pytest.approx(2 * RING * ALL / BUS / 10)
 
 
+def test_fsdp2_on_one_rank_brings_its_weights_beside_nothing() -> None:
+    for layout, num_gpus, hides in (("fsdp2", 1, False), ("fsdp2", 2, True), ("zero3", 1, True)):
+        plan = plan_of(layout=layout, num_gpus=num_gpus, offload_parameters=True)
+        weights = [each for each in owed(plan, SLOW_BUS) if each.reason == "weights from the host"]
+        assert [each.waited_for(1e9) == 0 for each in weights] == [hides, hides]
+
+
 def test_ranks_that_share_state_out_step_their_part() -> None:
     rates = Rates(flops=1e30, memory_bandwidth=1e9, bus_bandwidth=1e9)
     alone = plan_time(plan_of(), TINY, rates)

@@ -260,7 +260,10 @@ class Ledger:
             self._device_type = self._device_type or parameter.device.type
             claims = [_claim_of(storage) for storage in _storages(parameter)]
             # SFT's deltas are optimizer state, and parameters of the model, so that training loops clip them.
-            if not any(claimed is not None and claimed[0] == "state" for claimed in claims):
+            # What waits elsewhere is its owner's, too.
+            if any(claimed is not None and claimed[0] in ("host", "disk") for claimed in claims):
+                self.track((parameter,))
+            elif not any(claimed is not None and claimed[0] == "state" for claimed in claims):
                 claim(parameter, "parameters")
                 # ZeRO-3 keeps a rank's share beside the parameter, which is empty but while it is gathered.
                 share = getattr(parameter, "ds_tensor", None)

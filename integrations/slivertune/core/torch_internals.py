@@ -38,6 +38,7 @@ __all__ = [
 RELIED_ON: Mapping[str, str] = {
     "torch._C._current_graph_task_id": "tells one backward pass from another",
     "torch.autograd.Variable._execution_engine.queue_callback": "calls at the end of a backward pass",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "leaves other saved tensors to whoever keeps them",
     "torch._C._get_dispatch_mode": "tells whether tensors have no data",
     "torch._C._TorchDispatchModeKey.FAKE": "tells whether tensors have no data",
     "torch._subclasses.fake_tensor.FakeTensor": "tells tensors without data",
@@ -111,6 +112,12 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     """
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
+
+
+def saved_tensors_hooks_now() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """What packs and unpacks the tensors that are saved for a backward now, as checkpointing does; None if nothing."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else (hooks[0], hooks[1])
 
 
 def is_without_data() -> bool:

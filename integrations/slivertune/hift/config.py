@@ -13,6 +13,7 @@ StatePlace = Literal["host", "device", "disk", "discard"]
 MasterKind = Literal["fp32", "none", "split"]
 GradientPlace = Literal["device", "host", "stepped"]
 UpdateMoment = Literal["step", "forward"]
+WeightPlace = Literal["device", "host"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,15 @@ class HiFTConfig:
     weight) or `nf4` (4.13 bits, the extra bitsandbytes). The active group, embeddings, norms and heads are exact, what
     is saved is exact, and exact weights wait on the host, as fp32 masters where there are such. Forwards and the
     gradients of inputs, evaluation too, run on what lies on the device. None holds all weights exact."""
+    weights: WeightPlace = "device"
+    """Where blocks wait that neither run nor train. `host`: in (pinned) host memory, with their exact bits; each comes
+    to the device just ahead of its forward, and again, from the active group upward, ahead of its backward. The active
+    group's stay there through its turn. Embedding and head always stay. One device, or DDP; the state waits on the host
+    or on disk, and nothing is compiled."""
+    resident_bytes: int | Literal["auto"] = "auto"
+    """With `weights="host"`, bytes of blocks that stay on the device all the same, beside the slots through which the
+    others come (two blocks, and what the largest group trains). `auto` is 0 in the first cycle, and then, on a CUDA
+    device, what that has left free, less a group's state and a sixteenth of the device."""
     max_grad_norm: float | None = None
     """Scale the active group's gradients down to this 2-norm in `step`, as `clip_grad_norm_` does, which a script may
     call as well; None does not. The norm before is `HiFT.grad_norm`."""
@@ -112,6 +122,7 @@ class HiFTConfig:
             ("master", MasterKind),
             ("gradients", GradientPlace),
             ("update", UpdateMoment),
+            ("weights", WeightPlace),
         ):
             check_choice(name, getattr(self, name), get_args(choices))
         if self.state == "disk" and self.state_dir is None:
@@ -129,6 +140,30 @@ class HiFTConfig:
         if self.waiting is not None:
             self._check_waiting(self.waiting)
         self._check_gradients()
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        if self.resident_bytes != "auto":
+            if isinstance(self.resident_bytes, str):
+                raise ValueError(f'resident_bytes={self.resident_bytes!r} must be a number of bytes, or "auto"')
+            check_integer("resident_bytes", self.resident_bytes, 0)
+            if self.weights == "device" and self.resident_bytes:
+                raise ValueError(
+                    f"resident_bytes={self.resident_bytes} is for weights that wait off the device; set "
+                    'weights="host", or leave it out'
+                )
+        if self.weights == "device":
+            return
+        if self.state == "device":
+            raise ValueError(
+                'state="device" keeps several times the bytes on the device that weights="host" takes off it; use '
+                'state="host" or "disk"'
+            )
+        if self.update == "forward":
+            raise ValueError(
+                'update="forward" updates a group when its turn is over, and weights="host" has sent it back by then; '
+                'use update="step"'
+            )
 
     def _check_waiting(self, waiting: WaitingForm) -> None:
         check_choice("waiting", waiting, get_args(WaitingForm))
@@ -136,6 +171,11 @@ class HiFTConfig:
             raise ValueError(
                 f'waiting="{self.waiting}" lets exact weights wait with their state off the device, which '
                 f'state="{self.state}" does not keep there; use state="host" or "disk"'
+            )
+        if self.weights == "host":
+            raise ValueError(
+                f'waiting="{self.waiting}" and weights="host" both say where weights wait: in fewer bits on the device, '
+                "or exact on the host; take one of the two"
             )
         if self.master == "split":
             raise ValueError(

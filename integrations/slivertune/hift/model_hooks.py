@@ -35,7 +35,7 @@ class ModelHooks:
         listeners: Called when the backward of an outermost forward begins, before anything is recomputed. What they do
             at the end of the backward comes before this looks for gradients.
         on_forward: Called when an outermost forward begins, with its arguments if it records a graph, else with None.
-        on_forward_end: Called when an outermost forward has ended without an error.
+        on_forward_end: Called when an outermost forward has ended, with whether that was without an error.
         on_lack_of_memory: Called when the device's memory did not suffice for a forward, and where the last backward
             did not end.
         checks_model: Whether each outermost forward that records a graph begins with `check`.
@@ -49,7 +49,7 @@ class ModelHooks:
         listeners: Sequence[Callable[[], None]] = (),
         *,
         on_forward: Callable[[Any], None] = lambda inputs: None,
-        on_forward_end: Callable[[], None] = lambda: None,
+        on_forward_end: Callable[[bool], None] = lambda has_succeeded: None,
         on_lack_of_memory: Callable[[], None] = lambda: None,
         checks_model: bool = True,
     ) -> None:
@@ -75,6 +75,7 @@ class ModelHooks:
         """The gradient that a backward brought last."""
         self._task = -1
         self._witness: nn.Parameter | None = None
+        self._device_type = "cpu"
         self._outermost: nn.Module | None = None
         self._anchor = torch.zeros((), requires_grad=True)
         self._has_warned_of_compilation = False
@@ -117,7 +118,9 @@ class ModelHooks:
             weights: The group's.
             on_gradient: Called with each of its parameters when its gradient is complete.
         """
+        weights = list(weights)
         self._active = {id(weight.trained): weight.trained for weight in weights}
+        self._device_type = next((weight.device.type for weight in weights), "cpu")
         self.end_update()
 
         def note_gradient(parameter: torch.Tensor) -> None:
@@ -260,8 +263,7 @@ class ModelHooks:
         self._outermost = None
         if isinstance(sys.exception(), torch.OutOfMemoryError):
             self._on_lack_of_memory()
-        if sys.exception() is None:
-            self._on_forward_end()
+        self._on_forward_end(sys.exception() is None)
         if output is None or not torch.is_grad_enabled():
             return None
         for tensor in tensors_of(output):
@@ -302,7 +304,7 @@ class ModelHooks:
         return all(parameter.grad is None for parameter in self._active.values())
 
     def _note_autocast(self, module: nn.Module, inputs: Any) -> None:
-        device = next((parameter.device.type for parameter in self._active.values()), "cpu")
+        device = self._device_type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
             self._is_scaled = True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ from slivertune.hift.host_gradients import HostGradients, bytes_of
 from slivertune.hift.host_room import check_host_room
 from slivertune.hift.in_backward import BackwardSteps, is_accumulating_by_accelerate
 from slivertune.hift.model_hooks import ModelHooks
+from slivertune.hift.offload_buffer import waiting_bytes
 from slivertune.hift.piece import Weight
 from slivertune.hift.prefetch import Prefetcher
 from slivertune.hift.probe import StepMeter, try_step
 from slivertune.hift.residencies import residencies_of
 from slivertune.hift.residency import export_state, restore_state
+from slivertune.hift.resident_blocks import StreamedModel
 from slivertune.hift.rotation import LearningRate, Rotation, cut_groups, scheduled_lr, turn_order
 from slivertune.hift.streamed import StreamedGroup
 from slivertune.hift.trainable import say_what_is_not_trained, trainable_weights
@@ -170,6 +173,10 @@ class HiFT(CheckpointedSliver):
                 load_gradients=partial(HiFT._begin_last_backward, own),
             )
             self._backward_listeners.append(self._in_backward.watch_backward)
+        self._streamed: StreamedModel | None = None
+        if config.weights == "host":
+            self._streamed = StreamedModel(model, self.groups, config.resident_bytes)
+            weights = {name: replace(each, home=self._streamed.device) for name, each in weights.items()}
         self._bind(model, weights, checks_model=True)
 
     def _bind(self, model: nn.Module, weights: Mapping[str, Weight], *, checks_model: bool) -> None:
@@ -199,7 +206,7 @@ class HiFT(CheckpointedSliver):
             self.trained_weights,
             self._backward_listeners,
             on_forward=partial(HiFT._begin_forward, own),
-            on_forward_end=partial(HiFT.flush, own),
+            on_forward_end=partial(HiFT._end_forward, own),
             on_lack_of_memory=partial(HiFT._note_lack_of_memory, own),
             checks_model=checks_model,
         )
@@ -218,6 +225,9 @@ class HiFT(CheckpointedSliver):
         if self._waiting is not None:
             self._waiting.attach([each for each in self._residencies if isinstance(each, StreamedGroup)])
             attached.callback(self._waiting.release)
+        if self._streamed is not None:
+            self._streamed.blocks.attach(self._hooks.model)
+            attached.callback(self._streamed.blocks.release)
         take(self._parameters_of_state(), self)
         # When the optimizer is dropped, too.
         self._take_off = weakref.finalize(self, attached.close)
@@ -232,6 +242,8 @@ class HiFT(CheckpointedSliver):
             self._disk.begin_turn(self.rotation.coming_groups)
         if self._waiting is not None:
             self._waiting.begin_turn(self.active_group)
+        if self._streamed is not None:
+            self._streamed.begin_turn(self.active_group)
         if self._in_backward is not None:
             self._hooks.activate(residency.weights, self._in_backward.on_gradient)
         elif self.config.gradients == "host":
@@ -248,7 +260,7 @@ class HiFT(CheckpointedSliver):
     def _gradients_on_host(self) -> HostGradients:
         """What keeps the active group's gradients on the host."""
         weights = self._residencies[self.active_group].weights
-        streams = self._prefetcher.slots_of(weights[0].parameter.device).streams
+        streams = self._prefetcher.slots_of(weights[0].device).streams
         if self._host_gradients is None or self._host_gradients.streams is not streams:
             self._check_host_memory()
             self._host_gradients = HostGradients(
@@ -293,6 +305,8 @@ class HiFT(CheckpointedSliver):
         if self._waiting is not None:
             self._waiting.begin_forward()
         updates, residency = self._forward_updates, self._residencies[self.active_group]
+        if self._streamed is not None:
+            self._streamed.blocks.begin_forward()
         if updates is None:
             self._prefetcher.begin_forward(residency, self.active_group, inputs)
             return
@@ -301,6 +315,12 @@ class HiFT(CheckpointedSliver):
         with updates.gradients_in_place():
             self._prefetcher.begin_forward(updates.residency or residency, self.active_group, inputs)
         updates.begin_forward(self._hooks.model)
+
+    def _end_forward(self, has_succeeded: bool) -> None:
+        if self._streamed is not None:
+            self._streamed.blocks.end_forward()
+        if has_succeeded:
+            self.flush()
 
     def _load_next_group(self) -> None:
         self._residencies[self.active_group].prefetch()
@@ -315,6 +335,8 @@ class HiFT(CheckpointedSliver):
             self._forward_updates.flush()
 
     def _note_lack_of_memory(self) -> None:
+        if self._streamed is not None:
+            self._streamed.note_lack_of_memory()
         self._prefetcher.note_lack_of_memory(self._residencies[self.active_group])
 
     @property
@@ -352,6 +374,11 @@ class HiFT(CheckpointedSliver):
         """With `config.waiting`, quantise now what the next forward would; where all have codes, nothing."""
         if self._waiting is not None:
             self._waiting.make_codes()
+
+    @property
+    def waiting_weight_bytes(self) -> int:
+        """Bytes of weights that wait on the host; 0 with `weights="device"`."""
+        return 0 if self._streamed is None else self._streamed.blocks.weights.waiting_bytes
 
     @property
     def active_group(self) -> int:
@@ -466,10 +493,14 @@ class HiFT(CheckpointedSliver):
             if not is_stepped:
                 residency.release()
             self._activate()
-        self._prefetcher.end_update(
-            self._residencies[self.active_group] if is_applied else None, ends_cycle=rotation.starts_cycle
-        )
+        ends_cycle = rotation.starts_cycle
+        if ends_cycle and self._streamed is not None and self._streamed.end_cycle(self._largest_state_bytes):
+            ends_cycle = False  # what stays now is not in what was measured
+        self._prefetcher.end_update(self._residencies[self.active_group] if is_applied else None, ends_cycle=ends_cycle)
         rotation.warn_of_unreached(self.groups)
+
+    def _largest_state_bytes(self) -> int:
+        return max(sum(waiting_bytes(each.weights, self._meter).values()) for each in self._residencies)
 
     def _end_host_gradients(self) -> None:
         if self._host_gradients is not None:
@@ -525,6 +556,8 @@ class HiFT(CheckpointedSliver):
         self._check_host_memory()
         if self._waiting is not None:
             self._waiting.arrive(self.active_group)
+        if self._streamed is not None:
+            self._streamed.begin_step()
         self._residencies[self.active_group].begin()
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
 
@@ -734,6 +767,7 @@ class HiFT(CheckpointedSliver):
             update=config.update,
             state_ram_bytes=config.state_ram_bytes,
             waiting=config.waiting,
+            weights=config.weights,
         )
 
     def facts(self) -> dict[str, object]:

@@ -30,6 +30,13 @@ class Weight:
     """The model's own parameter, which is frozen and unfrozen; `parameter` where that is not sharded."""
     param_group: int
     """Index of the param group that holds its hyperparameters."""
+    home: torch.device | None = None
+    """Where it is stepped, if it waits elsewhere between its turns."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is stepped."""
+        return self.parameter.device if self.home is None else self.home
 
     @property
     def is_waiting(self) -> bool:

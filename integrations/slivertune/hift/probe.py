@@ -64,10 +64,10 @@ class StepMeter:
         is_sampled = self.is_elementwise and parameter.numel() >= _PROBE_ELEMENTS
         shape = (_PROBE_ELEMENTS,) if is_sampled else tuple(parameter.shape)
         dtype = torch.float32 if self.steps_master(weight) else parameter.dtype
-        key = (shape, weight.param_group, dtype, parameter.device, self.base.overrides_of(parameter))
+        key = (shape, weight.param_group, dtype, weight.device, self.base.overrides_of(parameter))
         if key not in self._measured:
-            with _same_random_numbers(parameter):
-                self._measured[key] = self._measure(weight, torch.zeros(shape, dtype=dtype, device=parameter.device))
+            with _same_random_numbers(parameter, weight.device):
+                self._measured[key] = self._measure(weight, torch.zeros(shape, dtype=dtype, device=weight.device))
         if not is_sampled:
             return self._measured[key]
         sample, scale = self._measured[key], parameter.numel() / _PROBE_ELEMENTS
@@ -79,7 +79,7 @@ class StepMeter:
 
     def scalars_on_device(self, weight: Weight) -> frozenset[str]:
         """Keys of state without dimensions that must return to the device; on a CPU there is nowhere to go."""
-        return frozenset() if weight.parameter.device.type == "cpu" else self.needs(weight).scalars_on_device
+        return frozenset() if weight.device.type == "cpu" else self.needs(weight).scalars_on_device
 
     def _measure(self, stands_for: Weight, zeros: torch.Tensor) -> StepNeeds:
         weight = torch.nn.Parameter(zeros)
@@ -133,7 +133,7 @@ def try_step(base: BaseOptimizer, param_groups: Sequence[dict[str, Any]], weight
     dummy.grad = torch.zeros_like(dummy)
     group = param_groups[weight.param_group]
     name = base.optimizer_class.__name__
-    with torch.no_grad(), _same_random_numbers(parameter), warnings.catch_warnings():
+    with torch.no_grad(), _same_random_numbers(parameter, parameter.device), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             optimizer = base.build([{**group, "params": [dummy]}])
@@ -174,9 +174,9 @@ def _steps_with_closure(base: BaseOptimizer, group: dict[str, Any], dummy: torch
 
 
 @contextmanager
-def _same_random_numbers(parameter: torch.Tensor) -> Iterator[None]:
+def _same_random_numbers(parameter: torch.Tensor, device: torch.device) -> Iterator[None]:
     """Leave the random generators as they were: stochastic rounding draws from them; fake numbers are not drawn."""
     with torch.random.fork_rng(
-        [parameter.device] if parameter.device.type == "cuda" else [], enabled=not isinstance(parameter, FakeTensor)
+        [device] if device.type == "cuda" else [], enabled=not isinstance(parameter, FakeTensor)
     ):
         yield

@@ -253,7 +253,7 @@ class StreamedGroup(ResidentGroup):
             self.restore(state, own)
 
     def _device(self) -> torch.device:
-        devices = {weight.parameter.device for weight in self.weights}
+        devices = {weight.device for weight in self.weights}
         if len(devices) > 1:
             raise ValueError(
                 f"a group's weights lie on {sorted(map(str, devices))}; a group must lie on one device: "

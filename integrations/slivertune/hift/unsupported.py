@@ -3,7 +3,7 @@
 from slivertune.core.layout import Layout
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment, WeightPlace
 
 _NAMES: dict[Layout, str] = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero3": "ZeRO"}
 
@@ -18,6 +18,7 @@ def clash_with_layout(
     update: UpdateMoment = "step",
     state_ram_bytes: int = 0,
     waiting: WaitingForm | None = None,
+    weights: WeightPlace = "device",
 ) -> str | None:
     """Why HiFT can't train so under a layout.
 
@@ -30,6 +31,7 @@ def clash_with_layout(
         update: As in `HiFTConfig`.
         state_ram_bytes: As in `HiFTConfig`.
         waiting: As in `HiFTConfig`.
+        weights: As in `HiFTConfig`.
 
     Returns:
         The reason and the way out; None if the two go together.
@@ -39,6 +41,12 @@ def clash_with_layout(
     name = _NAMES[layout]
     if update == "forward":
         return f"update='forward' is for one device, and not for {name}; set update='step'"
+    if weights == "host" and layout != "ddp":
+        own = "CPUOffloadPolicy" if layout == "fsdp2" else "offload_param"
+        return (
+            f"weights='host' brings whole blocks to one device, and {name} shares them out; set weights='device' and "
+            f"let {name} keep them on the host ({own}), or use one device or DDP"
+        )
     if gradients == "stepped":
         return (
             f"gradients='stepped' updates a tensor before the other ranks' gradients have arrived; under {name}, set "

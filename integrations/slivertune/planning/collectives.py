@@ -81,12 +81,18 @@ def owed(plan: Plan, rates: Rates) -> list[Owed]:
 
 
 def _offloaded(plan: Plan, rates: Rates, weights: int) -> list[Owed]:
-    """Each GPU's part of the weights comes twice a micro-batch, its gradients leave, and the host's processor steps."""
+    """Each GPU's part of the weights comes twice a micro-batch, its gradients leave, and the host's processor steps.
+
+    FSDP2 on one rank copies weights on the stream that computes, and so beside nothing (torch 2.13,
+    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, lines 437 to 459).
+    """
     request = plan.request
     rounds, part = request.gradient_accumulation_steps, 1 / request.num_gpus / rates.bus_bandwidth
+    window = 0.0 if request.layout == "fsdp2" and request.num_gpus == 1 else 1.0
+    seconds = rounds * part * weights
     found = [
-        Owed(reason="weights from the host", phase="forward", seconds=rounds * part * weights),
-        Owed(reason="weights from the host", phase="backward", seconds=rounds * part * weights),
+        Owed(reason="weights from the host", phase="forward", seconds=seconds, window=window),
+        Owed(reason="weights from the host", phase="backward", seconds=seconds, window=window),
     ]
     if not planned(request.method).steps_itself:
         host_bytes = _HOST_STEP_BYTES * mean_trained(plan) / request.num_gpus

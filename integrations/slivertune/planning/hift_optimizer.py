@@ -34,6 +34,8 @@ def hift_over(
         gradients=request.gradients,
         update=request.update,
         waiting=request.waiting,
+        weights=request.weights,
+        resident_bytes=request.resident_bytes,
         prefetch_bytes=0 if request.state == "device" else request.prefetch_bytes,
         max_grad_norm=max_grad_norm,
     )

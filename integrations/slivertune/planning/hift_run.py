@@ -50,6 +50,10 @@ class SlowStreams(CopyStreams):
     def compute_after(self, event: Event) -> None:
         pass
 
+    @override
+    def wait_on_host(self, event: Event) -> None:
+        pass
+
 
 @dataclass(frozen=True, slots=True)
 class _KnownTurn:
@@ -230,6 +234,8 @@ class PlannedHiFT(PlannedMethod):
             "update",
             "waiting",
             "prefetch_bytes",
+            "weights",
+            "resident_bytes",
         }
     )
     bf16_precision = "mixed_hi"
@@ -261,8 +267,9 @@ class PlannedHiFT(PlannedMethod):
                 waiting.extend([run.waiting_bytes(peak, members[0])] * len(members))
         if request.state == "device":
             groups = _with_state_of_others(groups)
-        host_bytes, disk_bytes = _waiting_bytes(request, waiting, layout)
-        return MeasuredSteps(groups=groups, host_bytes=host_bytes, disk_bytes=disk_bytes, notes=notes)
+        weights = run.optimizer.waiting_weight_bytes
+        host_bytes, disk_bytes = _waiting_bytes(request, [num_bytes - weights for num_bytes in waiting], layout)
+        return MeasuredSteps(groups=groups, host_bytes=weights + host_bytes, disk_bytes=disk_bytes, notes=notes)
 
     def record(
         self, request: PlanRequest, model: nn.Module, forward: Forward, recorder: ScheduleRecorder
@@ -284,6 +291,8 @@ class PlannedHiFT(PlannedMethod):
                 "update",
                 "waiting",
                 "prefetch_bytes",
+                "weights",
+                "resident_bytes",
             ),
         )
         if request.state == "disk":

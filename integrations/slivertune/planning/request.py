@@ -10,7 +10,7 @@ from slivertune.core.layout import Layout
 from slivertune.core.setting_checks import check_choice, check_integer
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment
+from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment, WeightPlace
 from slivertune.hift.unsupported import clash_with_layout
 from slivertune.planning.byte_text import parse_bytes
 from slivertune.planning.kernels import Kernels
@@ -214,6 +214,23 @@ class PlanRequest:
         metadata=option(
             _METHODS,
             "hift: bytes that pieces hold ahead of their step; training takes by itself what is left",
+            read=parse_bytes,
+            metavar="SIZE",
+            least=0,
+        ),
+    )
+    weights: WeightPlace = field(
+        default="device",
+        metadata=option(
+            _METHODS,
+            "hift: where blocks wait that neither run nor train; host: in host memory, each comes ahead of its use",
+        ),
+    )
+    resident_bytes: int = field(
+        default=0,
+        metadata=option(
+            _METHODS,
+            "hift: with weights=host, bytes of blocks that stay on the GPU; training takes by itself what is left",
             read=parse_bytes,
             metavar="SIZE",
             least=0,
@@ -500,6 +517,25 @@ class PlanRequest:
                 self.waiting and self.master == "split",
                 f"waiting={self.waiting!r} needs whole masters, not the half that the weight lacks; take master='fp32'",
             ),
+            (
+                self.waiting and self.weights == "host",
+                (f"waiting={self.waiting!r} and weights='host' both say where weights wait; take one of the two"),
+            ),
+            (
+                self.weights == "host" and "weights" not in method.settings,
+                f"weights='host' is HiFT's; method={self.method!r} keeps them on the device",
+            ),
+            (
+                self.weights == "host" and (self.state == "device" or self.update == "forward"),
+                "weights='host' needs state that waits off the device, and update='step'; take state='host' with it",
+            ),
+            (
+                self.resident_bytes and self.weights == "device",
+                (
+                    f"resident_bytes={self.resident_bytes} is for weights that wait off the device; take "
+                    "weights='host', or leave it out"
+                ),
+            ),
         )
 
     def _clashes_with_layout(self) -> tuple[tuple[object, str], ...]:
@@ -543,6 +579,7 @@ class PlanRequest:
             gradients=self.gradients,
             update=self.update,
             waiting=self.waiting,
+            weights=self.weights,
         )
         return f"{clash} (precision='mixed_hi')" if clash is not None and "master=" in clash else clash
 

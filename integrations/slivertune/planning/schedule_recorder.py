@@ -135,6 +135,12 @@ class ScheduleRecorder(TorchDispatchMode):
         if self._is_recording:
             self.add(Wait(stream, event))
 
+    def finish(self, event: int) -> None:
+        """Let the host wait for an event: here for all that is queued on its stream by now."""
+        stream = next((e.stream for e in reversed(self.entries) if isinstance(e, Record) and e.event == event), None)
+        if stream is not None:
+            self.synchronize(stream)
+
     def synchronize(self, stream: Stream) -> None:
         """Let the host wait."""
         if self._is_recording:
@@ -227,6 +233,11 @@ class RecordedStreams(CopyStreams):
     def compute_after(self, event: Event) -> None:
         if event is not None:
             self._recorder.wait("computing", event)
+
+    @override
+    def wait_on_host(self, event: Event) -> None:
+        if event is not None:
+            self._recorder.finish(event)
 
     @override
     def synchronize(self) -> None:

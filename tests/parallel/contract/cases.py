@@ -62,6 +62,9 @@ HIFT: dict[Layout, dict[str, HiFTCase]] = {
         **WHOLE_OR_SHARDED,
         "accumulated, clipped": CLIPPED,
         "bf16, accumulated, clipped": replace(CLIPPED, dtype=torch.bfloat16),
+        "weights on the host": replace(
+            CLIPPED, dtype=torch.bfloat16, checkpointing=False, settings={"weights": "host", "resident_bytes": 0}
+        ),
     },
     "fsdp2": {
         **WHOLE_OR_SHARDED,

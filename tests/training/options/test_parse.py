@@ -219,6 +219,8 @@ def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old
         (["--gradients", "stepped", "--max_grad_norm", "0", "--fp16"], "--gradients stepped does not go with --fp16"),
         (["--gradients", "host", "--fp16"], "--gradients host does not go with --fp16"),
         (["--prefetch_bytes", "much"], "prefetch_bytes='much' must be a number of bytes, or \"auto\""),
+        (["--resident_bytes", "much"], "resident_bytes='much' must be a number of bytes, or \"auto\""),
+        (["--weights", "host", "--state", "device"], 'use state="host" or "disk"'),
         (["--method", "dense", "--gradients", "host"], "--gradients: only --method hift reads this"),
         (
             ["--token_ratio", "0.3", "--label_smoothing_factor", "0.1"],

@@ -32,20 +32,23 @@ _MOST_UNDER_WAY = 2
 
 @torch.no_grad()
 def broadcast_from_first(
-    model: nn.Module, waiting_weight: Callable[[torch.Tensor], WaitingWeight | None] = lambda parameter: None
+    model: nn.Module,
+    device: torch.device | None = None,
+    waiting_weight: Callable[[torch.Tensor], WaitingWeight | None] = lambda parameter: None,
 ) -> None:
     """Make every parameter and buffer that of rank 0. A collective.
 
     Args:
         model: The same on every rank, but for its values.
+        device: Where ranks speak to each other, of a model whose weights wait elsewhere in part; None: where they lie.
         waiting_weight: Gives what holds a parameter in fewer bits; its exact weight is sent.
     """
     if world_size() == 1:
         return
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         waiting = waiting_weight(tensor)
-        exact = tensor if waiting is None else waiting.exact().to(tensor.device)
-        contiguous = exact.detach().contiguous()
+        exact = tensor if waiting is None else waiting.exact()
+        contiguous = exact.detach().to(device or tensor.device).contiguous()
         with guard("sending the weights of rank 0"):
             dist.broadcast(contiguous, src=0)
         if waiting is not None:

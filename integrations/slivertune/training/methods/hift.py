@@ -12,7 +12,7 @@ from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.setting_checks import integer_or_auto
 from slivertune.hift import quantize_layers
 from slivertune.hift.block_codes import WaitingForm
-from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, UpdateMoment
+from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, UpdateMoment, WeightPlace
 from slivertune.interop.methods import check_base_optimizer
 from slivertune.planning.cards import Card, find_card, known_cards
 from slivertune.planning.layers_per_group import choose_layers_per_group
@@ -116,6 +116,21 @@ class HiFTArguments:
             "beside the computation; auto: what the first round of all groups has left unused.",
         },
     )
+    weights: WeightPlace = field(
+        default=_DEFAULTS.weights,
+        metadata={
+            "help": "hift: where blocks wait that neither run nor train. device; host: in host memory, from which each "
+            "comes ahead of its use; on one device or by DDP, after a first moment in which all of the model is there."
+        },
+    )
+    resident_bytes: str = field(
+        default="auto",
+        metadata={
+            "metavar": "N|auto",
+            "help": "hift: with --weights host, bytes of blocks that stay in GPU memory; auto: what the first round of "
+            "all groups has left unused.",
+        },
+    )
 
     def __post_init__(self) -> None:
         # Contradictions should show before a model is loaded.
@@ -135,8 +150,9 @@ class HiFTArguments:
         """
         given: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "gpu"}
         given["layers_per_group"] = 1 if self.num_layers is None else self.num_layers
-        if self.prefetch_bytes.isdecimal():
-            given["prefetch_bytes"] = int(self.prefetch_bytes)
+        for name in ("prefetch_bytes", "resident_bytes"):
+            if given[name].isdecimal():
+                given[name] = int(given[name])
         return HiFTConfig(**given, seed=seed)
 
 
@@ -260,10 +276,21 @@ class HiFTMethod(SliverMethod):
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
-        names = ("steps_per_group", "state", "state_ram_bytes", "stream_bytes", "gradients", "update", "waiting")
+        names = (
+            "steps_per_group",
+            "state",
+            "state_ram_bytes",
+            "stream_bytes",
+            "gradients",
+            "update",
+            "waiting",
+            "weights",
+        )
         settings = {name: getattr(self.options, name) for name in names}
         settings["layers_per_group"] = self.options.num_layers or 1
-        settings["prefetch_bytes"] = 0 if self.options.prefetch_bytes == "auto" else int(self.options.prefetch_bytes)
+        for name in ("prefetch_bytes", "resident_bytes"):
+            value = getattr(self.options, name)
+            settings[name] = 0 if value == "auto" else int(value)
         if precision == "bf16" and self.options.master != "none":
             settings |= {"precision": "mixed_hi", "master": self.options.master}
         return settings

@@ -1,0 +1,326 @@
+"""Weights of blocks that wait in host memory, and the slots of the device that they pass through.
+
+A parameter's `data` always is where its values are to be read and written: what waits on the host, or, while its block
+is `bring`ed, a view of a slot. A slot is written again when everything that was queued to read it is done, and keeps
+what it holds until then: a block that comes back soon finds its weights there (until `forget`).
+
+    inbound:            load 3 | load 5 ...          a load waits for its slot to be read, computing for the load
+    computing:  block 1, 2, 3   | 4, 5 ...
+    outbound:   what trained in the turn before
+
+What trains is kept in its slot through the whole turn, and there it is trained. It goes back when the next forward
+begins: until then others may write to it.
+"""
+
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from slivertune.core.copy_streams import CopyStreams, Event, copy_streams
+from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.core.torch_internals import storage_key
+from slivertune.hift.offload_buffer import aligned, tensor_at
+
+NUM_WORKING_SLOTS = 2
+"""Slots beside those of what trains: one is read while the other is loaded."""
+
+
+@dataclass(slots=True, eq=False)
+class WaitingBlock:
+    """A block whose weights wait on the host."""
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    waiting: tuple[torch.Tensor, ...] = ()
+    """The parameters' values in host memory, each in its own; none of a block that stays on the device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a slot that it fits in."""
+        return sum(aligned(parameter.nbytes) for parameter in self.parameters)
+
+
+@dataclass(slots=True, eq=False)
+class _WeightSlot:
+    memory: torch.Tensor
+    free_after: Event
+    """The moment from which the memory may be written."""
+    block: int | None = None
+    """Whose weights lie there, or are on their way."""
+    views: list[torch.Tensor] = field(default_factory=list)
+    ready: Event = None
+    """When they are there."""
+
+
+class HostWeights:
+    """Brings the weights of blocks to the device, and takes back what was trained.
+
+    Args:
+        blocks: The blocks; their parameters are moved, one after the other.
+        device: Where the model computes.
+        num_trained: Blocks that train together at most.
+        resident: Indices of blocks that stay on the device.
+
+    Raises:
+        RuntimeError: If host memory can't be pinned.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[WaitingBlock],
+        device: torch.device,
+        *,
+        num_trained: int,
+        resident: Collection[int] = (),
+    ) -> None:
+        self.device = device
+        self.streams: CopyStreams = copy_streams(device)
+        """On which weights come and leave."""
+        self._blocks = blocks
+        self._slot_bytes = max(block.num_bytes for block in blocks)
+        self._num_slots = NUM_WORKING_SLOTS + num_trained
+        self._resident: frozenset[int] = frozenset()
+        self._slots: list[_WeightSlot] = []
+        self._brought: dict[int, _WeightSlot] = {}
+        self._kept: frozenset[int] = frozenset()
+        self._trained: dict[int, _WeightSlot] = {}
+        """Of turns that are over: where what they trained lies, whose copy on the host is older."""
+        self._arrives: dict[int, Event] = {}
+        """By block: when what was trained of it is on the host, where it is on its way."""
+        self._coming: list[int] = []
+        for index, block in enumerate(blocks):
+            if index not in resident:
+                self._move_to_host(block)
+        self.stay(resident)
+        # The model may be dropped with copies on their way.
+        weakref.finalize(self, self.streams.synchronize).atexit = False
+
+    @property
+    def streamed(self) -> list[int]:
+        """Indices of the blocks that wait on the host, in order."""
+        return [index for index in range(len(self._blocks)) if index not in self._resident]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of host memory, in which weights wait."""
+        return sum(each.nbytes for block in self._blocks for each in block.waiting)
+
+    def stay(self, indices: Collection[int]) -> None:
+        """Let these blocks stay on the device, and all others wait on the host; between steps.
+
+        Args:
+            indices: Of the blocks.
+        """
+        if self._resident != frozenset(indices):
+            self.take_all_back()
+        for index, block in enumerate(self._blocks):
+            if index in indices and index not in self._resident:
+                self._move_to_device(block)
+            elif index in self._resident and index not in indices:
+                self._move_to_host(block)
+        self._resident = frozenset(indices)
+
+    def expect(self, coming: Sequence[int]) -> None:
+        """Say which blocks are brought next, and begin to load them.
+
+        Args:
+            coming: Indices in the order in which they are.
+        """
+        self._coming = [index for index in coming if index not in self._resident]
+        self._load_ahead()
+
+    def bring(self, index: int) -> None:
+        """Let a block's parameters lie on the device, until `put_back`; loads what comes after it."""
+        if index in self._resident:
+            return
+        if index in self._coming:
+            del self._coming[: self._coming.index(index) + 1]
+        if index not in self._brought:
+            slot = self._slot_of(index) or self._load(index, self._take(index))
+            self.streams.compute_after(slot.ready)
+            if index in self._kept:
+                # It is trained where it lies, which may be on its way to the host since the turn before.
+                self.streams.compute_after(self._arrives.get(index))
+            self._place(index, slot.views)
+            self._brought[index] = slot
+        self._load_ahead()
+
+    def put_back(self, index: int) -> None:
+        """Let a block's parameters lie on the host again, unless they are kept; what was queued still finds them."""
+        if index not in self._brought or index in self._kept:
+            return
+        slot = self._brought.pop(index)
+        if index in self._trained:
+            return
+        self._place(index, self._blocks[index].waiting)
+        # After its way to the host, too.
+        self.streams.compute_after(self._arrives.get(index))
+        slot.free_after = self.streams.record()
+        self._load_ahead()
+
+    def put_all_back(self, but: int | None = None) -> None:
+        """Put back what is brought, but for one and for what is kept; and give up slots that are too many."""
+        for index in [each for each in self._brought if each != but]:
+            self.put_back(index)
+        while len(self._slots) > self._num_slots and (free := self._free_slots()):
+            self._drop(free[0])
+
+    def keep(self, indices: Collection[int]) -> None:
+        """Begin a turn: these train, and stay on the device once they are brought; those of the turn before don't.
+
+        Args:
+            indices: Of blocks; others wait no longer for the end of their turn.
+        """
+        for index in self._kept.difference(indices):
+            slot = self._brought.pop(index, None)
+            if slot is not None:
+                self._trained[index] = slot
+        self._kept = frozenset(indices)
+        for index in self._kept & self._trained.keys():
+            self._brought[index] = self._trained.pop(index)
+
+    def forget(self) -> None:
+        """Load anew what is brought next: others may have written to what waits since it was loaded."""
+        for slot in self._slots:
+            is_own = slot in self._brought.values() or slot in self._trained.values()
+            if not is_own:
+                self._empty(slot)
+
+    def send_back(self) -> None:
+        """Begin to take back what ended turns have trained; nobody may read it before `settle`."""
+        for index, slot in self._trained.items():
+            with self.streams.on("outbound", self.streams.record()):
+                for source, target in zip(slot.views, self._blocks[index].waiting, strict=True):
+                    target.copy_(source, non_blocking=True)
+                self._arrives[index] = slot.free_after = self.streams.record("outbound")
+            self._place(index, self._blocks[index].waiting)
+        self._trained = {}
+
+    def settle(self) -> None:
+        """Wait on the host for what is on its way back."""
+        for event in self._arrives.values():
+            self.streams.wait_on_host(event)
+        self._arrives = {}
+
+    def take_all_back(self) -> None:
+        """Let all parameters lie on the host, and free the device of them."""
+        self._coming = []
+        kept = self._kept
+        self.keep(())
+        self.put_all_back()
+        self.send_back()
+        self.settle()
+        for slot in list(self._slots):
+            self._drop(slot)
+        self._kept = kept
+
+    def place_in_slot(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """Whose weights a tensor is a view of, and the byte of the slot at which it begins; None of any other."""
+        key = storage_key(tensor.untyped_storage())
+        for index, slot in self._brought.items():
+            if storage_key(slot.memory.untyped_storage()) == key:
+                return index, int(tensor.storage_offset()) * tensor.itemsize
+        return None
+
+    def memory_of(self, index: int) -> torch.Tensor:
+        """The slot in which a block's weights lie; it is brought if it is not.
+
+        Returns:
+            uint8, one dimension.
+        """
+        self.bring(index)
+        return self._brought[index].memory
+
+    def _move_to_host(self, block: WaitingBlock) -> None:
+        waiting = []
+        for parameter in block.parameters:
+            with claimed_at_birth("parameters", "host"):
+                memory = self.streams.host_memory(parameter.nbytes)
+            claim(memory, "parameters", "host")
+            waiting.append(tensor_at(memory, 0, parameter.data).copy_(parameter.data))
+            parameter.data = waiting[-1]
+        block.waiting = tuple(waiting)
+
+    def _move_to_device(self, block: WaitingBlock) -> None:
+        for parameter in block.parameters:
+            with claimed_at_birth("parameters"):
+                parameter.data = torch.empty_like(parameter.data, device=self.device).copy_(parameter.data)
+            claim(parameter, "parameters")
+        block.waiting = ()
+
+    def _place(self, index: int, data: Sequence[torch.Tensor]) -> None:
+        for parameter, values in zip(self._blocks[index].parameters, data, strict=True):
+            parameter.data = values
+
+    def _slot_of(self, index: int) -> _WeightSlot | None:
+        return next((slot for slot in self._slots if slot.block == index), None)
+
+    def _load_ahead(self) -> None:
+        for index in self._coming[: self._num_slots]:
+            if self._slot_of(index) is None:
+                slot = self._take(index, ahead=True)
+                if slot is None:
+                    return
+                self._load(index, slot)
+
+    def _load(self, index: int, slot: _WeightSlot | None) -> _WeightSlot:
+        assert slot is not None, "a block that is needed always finds a slot"
+        slot.block, slot.views, start = index, [], 0
+        # What is made in inference mode could never be trained.
+        with torch.inference_mode(mode=False), self.streams.on("inbound", slot.free_after, self._arrives.get(index)):
+            for source in self._blocks[index].waiting:
+                slot.views.append(tensor_at(slot.memory, start, source).copy_(source, non_blocking=True))
+                start += aligned(source.nbytes)
+            slot.ready = self.streams.record("inbound")
+        return slot
+
+    def _take(self, index: int, *, ahead: bool = False) -> _WeightSlot | None:
+        """A slot for a block: an empty one, a new one, or that of whoever comes back last.
+
+        Args:
+            index: The block.
+            ahead: Whether it is loaded for later: then it takes no slot of one that comes before it.
+        """
+        free = self._free_slots()
+        if not any(slot.block is None for slot in free) and len(self._slots) < self._num_slots:
+            return self._new_slot()
+        if not free and not ahead:
+            # In a step without a forward, or where a backward is in more blocks at once than the model has in a row.
+            return self._new_slot()
+        last = len(self._coming)
+
+        def place(slot: _WeightSlot) -> int:
+            return self._coming.index(slot.block) if slot.block in self._coming else last
+
+        if ahead:
+            own = self._coming.index(index)
+            free = [slot for slot in free if slot.block is None or place(slot) > own]
+        if not free:
+            return None
+        found = max(free, key=lambda slot: (slot.block is None, place(slot)))
+        self._empty(found)
+        return found
+
+    def _free_slots(self) -> list[_WeightSlot]:
+        taken = [*self._brought.values(), *self._trained.values()]
+        return [slot for slot in self._slots if slot not in taken]
+
+    def _new_slot(self) -> _WeightSlot:
+        with torch.inference_mode(mode=False), claimed_at_birth("parameters"):
+            memory = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self.device)
+        claim(memory, "parameters")
+        # The computation may still be using what lay here before.
+        self._slots.append(_WeightSlot(memory, self.streams.record()))
+        return self._slots[-1]
+
+    def _drop(self, slot: _WeightSlot) -> None:
+        # Its memory is the computation's next.
+        self.streams.compute_after(slot.ready)
+        self.streams.compute_after(slot.free_after)
+        self._slots.remove(slot)
+
+    def _empty(self, slot: _WeightSlot) -> None:
+        slot.block, slot.views = None, []

@@ -1,0 +1,192 @@
+"""Which blocks stay on the device where weights wait on the host, and how that is put on a model."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from slivertune.core.layers import find_blocks
+from slivertune.core.torch_internals import set_buffer
+from slivertune.hift.host_weights import HostWeights, WaitingBlock
+from slivertune.hift.prefetch import unused_bytes
+from slivertune.hift.rotation import Group
+from slivertune.hift.streamed_blocks import StreamedBlocks
+
+
+def choose_resident(num_bytes: Sequence[int], resident_bytes: int) -> frozenset[int]:
+    """Choose the blocks that stay: as many as fit, those between spread over the depth of the model.
+
+    Each streamed block has the computation of those around it to arrive under. Were they neighbours, the bus would
+    stand still beside all others, and be waited for here.
+
+    Args:
+        num_bytes: Of each block, from the bottom up.
+        resident_bytes: That may stay.
+
+    Returns:
+        Indices of those that stay.
+    """
+    count = len(num_bytes)
+    for num_streamed in range(count):
+        streamed = {(2 * place + 1) * count // (2 * num_streamed) for place in range(num_streamed)}
+        stays = frozenset(range(count)) - streamed
+        if sum(num_bytes[index] for index in stays) <= resident_bytes:
+            return stays
+    return frozenset()
+
+
+class StreamedModel:
+    """A model whose blocks wait on the host, but for those that stay, and all else of which is on the device.
+
+    Args:
+        model: The model, wherever it lies; moved.
+        groups: What trains together.
+        resident_bytes: As in `HiFTConfig`.
+
+    Raises:
+        ValueError: If there are no blocks, they share weights with each other or with what is around them, hold other
+            than floating-point weights, or are compiled.
+        RuntimeError: If host memory can't be pinned.
+    """
+
+    def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
+        found = find_blocks(model)
+        _check(model, found)
+        self.device = compute_device(model)
+        """Where the model computes."""
+        blocks = [WaitingBlock(name, tuple(dict.fromkeys(module.parameters()))) for name, module in found]
+        self._num_bytes = [block.num_bytes for block in blocks]
+        self._trained = [blocks_of(group, found) for group in groups]
+        self._active: Sequence[int] = ()
+        self._budget = ResidentBudget(resident_bytes)
+        in_blocks = {id(parameter) for block in blocks for parameter in block.parameters}
+        for parameter in model.parameters():
+            if id(parameter) not in in_blocks:
+                parameter.data = parameter.data.to(self.device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                set_buffer(module, name, buffer.to(self.device))
+        weights = HostWeights(
+            blocks,
+            self.device,
+            num_trained=max((len(indices) for indices in self._trained), default=0),
+            resident=choose_resident(self._num_bytes, self._budget.num_bytes),
+        )
+        self.blocks = StreamedBlocks([module for _, module in found], weights)
+        """Their hooks."""
+
+    def begin_turn(self, group: int) -> None:
+        """It is a group's turn.
+
+        Args:
+            group: Its index.
+        """
+        self._active = self._trained[group]
+        self.blocks.weights.keep(self._active)
+
+    def begin_step(self) -> None:
+        """Bring what is stepped, where no forward has."""
+        for index in self._active:
+            self.blocks.weights.bring(index)
+
+    def end_cycle(self, state_bytes: Callable[[], int]) -> bool:
+        """All groups have had a turn: let more blocks stay, if that is to be measured; whether others stay now.
+
+        Args:
+            state_bytes: Tells what is to be left for a group's state.
+        """
+        return self._budget.end_cycle(self.device, state_bytes) and self._stay()
+
+    def note_lack_of_memory(self) -> None:
+        """A forward or a backward has failed for lack of memory; called before the next begins."""
+        if self._budget.fail():
+            self._stay()
+
+    def _stay(self) -> bool:
+        weights = self.blocks.weights
+        before = weights.streamed
+        weights.stay(choose_resident(self._num_bytes, self._budget.num_bytes))
+        return weights.streamed != before
+
+
+def blocks_of(group: Group, blocks: Sequence[tuple[str, nn.Module]]) -> list[int]:
+    """Indices of the blocks of which a group trains something.
+
+    Args:
+        group: The group.
+        blocks: All blocks, with their paths.
+    """
+    return [
+        index
+        for index, (path, _) in enumerate(blocks)
+        if any(name.startswith(f"{path}.") for name in group.parameter_names)
+    ]
+
+
+def compute_device(model: nn.Module) -> torch.device:
+    """Where a model computes whose weights may wait on the host: where some of it lies, or else the CUDA device."""
+    lies = {parameter.device for parameter in model.parameters() if parameter.device.type != "cpu"}
+    if len(lies) > 1:
+        raise ValueError(
+            f"the model lies on {sorted(map(str, lies))}; weights='host' brings its blocks to one device: load it on "
+            "the CPU, or on one device"
+        )
+    if lies:
+        return lies.pop()
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _check(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> None:
+    within: dict[int, str] = {}
+    for path, block in blocks:
+        for name, parameter in block.named_parameters():
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"{path}.{name} is {parameter.dtype}, codes whose scales lie elsewhere; weights='host' streams "
+                    "floating-point weights: load the model without quantisation, or set weights='device'"
+                )
+            if parameter.device.type == "meta":
+                raise ValueError(f"{path}.{name} is on meta, without values; load the model on the CPU")
+            if within.setdefault(id(parameter), path) != path:
+                raise ValueError(
+                    f"{path}.{name} is a weight of {within[id(parameter)]}, too; weights='host' brings each block by "
+                    "itself: set weights='device'"
+                )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holder = within.get(id(parameter), "")
+        if holder and not name.startswith(f"{holder}."):
+            raise ValueError(
+                f"{name} is a weight of the block {holder}, too, and is read outside of it; weights='host' brings a "
+                "block's weights for its own forward alone: set weights='device'"
+            )
+
+
+class ResidentBudget:
+    """Decides how many bytes of blocks stay on the device: a number, or what the first cycle has left free.
+
+    Args:
+        setting: As in `HiFTConfig.resident_bytes`.
+    """
+
+    def __init__(self, setting: int | Literal["auto"]) -> None:
+        self._is_to_measure = setting == "auto"
+        self._is_auto = setting == "auto"
+        self.num_bytes = 0 if setting == "auto" else setting
+        """That stay."""
+
+    def end_cycle(self, device: torch.device, state_bytes: Callable[[], int]) -> bool:
+        """Measure what was left, if it is to be measured; whether there are other bytes now."""
+        if not self._is_to_measure:
+            return False
+        self._is_to_measure = False
+        self.num_bytes = max(0, unused_bytes(device) - state_bytes())
+        return self.num_bytes > 0
+
+    def fail(self) -> bool:
+        """There was no memory for a forward or a backward: `auto` begins anew; whether there are other bytes now."""
+        if not self._is_auto:
+            return False
+        had, self.num_bytes = self.num_bytes, 0
+        self._is_to_measure = True
+        return had > 0

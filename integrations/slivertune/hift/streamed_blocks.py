@@ -1,0 +1,237 @@
+"""Hooks on blocks whose weights wait on the host: they come just ahead of a forward, and again where a backward is.
+
+A frozen block below what trains has no backward, and comes once a step; the others come again, from the top down: each
+when its last operator has its turn, before it is computed again if it is checkpointed, until that of the block below
+has. In between its slot belongs to it.
+
+What autograd saves of a weight outside of a checkpoint is only which part of which block it is: when it is asked for,
+it is made again of the slot in which the block lies by then. So no saved tensor looks into another block's slot.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from slivertune.core.module_hook import ModuleHook, StandIn
+from slivertune.core.outputs import tensors_of
+from slivertune.core.torch_internals import (
+    NO_BACKWARD,
+    apply_of,
+    at_end_of_backward,
+    compiled_call_of,
+    running_backward,
+    saved_tensors_hooks_now,
+)
+from slivertune.hift.host_weights import HostWeights
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Of a block."""
+
+    block: int
+    hooks: torch.autograd.graph.saved_tensors_hooks | None
+    """What saves its tensors; None where there are no gradients."""
+    inputs: frozenset[int]
+    """Identities of its tensors, while it runs."""
+    begun_in: int = NO_BACKWARD
+    """The last backward that has come to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedWeight:
+    """A view of a block's weights that was saved for a backward."""
+
+    block: int
+    start: int
+    """The byte of the block's slot at which it begins."""
+    form: torch.Tensor
+    """On the meta device."""
+
+
+class StreamedBlocks:
+    """Brings blocks' weights before they run, and puts them back; nothing here holds the optimizer.
+
+    Args:
+        modules: All blocks of the model, by the index that `weights` has them under; those that stay are passed over.
+        weights: Brings them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], weights: HostWeights) -> None:
+        self.weights = weights
+        """Brings them."""
+        self._modules = modules
+        self._handles: list[RemovableHandle] = []
+        self._running: list[_Call] = []
+        self._ran: list[int] = []
+        """Blocks that ran in this forward and will have a backward, in order."""
+        self._task = NO_BACKWARD
+        """The backward at whose end what it has brought is put back."""
+        self._stand_ins: list[tuple[nn.Module, StandIn]] = []
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook the blocks, and what moves the model."""
+        own = weakref.proxy(self)
+        for index, module in enumerate(self._modules):
+            before, after = partial(StreamedBlocks._before, own, index), partial(StreamedBlocks._after, own, index)
+            self._handles += [
+                module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True),
+                module.register_forward_hook(ModuleHook(after), always_call=True),
+            ]
+        for module in (model, *self._modules):
+            stand_in = _CheckedApply(apply_of(module), self.weights.device, self._modules, is_block=module is not model)
+            self._stand_ins.append((module, stand_in))
+            vars(module)["_apply"] = stand_in
+
+    def release(self) -> None:
+        """Let all weights wait on the host that do not stay on the device, and take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        for module, stand_in in self._stand_ins:
+            if vars(module).get("_apply") is stand_in:
+                del vars(module)["_apply"]
+        self._handles, self._stand_ins = [], []
+        self.weights.take_all_back()
+
+    def begin_forward(self) -> None:
+        """An outermost forward begins: load the first blocks.
+
+        Raises:
+            RuntimeError: If a block is compiled, whose graph would read where its weights were when it was made.
+        """
+        if any(compiled_call_of(module) is not None for module in self._modules):
+            raise RuntimeError(
+                "weights='host' brings a block's weights in a hook before its forward, to another place each time, and "
+                "a compiled block does not look for them there; leave the model uncompiled, or set weights='device'"
+            )
+        weights = self.weights
+        weights.put_all_back()  # where the last forward or backward has failed
+        weights.settle()
+        weights.forget()
+        weights.send_back()
+        self._ran = []
+        self._task = NO_BACKWARD
+        weights.expect(range(len(self._modules)))
+
+    def end_forward(self) -> None:
+        """An outermost forward has ended, or failed: whoever reads or writes weights next finds what was sent back."""
+        self.weights.settle()
+        self.weights.expect(self._ran[::-1])
+
+    def _before(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if running_backward() == NO_BACKWARD:
+            self.weights.bring(index)
+        else:
+            self._turn_to(index)  # recomputed with its hooks
+        hooks = None
+        if torch.is_grad_enabled():
+            outer = saved_tensors_hooks_now()
+            pack, unpack = outer if outer is not None else (_itself, _itself)
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                partial(self._pack, pack), partial(_unpack, self._bring_saved, unpack)
+            )
+            hooks.__enter__()  # `_after` leaves, which torch calls in any case
+        self._running.append(_Call(index, hooks, frozenset(map(id, tensors_of((args, kwargs))))))
+
+    def _after(self, index: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._running or self._running[-1].block != index:
+            return  # it has failed before it began
+        call = self._running.pop()
+        is_in_forward = running_backward() == NO_BACKWARD
+        if is_in_forward:
+            self.weights.put_back(index)
+        if call.hooks is None:
+            return
+        call.hooks.__exit__()
+        # What is passed on was computed by another block, and its gradient comes in the midst of that one's backward.
+        outputs = [each for each in tensors_of(output) if each.requires_grad and id(each) not in call.inputs]
+        for tensor in outputs:
+            tensor.register_hook(partial(self._begin_backward, call))
+        if outputs and is_in_forward:
+            self._ran.append(index)
+
+    def _begin_backward(self, call: _Call, gradient: torch.Tensor) -> None:
+        if call.begun_in != running_backward():
+            call.begun_in = running_backward()
+            self._turn_to(call.block)
+
+    def _turn_to(self, index: int) -> None:
+        """Bring a block for its backward, and put back the others: theirs are over.
+
+        Of what can run, autograd runs what came last in the forward. So when a block's last operator has its turn, no
+        later block has one left.
+        """
+        if running_backward() != self._task:
+            self._task = running_backward()
+            self.weights.expect(self._ran[::-1])
+            at_end_of_backward(self._end_backward)
+        self.weights.put_all_back(but=index)
+        self.weights.bring(index)
+
+    def _end_backward(self) -> None:
+        self._task = NO_BACKWARD
+        self.weights.put_all_back()
+        self.weights.expect(())
+
+    def _pack(self, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+        found = self.weights.place_in_slot(tensor)
+        if found is None:
+            return pack(tensor)
+        form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return _SavedWeight(*found, form)
+
+    def _bring_saved(self, saved: _SavedWeight) -> torch.Tensor:
+        memory, form = self.weights.memory_of(saved.block), saved.form
+        values = memory[saved.start :].view(torch.uint8)
+        num_bytes = values.numel() // form.itemsize * form.itemsize
+        return values[:num_bytes].view(form.dtype).as_strided(form.shape, form.stride())
+
+
+def _unpack(bring: Callable[[_SavedWeight], torch.Tensor], unpack: Callable[[Any], torch.Tensor], saved: Any) -> Any:
+    return bring(saved) if isinstance(saved, _SavedWeight) else unpack(saved)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _CheckedApply(StandIn):
+    """The `_apply` of a model or a block, which `to`, `half` and their like call: blocks are where they are to be.
+
+    Args:
+        function: The module's own.
+        device: Where the model computes.
+        blocks: Whose weights are brought.
+        is_block: Whether the module is one of them, of which nothing is to be changed then.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], device: torch.device, blocks: Sequence[nn.Module], *, is_block: bool
+    ) -> None:
+        super().__init__(function)
+        self._device, self._blocks, self._is_block = device, blocks, is_block
+
+    def __call__(self, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Change what is around the blocks, if these would stay as they are.
+
+        Raises:
+            RuntimeError: If the blocks' weights would be cast or moved; nothing is changed then.
+        """
+        for dtype in {parameter.dtype for block in self._blocks for parameter in block.parameters()}:
+            before = torch.empty(0, dtype=dtype, device=self._device)
+            after = change(before)
+            if after.dtype != before.dtype or after.device != before.device:
+                raise RuntimeError(
+                    f"blocks whose weights wait on the host (weights='host') can't become {after.dtype} on "
+                    f"{after.device}: HiFT brings them to {before.device} in {before.dtype} when they run; cast the "
+                    "model before HiFT is built, or detach() first"
+                )
+        return None if self._is_block else self.function(change, recurse)

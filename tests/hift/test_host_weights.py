@@ -1,0 +1,300 @@
+"""Weights that wait on the host: the bits of resident ones, whatever is late, and the device's bytes are bounded."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slivertune import HiFTConfig, Ledger, TokenTune
+from slivertune.hift import host_weights, streamed_blocks
+from slivertune.hift.host_weights import _WeightSlot
+from slivertune.hift.resident_blocks import choose_resident
+from tests.helpers.delayed_streams import DelayedStreams, delayed
+from tests.helpers.models import assert_all_moved, assert_same_bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.reference import NaiveHiFT, naive_groups, train
+from tests.hift.cases import DTYPES, OPTIMIZERS, hift_over
+from tests.hift.test_ordering import pretended
+
+BLOCKS = 5
+LAYERS = BLOCKS + 2
+STEPS = 2 * LAYERS + 1
+BLOCK_ELEMENTS = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48 + 2 * 32
+BATCHES = token_batches(2 * STEPS)
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16, checkpointing: str | None = None) -> Any:
+    """Five blocks; `checkpointing` is None, "plain" or "reentrant"."""
+    model = tiny_llama(dtype, blocks=BLOCKS)
+    if checkpointing is not None:
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"}
+        )
+    return model
+
+
+def trained(
+    model: nn.Module,
+    steps: int = STEPS,
+    *,
+    name: str = "AdamW",
+    selects: bool = False,
+    accumulation: int = 1,
+    **config: Any,
+) -> Any:
+    """A copy of a model, trained."""
+    other, hift = hift_over(twin(model), name, **{"stream_bytes": 20_000, **config})
+    handle = TokenTune(ratio=0.5, seed=0).attach(other) if selects else None
+    train(other, hift, BATCHES, steps, accumulation=accumulation)
+    if handle is not None:
+        handle.remove()
+    return other
+
+
+@DTYPES
+@pytest.mark.parametrize("layers_per_group", [1, 4])
+@pytest.mark.parametrize("checkpointing", [None, "plain"])
+def test_three_cycles_are_those_of_the_naive_reference(
+    dtype: torch.dtype, layers_per_group: int, checkpointing: str | None
+) -> None:
+    model = model_of(dtype, checkpointing)
+    plain = twin(model)
+    reference = NaiveHiFT(
+        plain, torch.optim.AdamW, groups=naive_groups(plain, layers_per_group), **OPTIMIZERS["AdamW"][1]
+    )
+    steps = 3 * -(-LAYERS // layers_per_group)
+    train(plain, reference, BATCHES, steps)
+    assert_all_moved(plain, weights(model))
+    for resident_bytes in (0, 3 * 2 * BLOCK_ELEMENTS):
+        found = trained(model, steps, weights="host", layers_per_group=layers_per_group, resident_bytes=resident_bytes)
+        assert_same_bits(found, plain)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulation": 2},
+        {"selects": True},
+        {"selects": True, "checkpointing": "plain", "layers_per_group": 4},
+        {"checkpointing": "reentrant"},
+        {"gradients": "host", "max_grad_norm": 0.5, "layers_per_group": 3, "checkpointing": "plain"},
+        {"gradients": "stepped", "layers_per_group": 4, "checkpointing": "plain"},
+        {"gradients": "stepped", "checkpointing": "reentrant"},
+        {"master": "split", "prefetch_bytes": 60_000},
+        {"master": "none", "steps_per_group": 2},
+        {"state": "discard", "steps_per_group": 2, "order": "random"},
+        {"layers_per_group": LAYERS},
+        {"name": "AdamW8bit", "order": "top2down"},
+        {"name": "transformers Adafactor"},
+    ],
+    ids=lambda settings: " ".join(f"{key}={value}" for key, value in settings.items()),
+)
+def test_settings_have_the_bits_of_resident_weights(settings: dict[str, Any]) -> None:
+    model = model_of(torch.bfloat16, settings.pop("checkpointing", None))
+    expected = trained(model, **settings)
+    assert_all_moved(expected, weights(model))
+    assert_same_bits(trained(model, weights="host", resident_bytes=4 * BLOCK_ELEMENTS, **settings), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("checkpointing", [None, "plain", "reentrant"])
+@pytest.mark.parametrize("config", [{"prefetch_bytes": 60_000}, {"layers_per_group": 4, "gradients": "stepped"}])
+def test_every_legal_order_gives_the_same_bits(
+    config: dict[str, Any], checkpointing: str | None, seed: int | None
+) -> None:
+    model = model_of(torch.bfloat16, checkpointing)
+    expected = trained(model, **config)
+    with delayed(seed) as made:
+        found = trained(model, weights="host", resident_bytes=4 * BLOCK_ELEMENTS, **config)
+        assert_same_bits(found, expected)
+    own = next(each for each in made if each.num_late)
+    assert own.num_late > 2 * STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [None, "plain"])
+@pytest.mark.parametrize(
+    "config", [{}, {"layers_per_group": 4, "resident_bytes": 4 * BLOCK_ELEMENTS}, {"gradients": "stepped"}]
+)
+def test_all_copies_are_in_order(config: dict[str, Any], checkpointing: str | None) -> None:
+    with pretended() as streams:
+        trained(model_of(torch.bfloat16, checkpointing), **{"weights": "host", "resident_bytes": 0, **config})
+    assert streams.violations == []
+    assert min(streams.num_by_stream[name] for name in ("inbound", "outbound", "computing")) > STEPS
+
+
+def test_a_missing_wait_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    expected = trained(model)
+    monkeypatch.setattr(DelayedStreams, "compute_after", lambda self, event: None)
+    with delayed(None):
+        found = trained(model, weights="host", resident_bytes=0)
+        with pytest.raises(AssertionError):
+            assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("saves_views", [False, True])
+@pytest.mark.parametrize("checkpointing", [None, "plain"])
+def test_a_backward_finds_its_weights_wherever_they_come_to(
+    checkpointing: str | None, saves_views: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(torch.bfloat16, checkpointing)
+    expected = trained(model, LAYERS)
+    if saves_views:
+        monkeypatch.setattr(streamed_blocks.StreamedBlocks, "_pack", lambda self, pack, tensor: pack(tensor))
+    other, hift = hift_over(twin(model), "AdamW", weights="host", resident_bytes=0, stream_bytes=20_000)
+    slots = hift._streamed.blocks.weights  # type: ignore[union-attr]
+    for batch in BATCHES[:LAYERS]:
+        loss = other(**batch).loss
+        slots.forget()
+        slots._slots.reverse()
+        loss.backward()
+        hift.step()
+    if saves_views and checkpointing is None:
+        with pytest.raises(AssertionError):
+            assert_same_bits(other, expected)
+    else:
+        assert_same_bits(other, expected)
+
+
+@pytest.mark.parametrize("missing", ["free_after", "ready", "settle"])
+def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slot(_WeightSlot):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, None if name == missing else value)
+
+    if missing == "settle":
+        monkeypatch.setattr("tests.helpers.streams.PretendedStreams.finish", lambda self, event: None)
+    monkeypatch.setattr(host_weights, "_WeightSlot", Slot)
+    with pretended() as streams:
+        trained(model_of(), LAYERS, weights="host", resident_bytes=0)
+    assert streams.violations != []
+
+
+@pytest.mark.parametrize(("layers_per_group", "num_blocks_trained"), [(1, 1), (4, 4)])
+@pytest.mark.parametrize("num_resident", [0, 2])
+def test_the_device_holds_the_exact_rest_the_resident_blocks_and_the_slots(
+    layers_per_group: int, num_blocks_trained: int, num_resident: int
+) -> None:
+    block_bytes, config = 2 * BLOCK_ELEMENTS, {"layers_per_group": layers_per_group, "stream_bytes": 8192}
+    place = {"weights": "host", "resident_bytes": num_resident * (block_bytes + 1024)}
+    highest, host = {}, {}
+    for name, more in (("host", place), ("device", {})):
+        model, hift = hift_over(model_of(torch.bfloat16, "plain"), "AdamW", **config, **more)
+        rest = sum(each.nbytes for each in model.parameters()) - BLOCKS * block_bytes
+        buffers = sum(each.nbytes for each in model.buffers())
+        train(model, hift, BATCHES, len(hift.groups))  # what is measured of steps is no weight
+        with Ledger(model) as ledger:
+            train(model, hift, BATCHES, len(hift.groups), start=len(hift.groups))
+            highest[name], host[name] = ledger.highest.parameters, ledger.current().host
+    assert host["host"] - host["device"] == (BLOCKS - num_resident) * block_bytes
+    slots = min(2 + num_blocks_trained, BLOCKS - num_resident)
+    most = rest + buffers + (num_resident + slots) * (block_bytes + 1024)
+    assert most - (num_resident + slots) * 1024 <= highest["host"] <= most
+    assert highest["device"] == rest + buffers + BLOCKS * block_bytes
+
+
+def test_streamed_blocks_are_spread() -> None:
+    assert choose_resident([10] * 8, 80) == frozenset(range(8))
+    assert choose_resident([10] * 8, 79) == frozenset(range(8)) - {4}
+    assert choose_resident([10] * 8, 60) == frozenset(range(8)) - {2, 6}
+    assert choose_resident([10] * 8, 9) == frozenset()
+    assert choose_resident([10, 30, 10, 10], 40) == frozenset({0, 2})
+
+
+def true_values_between_steps(**config: Any) -> None:
+    model = model_of(torch.bfloat16, "plain")
+    first, resident = hift_over(twin(model), "AdamW", **config)
+    second, streamed = hift_over(twin(model), "AdamW", weights="host", resident_bytes=0, **config)
+    for index in range(LAYERS + 3):
+        train(first, resident, BATCHES, 1, start=index)
+        train(second, streamed, BATCHES, 1, start=index)
+        assert_same_bits(second, first)
+
+
+def test_whoever_reads_a_weight_between_steps_reads_its_value() -> None:
+    with delayed(None):
+        true_values_between_steps()
+    with delayed(3):
+        true_values_between_steps(layers_per_group=3)
+
+
+@pytest.mark.parametrize("way", ["data", "copy_", "load_state_dict"])
+def test_whoever_writes_a_weight_between_steps_is_heard(way: str) -> None:
+    def change(model: nn.Module) -> None:
+        if way == "load_state_dict":
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+        for parameter in model.parameters():
+            if way == "data":
+                parameter.data.copy_(0.5 * parameter.data)
+            elif way == "copy_":
+                with torch.no_grad():
+                    parameter.mul_(0.5)
+
+    model = model_of()
+    first, resident = hift_over(twin(model), "AdamW")
+    with delayed(None):
+        second, streamed = hift_over(twin(model), "AdamW", weights="host", resident_bytes=0)
+        for index in range(LAYERS + 3):
+            for each, hift in ((first, resident), (second, streamed)):
+                train(each, hift, BATCHES, 1, start=index)
+                if index % 3 == 1:
+                    change(each)
+        assert_same_bits(second, first)
+
+
+def test_a_run_resumes_in_mid_cycle_with_the_same_bits() -> None:
+    model = model_of(torch.bfloat16, "plain")
+    expected = trained(model, 2 * LAYERS)
+    config = {"weights": "host", "resident_bytes": 4 * BLOCK_ELEMENTS, "stream_bytes": 20_000}
+    with delayed(None):
+        for cut in (3, LAYERS + 2):
+            first, hift = hift_over(twin(model), "AdamW", **config)
+            train(first, hift, BATCHES, cut)
+            saved = copy.deepcopy((first.state_dict(), hift.state_dict()))
+            second, other = hift_over(model_of(torch.bfloat16, "plain"), "AdamW", **config)
+            train(second, other, BATCHES, 2)
+            second.load_state_dict(saved[0])
+            other.load_state_dict(saved[1])
+            train(second, other, BATCHES, 2 * LAYERS - cut, start=cut)
+            assert_same_bits(second, expected)
+
+
+def test_evaluation_and_generation_compute_what_resident_weights_do() -> None:
+    model = model_of()
+    first, resident = hift_over(twin(model), "AdamW")
+    with delayed(None):
+        second, streamed = hift_over(twin(model), "AdamW", weights="host", resident_bytes=2 * BLOCK_ELEMENTS)
+        for index in range(LAYERS + 2):
+            train(first, resident, BATCHES, 1, start=index)
+            train(second, streamed, BATCHES, 1, start=index)
+            with torch.no_grad() if index % 2 else torch.inference_mode():
+                assert torch.equal(second(**BATCHES[-1]).logits, first(**BATCHES[-1]).logits)
+            prompt = BATCHES[0]["input_ids"][:, :4]
+            texts = [
+                each.generate(prompt, max_new_tokens=5, do_sample=False, pad_token_id=0) for each in (first, second)
+            ]
+            assert torch.equal(*texts)
+        assert_same_bits(second, first)
+
+
+@pytest.mark.parametrize("value", ["all", -1, 1.5, True])
+def test_a_wrong_number_of_bytes_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="resident_bytes="):
+        HiFTConfig(weights="host", resident_bytes=value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"resident_bytes": 5}, r'for weights that wait off the device; set weights="host"'),
+        ({"weights": "disk"}, "weights='disk' must be one of"),
+        ({"weights": "host", "state": "device"}, r'use state="host" or "disk"'),
+        ({"weights": "host", "update": "forward", "gradients": "host"}, r'use update="step"'),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        HiFTConfig(**settings)
