@@ -174,6 +174,8 @@ class HiFT(CheckpointedSliver):
             )
             self._backward_listeners.append(self._in_backward.watch_backward)
         self._streamed: StreamedModel | None = None
+        self._room_in_backward = 0
+        """With weights on the host, bytes that pieces may hold from the end of the forward on."""
         if config.weights == "host":
             self._streamed = StreamedModel(model, self.groups, config.resident_bytes)
             weights = {name: replace(each, home=self._streamed.device) for name, each in weights.items()}
@@ -307,6 +309,10 @@ class HiFT(CheckpointedSliver):
         updates, residency = self._forward_updates, self._residencies[self.active_group]
         if self._streamed is not None:
             self._streamed.blocks.begin_forward()
+            self._room_in_backward = self._prefetcher.room_in(self.active_group, inputs)
+            if not self._room_in_backward:
+                self._prefetcher.load_ahead(residency, 0)
+            return
         if updates is None:
             self._prefetcher.begin_forward(residency, self.active_group, inputs)
             return
@@ -319,6 +325,9 @@ class HiFT(CheckpointedSliver):
     def _end_forward(self, has_succeeded: bool) -> None:
         if self._streamed is not None:
             self._streamed.blocks.end_forward()
+            if has_succeeded and self._room_in_backward and not self.is_detached:
+                # In the forward the bus is the weights'; the backward takes longer, and needs fewer of them.
+                self._prefetcher.load_ahead(self._residencies[self.active_group], self._room_in_backward)
         if has_succeeded:
             self.flush()
 
@@ -496,7 +505,11 @@ class HiFT(CheckpointedSliver):
         ends_cycle = rotation.starts_cycle
         if ends_cycle and self._streamed is not None and self._streamed.end_cycle(self._largest_state_bytes):
             ends_cycle = False  # what stays now is not in what was measured
-        self._prefetcher.end_update(self._residencies[self.active_group] if is_applied else None, ends_cycle=ends_cycle)
+        # Beside weights that come, state waits for the end of the forward.
+        loads_ahead = is_applied and self._streamed is None
+        self._prefetcher.end_update(
+            self._residencies[self.active_group] if loads_ahead else None, ends_cycle=ends_cycle
+        )
         rotation.warn_of_unreached(self.groups)
 
     def _largest_state_bytes(self) -> int:

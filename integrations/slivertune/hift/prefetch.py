@@ -115,7 +115,16 @@ class Prefetcher:
             inputs: Of the forward; None of one that does not train, to which all room is left.
         """
         if self._budget is not None:
-            self.load_ahead(residency, 0 if inputs is None else self._budget.begin_forward(group, inputs))
+            self.load_ahead(residency, self.room_in(group, inputs))
+
+    def room_in(self, group: int, inputs: Any) -> int:
+        """Bytes that a forward leaves for pieces; it is noted.
+
+        Args:
+            group: Index of the group whose turn it is.
+            inputs: Of the forward; None of one that does not train.
+        """
+        return 0 if self._budget is None or inputs is None else self._budget.begin_forward(group, inputs)
 
     def load_ahead(self, residency: ResidentGroup, num_bytes: int) -> None:
         """Let pieces of the active group hold so many bytes, and begin to load them."""
