@@ -166,7 +166,7 @@ def test_a_missing_wait_is_seen(missing: str, monkeypatch: pytest.MonkeyPatch) -
             super().__setattr__(name, None if name == missing else value)
 
     if missing == "settle":
-        monkeypatch.setattr("tests.helpers.streams.PretendedStreams.finish", lambda self, event: None)
+        monkeypatch.setattr("tests.helpers.streams.PretendedStreams.wait_on_host", lambda self, event: None)
     monkeypatch.setattr(host_weights, "_WeightSlot", Slot)
     with pretended() as streams:
         trained(model_of(), LAYERS, weights="host", resident_bytes=0)

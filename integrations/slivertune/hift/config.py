@@ -174,8 +174,8 @@ class HiFTConfig:
             )
         if self.weights == "host":
             raise ValueError(
-                f'waiting="{self.waiting}" and weights="host" both say where weights wait: in fewer bits on the device, '
-                "or exact on the host; take one of the two"
+                f'waiting="{self.waiting}" and weights="host" both say where weights wait, in fewer bits on the '
+                "device or exact on the host; take one of the two"
             )
         if self.master == "split":
             raise ValueError(
