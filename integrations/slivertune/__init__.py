@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from slivertune.core.kept_activations import keep_activations
     from slivertune.core.layers import Layer, find_layers
     from slivertune.core.ledger import Census, Ledger
+    from slivertune.core.offloaded_activations import offload_activations
+    from slivertune.core.token_tiles import tile_tokens
     from slivertune.deltas import SparseDelta
     from slivertune.hift import HiFT, HiFTConfig
     from slivertune.interop import attach
@@ -52,7 +54,9 @@ __all__ = [
     "find_layers",
     "initialize",
     "keep_activations",
+    "offload_activations",
     "prepare",
+    "tile_tokens",
     "why_not_chunked",
 ]
 
@@ -76,7 +80,9 @@ _MODULE_OF_NAME = {
     "find_layers": "slivertune.core.layers",
     "initialize": "slivertune.parallel",
     "keep_activations": "slivertune.core.kept_activations",
+    "offload_activations": "slivertune.core.offloaded_activations",
     "prepare": "slivertune.parallel",
+    "tile_tokens": "slivertune.core.token_tiles",
     "why_not_chunked": "slivertune.chunked_loss",
 }
 

@@ -168,6 +168,9 @@ def _settings(random: Random, family: str, layout: str) -> dict[str, Any]:
         return settings | _on_two_ranks(random, method, layout)
     settings["gradient_accumulation_steps"] = random.choice((1, 1, 1, 2))
     settings["keep_activations"] = random.choice((0, 0, 2)) if checkpointing else 0
+    settings["offload_activations"] = checkpointing and random.random() < 0.3
+    # OPT has no module for its MLP.
+    settings["token_tile_size"] = random.choice((None, None, None, 24)) if family != "opt" else None
     settings["load_in_4bit"] = method in ("lora", "sft") and family in _IN_4BIT and random.random() < 0.4
     return settings
 
