@@ -56,6 +56,20 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return places
 
 
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The places of the blocks whose inputs have begun to come back, in order."""
+    places, begin = list[int](), WaitingActivations._begin_load
+
+    def noted(self: WaitingActivations, record: Any) -> None:
+        if record.loading is None:
+            places.append(record.place)
+        begin(self, record)
+
+    monkeypatch.setattr(WaitingActivations, "_begin_load", noted)
+    return places
+
+
 def taken(places: list[int]) -> list[int]:
     """What was noted since last asked."""
     found = places.copy()
@@ -106,6 +120,16 @@ def test_blocks_that_keep_their_activations_offload_nothing(keeps_first: bool, s
         assert_same(train(model, "dense"), plain)
     assert set(stored) == {0, 1, 2}
     assert all(block._gradient_checkpointing_func.keywords == {"use_reentrant": False} for block in blocks_of(model))
+
+
+def test_forward_after_forward_each_stands_before_a_block_once() -> None:
+    model = checkpointed()
+    own = vars(model.model.layers[0])["_gradient_checkpointing_func"]
+    with st.offload_activations(model), st.keep_activations(model, 1):
+        for step in range(3):
+            model(**batch(model, step)).loss.backward()
+        outer = vars(model.model.layers[0])["_gradient_checkpointing_func"]
+        assert outer.function.function is own
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -202,7 +226,7 @@ def test_memory_of_the_host_is_kept_for_later_steps_and_grows_with_the_sequences
 
     def step(length: int) -> int:
         model(**batch(model, length=length)).loss.backward()
-        return sum(each.memory.nbytes for each in handle._waiting[torch.device("cpu")]._free)
+        return sum(each.nbytes for each in handle._waiting[torch.device("cpu")]._free)
 
     with st.offload_activations(model) as handle:
         assert step(14) == step(14) == step(7) == BLOCKS * INPUT_BYTES
@@ -230,14 +254,20 @@ def test_a_graph_that_is_dropped_gives_its_memory_back_and_one_that_is_kept_can_
         )
 
 
-def test_two_forwards_before_a_backward_are_told_apart() -> None:
+def test_two_forwards_before_a_backward_are_told_apart(begun: list[int]) -> None:
     gradients = []
     for offloads in (False, True):
         model = checkpointed(lambda: llama(dropout=0.0))
         with st.offload_activations(model) if offloads else nullcontext():
             losses = [model(**batch(model, step)).loss for step in (0, 1)]
             losses[0].backward()  # that of the earlier forward first
+            assert taken(begun) == ([3, 2, 1, 0] if offloads else [])
             (losses[1] * 2).backward()
+            # What waits for the backward of an earlier forward stays on the host.
+            waiting = model(**batch(model, 4)).loss
+            model(**batch(model, 5)).loss.backward()
+            assert taken(begun)[4:] == ([3, 2, 1, 0] if offloads else [])
+            del waiting
             both = sum(model(**batch(model, step)).loss for step in (2, 3))
             both.backward()
         gradients.append({name: each.grad for name, each in model.named_parameters()})
@@ -329,15 +359,31 @@ def test_the_check_sees_a_missing_wait(kind: type[PretendedStreams]) -> None:
     assert streams.violations
 
 
-def test_an_input_comes_back_under_the_backward_of_the_block_above(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, begin = list[int](), WaitingActivations._begin_load
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_comes_back_for_a_backward_that_fails_is_waited_for(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = WaitingActivations._end
 
-    def noted(self: WaitingActivations, record: Any) -> None:
-        if record.loading is None:
-            begun.append(record.place)
-        begin(self, record)
+    def without_wait(self: WaitingActivations, record: Any) -> None:
+        record.loading, loading = None, record.loading
+        end(self, record)
+        del loading
 
-    monkeypatch.setattr(WaitingActivations, "_begin_load", noted)
+    if not waits:
+        monkeypatch.setattr(WaitingActivations, "_end", without_wait)
+    with pretended() as streams:
+        model = checkpointed()
+        with st.offload_activations(model):
+            loss = model(**batch(model)).loss
+            model.model.layers[2].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+            del loss
+            torch.ones(1)  # what comes next
+    released = [each for each in streams.violations if each.startswith("memory")]
+    assert bool(released) == (not waits)
+
+
+def test_an_input_comes_back_under_the_backward_of_the_block_above(begun: list[int]) -> None:
     model = checkpointed()
     seen = []
     for index, block in enumerate(blocks_of(model)):

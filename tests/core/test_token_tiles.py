@@ -123,6 +123,17 @@ def test_models_of_other_shapes_have_the_same_gradients(make: Callable[[], Any],
     assert len([path for path in paths if ".1." in path]) == num_tiled, paths
 
 
+@pytest.mark.parametrize(
+    ("shape", "tile"), [((3, 14), (3, 4)), ((14, 3), (4, 3)), ((1, 42), (1, 12)), ((40, 1), (12, 1))]
+)
+def test_a_tile_has_as_many_tokens_of_all_sequences_together(shape: tuple[int, int], tile: tuple[int, int]) -> None:
+    model, seen = made("dense"), list[torch.Size]()
+    model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[:2]))
+    with st.tile_tokens(model, 12):
+        model(input_ids=torch.ones(shape, dtype=torch.int64))
+    assert seen[0] == tile and sum(each.numel() for each in seen) == shape[0] * shape[1]
+
+
 def test_a_weights_gradient_is_accumulated_once_a_backward() -> None:
     model, counts = made("dense"), Counter[str]()
     for name, parameter in model.named_parameters():

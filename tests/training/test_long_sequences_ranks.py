@@ -100,5 +100,5 @@ def test_blocks_that_fsdp2_shards_offload_with_the_same_bits_and_go_in_tiles() -
         assert differing(found["plain"], found["offloaded"]) == []
         for tiled in ("tiled", "both"):
             for name, share in found[tiled].items():
-                # AdamW divides by the root of a square, which makes more of the last bits of a gradient that is nearly zero.
+                # AdamW divides by the root of a square, which makes more of the last bits of a small gradient.
                 assert torch.allclose(share, found["plain"][name], rtol=1e-6, atol=1e-8), (tiled, name)

@@ -109,14 +109,16 @@ class OffloadedActivationsHandle(CheckpointedBlocksHandle):
         def unpack(packed: WaitingActivation | torch.Tensor) -> torch.Tensor:
             return packed if isinstance(packed, torch.Tensor) else waiting.load(packed)
 
-        with saved_tensors_hooks(pack, unpack):
-            output = own(forward, *args)
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                output = own(forward, *args)
+        finally:
+            waiting.settle()
         if version_of(hidden) != version:
             raise RuntimeError(
                 f"{type(layer).__name__} writes into its hidden states in place, while they are copied to the host; "
                 "remove() offload_activations"
             )
-        waiting.settle()
         return output
 
     def _waiting_on(self, device: torch.device) -> WaitingActivations:

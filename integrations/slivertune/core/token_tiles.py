@@ -182,8 +182,9 @@ class _Tiles(StandIn):
         if len(shape) < 2:
             return 0, 1
         dim = max(range(len(shape) - 1), key=lambda each: shape[each])
-        num_sequences = shape[0] if dim > 0 else 1
-        return dim, max(1, self._tile_size // max(1, num_sequences))
+        # Tokens that lie beside each other in the dimension that is not cut: sequences, or the tokens of one.
+        num_beside = 1 if len(shape) == 2 else shape[0 if dim > 0 else 1]
+        return dim, max(1, self._tile_size // max(1, num_beside))
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any], shape: torch.Size, dim: int) -> None:
         if torch.compiler.is_compiling():

@@ -33,7 +33,7 @@ class WaitingActivations:
 
     def __init__(self, device: torch.device) -> None:
         self._streams: CopyStreams = copy_streams(device)
-        self._free: list[_HostBuffer] = []
+        self._free: list[torch.Tensor] = []
         self._leaving: list[tuple[Event, torch.Tensor]] = []
         self._waiting: weakref.WeakValueDictionary[int, WaitingActivation] = weakref.WeakValueDictionary()
         self._num_stored = 0
@@ -49,8 +49,9 @@ class WaitingActivations:
             MemoryError: If the host has no room for it.
         """
         buffer = self._take(tensor.nbytes)
-        host = _dense_part(buffer.memory, tensor)
-        with self._streams.on("outbound", self._streams.record(), buffer.free_after):
+        host = _dense_part(buffer, tensor)
+        # The computing stream has waited for whatever was loaded from there.
+        with self._streams.on("outbound", self._streams.record()):
             host.copy_(tensor, non_blocking=True)
             stored = self._streams.record("outbound")
         self._leaving.append((stored, tensor))
@@ -95,7 +96,6 @@ class WaitingActivations:
         with self._streams.on("inbound", self._streams.record(), record.stored):
             tensor.copy_(record.host, non_blocking=True)
             loaded = self._streams.record("inbound")
-        record.buffer.free_after = loaded
         record.loading = tensor, loaded
 
     def _end(self, record: "_Record") -> None:
@@ -103,16 +103,14 @@ class WaitingActivations:
             self._streams.compute_after(record.loading[1])
         self._free.append(record.buffer)
 
-    def _take(self, num_bytes: int) -> "_HostBuffer":
-        large_enough = [each for each in self._free if each.memory.nbytes >= num_bytes]
-        if large_enough:
-            buffer = min(large_enough, key=lambda each: each.memory.nbytes)
-            self._free.remove(buffer)
-            return buffer
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        self._free.sort(key=lambda each: each.nbytes)
+        place = next((place for place, each in enumerate(self._free) if each.nbytes >= num_bytes), None)
+        if place is not None:
+            return self._free.pop(place)
         if self._free:
-            # Sequences have become longer: a larger one takes its place.
-            self._free.remove(max(self._free, key=lambda each: each.memory.nbytes))
-        return _HostBuffer(self._allocate(num_bytes))
+            self._free.pop()  # sequences have become longer: a larger one takes its place
+        return self._allocate(num_bytes)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         free = None if is_without_data() else available_host_bytes()
@@ -127,23 +125,12 @@ class WaitingActivations:
         return memory
 
 
-class _HostBuffer:
-    """Memory of the host that one activation after the other lies in."""
-
-    __slots__ = ("free_after", "memory")
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.free_after: Event = None
-        """When what lay there last has been read."""
-
-
 class _Record:
     """What is known of an activation that waits."""
 
     __slots__ = ("buffer", "host", "loading", "number", "place", "stored")
 
-    def __init__(self, number: int, place: int, host: torch.Tensor, stored: Event, buffer: _HostBuffer) -> None:
+    def __init__(self, number: int, place: int, host: torch.Tensor, stored: Event, buffer: torch.Tensor) -> None:
         self.number, self.place, self.host, self.stored, self.buffer = number, place, host, stored, buffer
         self.loading: tuple[torch.Tensor, Event] | None = None
         """On the device, and when it has arrived there."""
