@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from slivertune.core.kept_activations import keep_activations
     from slivertune.core.layers import Layer, find_layers
     from slivertune.core.ledger import Census, Ledger
+    from slivertune.core.offloaded_activations import offload_activations
+    from slivertune.core.token_tiles import tile_tokens
     from slivertune.deltas import SparseDelta
     from slivertune.hift import HiFT, HiFTConfig, load_quantized, quantize_layers
     from slivertune.interop import attach
@@ -53,8 +55,10 @@ __all__ = [
     "initialize",
     "keep_activations",
     "load_quantized",
+    "offload_activations",
     "prepare",
     "quantize_layers",
+    "tile_tokens",
     "why_not_chunked",
 ]
 
@@ -79,8 +83,10 @@ _MODULE_OF_NAME = {
     "initialize": "slivertune.parallel",
     "keep_activations": "slivertune.core.kept_activations",
     "load_quantized": "slivertune.hift",
+    "offload_activations": "slivertune.core.offloaded_activations",
     "prepare": "slivertune.parallel",
     "quantize_layers": "slivertune.hift",
+    "tile_tokens": "slivertune.core.token_tiles",
     "why_not_chunked": "slivertune.chunked_loss",
 }
 

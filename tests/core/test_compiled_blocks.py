@@ -150,7 +150,7 @@ def test_what_is_compiled_or_replaced_already_is_refused(prepare: Any, message: 
 
 
 def test_a_model_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no nn\.ModuleList.*can be compiled by block"):
+    with pytest.raises(ValueError, match=r"Linear has no nn\.ModuleList.*can be run block by block"):
         compile_blocks(nn.Linear(2, 2))
 
 

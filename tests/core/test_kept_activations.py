@@ -22,7 +22,8 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import slivertune as st
-from slivertune.core.kept_activations import KeptActivationsHandle, find_checkpointed_blocks
+from slivertune.core.checkpointed_blocks import find_checkpointed_blocks
+from slivertune.core.kept_activations import KeptActivationsHandle
 from slivertune.core.ledger import Ledger, claim
 from tests.helpers.architectures import CASES
 from tests.helpers.models import OddModel, differing, weights

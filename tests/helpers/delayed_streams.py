@@ -107,8 +107,9 @@ class DelayedStreams(CopyStreams):
             after, kept = self._queued[direction][self._done[direction]]
             for event in after:
                 self._run_until(*event)
-            for run in kept:
-                run()
+            with torch.no_grad():  # as where it was queued
+                for run in kept:
+                    run()
             self._queued[direction][self._done[direction]] = ([], [])
             self._done[direction] += 1
             self.num_late += 1

@@ -583,3 +583,15 @@ def test_what_can_not_be_loaded_piece_by_piece_is_refused(tmp_path: Path) -> Non
     save_file({"model.strange.weight": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"unknown: \['model\.strange\.weight'\].*quantize_layers"):
         slivertune.load_quantized(AutoModelForCausalLM, tmp_path, "int8")
+
+
+def test_long_sequences_go_by_tiles_and_offloaded_inputs() -> None:
+    model, hift, naive = pair(tiny_llama(torch.bfloat16))
+    for each in (model, naive.model):
+        each.activation_checkpointing_enable()
+    with (
+        slivertune.tile_tokens(model, 5),
+        slivertune.offload_activations(model),
+        slivertune.tile_tokens(naive.model, 5),
+    ):
+        compare((model, hift, naive), token_batches(8), 10)

@@ -169,7 +169,16 @@ def _settings(random: Random, family: str, layout: str) -> dict[str, Any]:
     settings["gradient_accumulation_steps"] = random.choice((1, 1, 1, 2))
     settings["keep_activations"] = random.choice((0, 0, 2)) if checkpointing else 0
     settings["load_in_4bit"] = method in ("lora", "sft") and family in _IN_4BIT and random.random() < 0.4
-    return settings
+    return settings | _for_long_sequences(Random(str(settings)), family, is_checkpointed=checkpointing)
+
+
+def _for_long_sequences(random: Random, family: str, *, is_checkpointed: bool) -> dict[str, Any]:
+    """Settings with a generator of their own, so that all else is drawn as it was."""
+    return {
+        "offload_activations": is_checkpointed and random.random() < 0.5,
+        # OPT has no module for its MLP.
+        "token_tile_size": random.choice((None, None, 24)) if family != "opt" else None,
+    }
 
 
 def _on_two_ranks(random: Random, method: str, layout: str) -> dict[str, Any]:

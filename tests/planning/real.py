@@ -21,6 +21,8 @@ from slivertune.core.adapter_casts import skip_needless_casts
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.kept_activations import keep_activations
 from slivertune.core.ledger import Ledger, claim
+from slivertune.core.offloaded_activations import offload_activations
+from slivertune.core.token_tiles import tile_tokens
 from slivertune.hift import HiFT, HiFTConfig
 from slivertune.planning.request import PlanRequest
 from slivertune.sft import SFT, SFTConfig, adam
@@ -87,6 +89,10 @@ def attach_hooks(request: PlanRequest, model: Any) -> None:
     """Put the selection of tokens and the chunked loss on a model that has its optimizer, and let blocks keep."""
     if request.keep_activations:
         keep_activations(model, request.keep_activations)
+    if request.offload_activations:
+        offload_activations(model)
+    if request.token_tile_size is not None:
+        tile_tokens(model, request.token_tile_size)
     if request.token_ratio is not None:
         TokenTune(ratio=request.token_ratio).attach(model)
     if request.task in ("causal_lm", "image_text") and request.chunked_cross_entropy:

@@ -35,6 +35,8 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_implementation": (None, "eager"),
     "gradient_checkpointing": (False, True),
     "keep_activations": (0, 2),
+    "offload_activations": (False, True),
+    "token_tile_size": (None, 4096),
     "chunked_cross_entropy": (True, False),
     "token_ratio": (None, 0.3),
     "layers_per_group": (1, 3),
@@ -112,6 +114,7 @@ def parsed(request: PlanRequest, folder: Path) -> TrainArguments:
         {},
         {"batch_size": 3, "gradient_accumulation_steps": 4, "seq_length": 77, "gradient_checkpointing": True},
         {"gradient_checkpointing": True, "keep_activations": 3},
+        {"gradient_checkpointing": True, "offload_activations": True, "token_tile_size": 8192},
         {"chunked_cross_entropy": False},
         {"task": "classification"},
         {"token_ratio": 0.3},
@@ -141,6 +144,8 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "gradient_checkpointing": training.activation_checkpointing,
         "keep_activations": arguments.run.num_kept or 0,
+        "offload_activations": arguments.run.offload_activations,
+        "token_tile_size": arguments.run.token_tile_size,
     }
     if request.method == "hift":
         config = arguments.method.options.config(seed=0)

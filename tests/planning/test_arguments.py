@@ -25,6 +25,8 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "attn_implementation": "eager",
         "gradient_checkpointing": True,
         "keep_activations": 2,
+        "offload_activations": True,
+        "token_tile_size": 4096,
         "chunked_cross_entropy": False,
         "token_ratio": 0.25,
         "layers_per_group": 4,

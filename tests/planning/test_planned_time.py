@@ -15,7 +15,7 @@ from slivertune.planning.plan import Plan, add_allowance
 from slivertune.planning.planned_time import plan_time, with_room_ahead
 from slivertune.planning.recorded_run import record_schedule
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule import Begin, Schedule, Work
+from slivertune.planning.schedule import Begin, Schedule, Transfer, Work
 from slivertune.planning.schedule_player import UpdateTime, mean_update, play
 
 HIDDEN, MLP, VOCABULARY, NUM_BLOCKS = 64, 96, 200, 9
@@ -167,6 +167,38 @@ def test_sfts_updates_that_estimate_or_reselect_take_longer() -> None:
 def test_tokens_that_carry_no_gradient_save_most_of_the_backward() -> None:
     usual, half = schedule_of(method="dense"), schedule_of(method="dense", token_ratio=0.25)
     assert operations(half, "backward") < 0.4 * operations(usual, "backward")
+
+
+def moved(schedule: Schedule, step: int) -> dict[str, int]:
+    """Bytes that a step's forward and backward copy, by direction."""
+    found, phase = dict.fromkeys(("inbound", "outbound"), 0), ("", -1)
+    for entry in schedule.entries:
+        if isinstance(entry, Begin):
+            phase = entry.phase, entry.step
+        if isinstance(entry, Transfer) and phase[1] == step and phase[0] != "step":
+            found[entry.direction] += entry.num_bytes
+    return found
+
+
+@pytest.mark.parametrize("method", ["dense", "lora", "sft"])
+def test_inputs_of_blocks_cross_the_bus_once_each_way(method: str) -> None:
+    settings = {"method": method, "gradient_checkpointing": True, "density": 0.05 if method == "sft" else None}
+    offloaded = schedule_of(**settings, offload_activations=True)
+    inputs_bytes = NUM_BLOCKS * TOKENS * HIDDEN * 4
+    step = max(offloaded.shares)
+    assert moved(offloaded, step) == {"inbound": inputs_bytes, "outbound": inputs_bytes}
+    assert moved(schedule_of(**settings), step) == {"inbound": 0, "outbound": 0}
+    plan = plan_of(**settings, offload_activations=True)
+    assert list(plan_time(plan, TINY, SLOW_BUS).waits) == ["copies of masters, state and activations"]
+
+
+def test_tiles_cost_one_more_forward_of_the_mlps_but_for_the_last_tile() -> None:
+    settings = {"method": "dense", "gradient_checkpointing": True}
+    whole, tiled = schedule_of(**settings), schedule_of(**settings, token_tile_size=8)
+    of_mlps = 2 * TOKENS * 3 * HIDDEN * MLP * NUM_BLOCKS
+    assert operations(tiled, "forward") == operations(whole, "forward")
+    # In a block's second forward nothing asks for what the last of its four tiles gives.
+    assert operations(tiled, "backward") - operations(whole, "backward") == pytest.approx(3 / 4 * of_mlps)
 
 
 def test_seconds_are_those_of_computation_and_of_each_wait() -> None:

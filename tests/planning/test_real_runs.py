@@ -119,6 +119,49 @@ def test_more_blocks_than_there_are_can_not_be_planned() -> None:
         make_plan(PlanRequest(keep_activations=5, **LONG), LLAMA)
 
 
+LONGER: dict[str, Any] = {"batch_size": 1, "seq_length": 1024, "gradient_checkpointing": True}
+"""Inputs of blocks and what an MLP computes inside are most of the peak."""
+LONG_LLAMA = LlamaConfig(
+    vocab_size=512,
+    # Small weights: torch adds a weight's gradients of tiles in place, but not those of tensors without data, so that
+    # a plan has one gradient of a weight more.
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    max_position_embeddings=1024,
+)
+OFFLOADED: dict[str, Any] = {"offload_activations": True}
+TILED: dict[str, Any] = {"token_tile_size": 64}
+
+
+@pytest.mark.parametrize("both", [OFFLOADED, TILED, OFFLOADED | TILED], ids=["offloaded", "tiled", "both"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "hift", "precision": "mixed_hi", "stream_bytes": 2**18},
+        {"method": "hift", "precision": "mixed_hi", "stream_bytes": 2**18, "layers_per_group": 3},
+        {"method": "hift", "precision": "mixed_hi", "stream_bytes": 2**18, "gradient_accumulation_steps": 2},
+        {"method": "hift", "precision": "mixed_hi", "stream_bytes": 2**18, "keep_activations": 2},
+        {"method": "hift", "precision": "mixed_hi", "stream_bytes": 2**18, "token_ratio": 0.5},
+        {"method": "dense", "precision": "fp32"},
+        {"method": "dense", "precision": "mixed", "kernels": "cpu"},
+        {"method": "sft", "precision": "bf16", "density": 0.1},
+        {"method": "lora", "precision": "bf16"},
+    ],
+    ids=str,
+)
+def test_long_sequences_are_as_planned(settings: dict[str, Any], both: dict[str, Any]) -> None:
+    request = PlanRequest(**settings, **both, **LONGER)
+    plan = make_plan(request, LONG_LLAMA)
+    real = run_for_real(request, LONG_LLAMA)
+    assert plan.peak_bytes == pytest.approx(real.peak.device, rel=TOLERANCE), (plan.peak, real.peak)
+    assert max(group.host_activation_bytes for group in plan.groups) == real.highest.host_activations
+    without = make_plan(replace(request, offload_activations=False, token_tile_size=None), LONG_LLAMA)
+    assert plan.peak_bytes < without.peak_bytes
+    assert plan.host_bytes - without.host_bytes == real.highest.host_activations
+
+
 @pytest.mark.parametrize(
     "settings",
     [

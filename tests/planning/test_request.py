@@ -81,6 +81,12 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
             r"""use master="fp32", .* \(precision='mixed_hi'\)""",
         ),
         ({"keep_activations": -1, "gradient_checkpointing": True}, "keep_activations=-1 must be at least 0"),
+        ({"offload_activations": True}, "--offload_activations moves what .* add --gradient_checkpointing true, or"),
+        ({"token_tile_size": 0}, "token_tile_size=0 must be at least 1"),
+        (
+            {"token_tile_size": 512, "layout": "zero3", "num_gpus": 2},
+            "--token_tile_size does not go with ZeRO-3, .* take another layout",
+        ),
         ({"keep_activations": 2}, "--keep_activations 2 spares blocks .* add --gradient_checkpointing true, or leave"),
         (
             {"layout": "fsdp2", "num_gpus": 2, "method": "sft", "load_in_4bit": True},

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from slivertune.core.checkpointed_blocks import records_graph
 from slivertune.core.layers import find_blocks
 from slivertune.core.module_hook import ModelHandle, StandIn
-from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import compiled_call_of, uncompiled_module
 
 NUM_GRAPHS_LIMIT = 64
@@ -123,7 +123,7 @@ def _without_useless_checkpoint(block: Any, inputs: Any) -> Any:
     torch 2.13 can't compile a checkpoint in a graph that has no backward, as below the active group.
     """
     is_checkpointed = block.training and getattr(block, "gradient_checkpointing", False)
-    if not is_checkpointed or _records_graph(block, inputs):
+    if not is_checkpointed or records_graph(block, inputs):
         yield
         return
     block.gradient_checkpointing = False
@@ -131,12 +131,6 @@ def _without_useless_checkpoint(block: Any, inputs: Any) -> Any:
         yield
     finally:
         block.gradient_checkpointing = True
-
-
-def _records_graph(block: nn.Module, inputs: Any) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    return any(each.requires_grad for each in (*tensors_of(inputs), *block.parameters()))
 
 
 def compile_blocks(model: nn.Module, *, fullgraph: bool = True, **options: Any) -> CompiledBlocks:

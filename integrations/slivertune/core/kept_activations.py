@@ -4,24 +4,20 @@ A block that keeps them is not computed again in the backward. The uppermost one
 there: what they keep is needed first and is gone when the blocks below are computed again one by one. Kept lower down,
 it would still live beside each of these. And of the blocks above those that train, the uppermost are in every backward,
 whereas the lowest record nothing where what trains lies above them (HiFT): keeping them would spare nothing.
-
-Transformers gives each block a function that checkpoints it, and a switch. One of ours stands in for the function and
-decides block by block; the switch stays theirs (`activation_checkpointing_enable`), and where it is off, so is this.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slivertune.core.activation_room import ActivationRoom
-from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
+from slivertune.core.checkpointed_blocks import BeforeCheckpointing, CheckpointedBlocksHandle
+from slivertune.core.module_hook import ModuleHook
 from slivertune.core.setting_checks import check_integer
-from slivertune.core.transformers_internals import checkpointing_of, set_checkpointing
 
 NumKept: TypeAlias = int | Literal["auto"]
 """How many blocks keep their activations; "auto": as many as the device has room for."""
@@ -53,7 +49,7 @@ def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHa
         ...     train(model)
     """
     handle = KeptActivationsHandle(model, num_blocks)
-    if not any(block.gradient_checkpointing for block in handle.blocks):
+    if not handle.is_switched_on:
         handle.remove()
         raise ValueError(
             f"checkpointing is off in {type(model).__name__}, so that every block keeps its activations already; call "
@@ -62,7 +58,7 @@ def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHa
     return handle
 
 
-class KeptActivationsHandle(ModelHandle):
+class KeptActivationsHandle(CheckpointedBlocksHandle):
     """A model whose uppermost blocks keep their activations; also a context manager, which ends that at its end.
 
     Args:
@@ -76,9 +72,7 @@ class KeptActivationsHandle(ModelHandle):
     )
 
     def __init__(self, model: nn.Module, num_blocks: NumKept) -> None:
-        super().__init__()
-        self.blocks = find_checkpointed_blocks(model)
-        """What transformers checkpoints, from the bottom to the top."""
+        super().__init__(model)
         self._num_blocks = num_blocks
         self._room: ActivationRoom | None = None
         if num_blocks == "auto":
@@ -91,17 +85,7 @@ class KeptActivationsHandle(ModelHandle):
             )
         _keeping.update(self.blocks)
         self._undo.append(lambda: _keeping.difference_update(self.blocks))
-        self._place_of = {
-            layer: index
-            for index, block in enumerate(self.blocks)
-            for layer in block.modules()
-            if isinstance(layer, GradientCheckpointingLayer)
-        }
-        self._put()
-        self._undo.append(self._take_off)
-        # Checkpointing that is switched on anew comes with a function of its own.
-        for module in _holders_of(model, self.blocks):
-            self._undo.append(module.register_forward_pre_hook(ModuleHook(self._put)).remove)
+        self.put(model)
         if self._room is not None:
             begin, end = ModuleHook(self._room.expect_forward), ModuleHook(self._room.end_forward)
             self._undo.append(model.register_forward_pre_hook(begin).remove)
@@ -112,58 +96,20 @@ class KeptActivationsHandle(ModelHandle):
         """How many blocks keep their activations; with "auto" as it was in the last training forward."""
         return self._room.num_kept if isinstance(self._num_blocks, str) else self._num_blocks  # type: ignore[union-attr]
 
-    def _put(self, *_: Any) -> None:
-        for layer, place in self._place_of.items():
-            own = checkpointing_of(layer)
-            if own is not None and not isinstance(own, _Checkpointing):
-                set_checkpointing(layer, _Checkpointing(own, self, layer, place))
-
-    def _take_off(self) -> None:
-        for layer in self._place_of:
-            own = checkpointing_of(layer)
-            if isinstance(own, _Checkpointing):
-                set_checkpointing(layer, own.function)
-
     def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
-        """Run a forward: plainly if its block keeps its activations, else checkpointed.
-
-        Args:
-            own: Checkpoints the layer.
-            layer: A block, or a layer inside of one that is checkpointed by itself as well.
-            place: The block's, from the bottom.
-            forward: The layer's.
-            args: Of the forward, by position.
-        """
+        """Run a forward: plainly if its block keeps its activations, else checkpointed."""
         room, is_block = self._room, layer is self.blocks[place]
+        if room is not None and isinstance(own, BeforeCheckpointing):
+            raise RuntimeError(
+                "keep_activations='auto' measures what a block keeps beside its input, which offload_activations lets "
+                "wait on the host; give keep_activations a number, or leave out one of the two"
+            )
         if room is not None and is_block:
             room.enter_block(forward, args)
         num_kept = self.num_kept if room is None or room.is_open else 0
         if place >= len(self.blocks) - num_kept:
             return forward(*args)
         return own(forward if room is None or not is_block else room.watch(forward, place), *args)
-
-
-def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLayer, ...]:
-    """The modules that transformers checkpoints, but for those inside of others, from the bottom to the top.
-
-    Args:
-        model: Any module.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    found: list[GradientCheckpointingLayer] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
-            found.append(module)
-            inside.update(module.modules())
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no block that transformers checkpoints by itself "
-            "(GradientCheckpointingLayer), so none can keep its activations alone; leave keep_activations out"
-        )
-    return tuple(found)
 
 
 def check_num_kept(num_blocks: Any, num_present: int | None = None, model_name: str = "the model") -> None:
@@ -201,34 +147,3 @@ def without_checkpointing(num_blocks: object) -> str:
 
 
 _keeping: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-class _Checkpointing(StandIn):
-    """Stands in for what checkpoints a layer.
-
-    Args:
-        function: The layer's own.
-        handle: Decides.
-        layer: The layer.
-        place: Of its block, from the bottom.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], handle: KeptActivationsHandle, layer: nn.Module, place: int
-    ) -> None:
-        super().__init__(function)
-        self.keywords = getattr(function, "keywords", {})
-        """What `torch.utils.checkpoint.checkpoint` is called with: whether it is reentrant is read there."""
-        self._handle, self._layer, self._place = handle, layer, place
-
-    def __call__(self, forward: Callable[..., Any], *args: Any) -> Any:
-        """Run the forward, checkpointed or not."""
-        return self._handle.run(self.function, self._layer, self._place, forward, args)
-
-
-def _holders_of(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """The modules that hold a block: those by which a model, or a part of it, is called."""
-    wanted = set(blocks)
-    for module in model.modules():
-        if module not in wanted and any(each in wanted for each in module.modules()):
-            yield module

@@ -98,7 +98,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """
     block_lists = _find_block_lists(model)
     if not block_lists:
-        raise ValueError(f"{_no_blocks(model)}; only models with blocks can be compiled by block, or wait on the host")
+        raise ValueError(f"{_no_blocks(model)}; only models with blocks can be run block by block")
     return _blocks_in(block_lists)
 
 

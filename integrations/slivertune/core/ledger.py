@@ -23,7 +23,7 @@ from torch import nn
 from slivertune.core.module_hook import StandIn
 from slivertune.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass, storage_key
 
-Kind = Literal["parameters", "gradients", "state", "residual"]
+Kind = Literal["parameters", "gradients", "state", "activations", "residual"]
 MemoryTier = Literal["device", "host", "disk"]
 
 _DEVICE_KINDS: tuple[Kind, ...] = ("parameters", "gradients", "state", "residual")
@@ -42,7 +42,9 @@ class Census:
     residual: int = 0
     """Bytes on the device that no one claimed: activations, temporaries, leaks."""
     host: int = 0
-    """Bytes that an owner claimed for host memory."""
+    """Bytes that an owner claimed for host memory, but for activations."""
+    host_activations: int = 0
+    """Bytes of host memory for activations that wait there."""
     disk: int = 0
     """Bytes that an owner claimed for memory-mapped files, or keeps in files (`FileBytes`)."""
 
@@ -59,6 +61,8 @@ class Census:
             f"state on the device {self.state / 1e6:.1f} MB",
             f"state on the host {self.host / 1e6:.1f} MB",
         ]
+        if self.host_activations:
+            parts.append(f"activations on the host {self.host_activations / 1e6:.1f} MB")
         if self.disk:
             parts.append(f"state on disk {self.disk / 1e6:.1f} MB")
         return ", ".join(parts)
@@ -92,12 +96,18 @@ def claim(tensor: torch.Tensor, kind: Kind, tier: MemoryTier = "device") -> None
         kind: What the bytes are.
         tier: Where they count. `device` is where the model computes.
     """
-    label = kind if tier == "device" else tier
+    label = _label(kind, tier)
     for storage in _storages(tensor):
         known = _claim_of(storage)
         _claims[storage_key(storage)] = (label, _await_death(storage, _dead_claims) if known is None else known[1])
         for ledger in _watching:
             ledger._relabel(storage, label)
+
+
+def _label(kind: Kind, tier: MemoryTier) -> str:
+    if kind == "activations":
+        return "host_activations" if tier == "host" else "residual"
+    return kind if tier == "device" else tier
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
@@ -120,7 +130,7 @@ def _claim_of(storage: torch.UntypedStorage) -> tuple[str, _Death] | None:
 @contextmanager
 def claimed_at_birth(kind: Kind, tier: MemoryTier = "device") -> Iterator[None]:
     """Claim every storage that is allocated inside, from its first moment on, so that no peak sees it unclaimed."""
-    _birth_labels.append(kind if tier == "device" else tier)
+    _birth_labels.append(_label(kind, tier))
     try:
         yield
     finally:
@@ -200,7 +210,7 @@ class Ledger:
         self._model = model
         self._alive: dict[int, tuple[int, str, _Death]] = {}
         self._dead: deque[Any] = deque()
-        self._totals: dict[str, int] = dict.fromkeys((*_DEVICE_KINDS, "host", "disk"), 0)
+        self._totals: dict[str, int] = dict.fromkeys((*_DEVICE_KINDS, "host", "host_activations", "disk"), 0)
         self._device_total = 0
         self._peak_total = -1
         self._peak: dict[str, int] = dict(self._totals)

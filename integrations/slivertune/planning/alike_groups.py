@@ -37,14 +37,15 @@ def measure_alike(measure: Callable[[Group], StepPeak], members: Sequence[Group]
     """The largest step of groups alike. The lowest is run last, so that what a run leaves is its own.
 
     The lowest group has the deepest backward. But a block that trains keeps more than a frozen one, so that where
-    blocks keep their activations, the first group that keeps may take more.
+    blocks keep their activations, the first group that keeps may take more. And under a selection of tokens the forward
+    of a block below all that trains takes more than that of any other, since all its tokens go at once.
 
     Args:
         measure: Runs the steps of a group.
         members: The groups, from the bottom up.
         request: Says how many blocks keep, and how many layers a group has.
     """
-    places = {0}
+    places = {0} if request.token_ratio is None else {0, 1}
     if request.keep_activations:
         num_keeping = -(-request.keep_activations // request.layers_per_group)
         # Of groups of several layers the lowest that keeps may do so in part.

@@ -77,6 +77,8 @@ def train_command(request: PlanRequest, model_name_or_path: str) -> TrainCommand
         *given_arguments(request, ("attn_implementation",)),
         *(("--gradient_checkpointing", "true") if request.gradient_checkpointing else ()),
         *given_arguments(request, ("keep_activations",)),
+        *(("--offload_activations", "true") if request.offload_activations else ()),
+        *given_arguments(request, ("token_tile_size",)),
         *(("--chunked_cross_entropy", "false") if has_all_logits else ()),
         *given_arguments(request, ("token_ratio",)),
         *method.train_arguments(request),

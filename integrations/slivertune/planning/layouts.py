@@ -226,21 +226,22 @@ def _fp32_gradients(group: GroupPlan, ranks: int) -> int:
 
 
 def _host_bytes(plan: Plan, request: PlanRequest, sizes: LayerSizes) -> int:
-    """What each process keeps in host memory."""
-    ranks = request.num_gpus
+    """What each process keeps in host memory; activations are its own."""
+    ranks, activations = request.num_gpus, max(group.host_activation_bytes for group in plan.groups)
+    state = plan.host_bytes - activations
     if request.layout == "ddp":
         return plan.host_bytes
     if request.layout == "fsdp2":
-        waiting = math.ceil(plan.host_bytes / ranks)
+        waiting = activations + math.ceil(state / ranks)
         if not request.offload_parameters:
             return waiting
-        on_device = 0 if plan.host_bytes else sum(group.state_bytes * len(group.indices) for group in plan.groups)
+        on_device = 0 if state else sum(group.state_bytes * len(group.indices) for group in plan.groups)
         gradients = max(group.gradient_bytes for group in plan.groups)
         return waiting + math.ceil((sizes.stored + gradients + on_device) / ranks)
     waiting = 0
     if planned(request.method).waits_on_host(request):
         waiting = sum(_zero_state_bytes(group) * len(group.indices) for group in plan.groups)
-    return math.ceil((waiting + (sizes.stored if request.offload_parameters else 0)) / ranks)
+    return activations + math.ceil((waiting + (sizes.stored if request.offload_parameters else 0)) / ranks)
 
 
 class _NoOtherRank:

@@ -2,8 +2,9 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from transformers import (
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
 from slivertune.core.kept_activations import keep_activations
+from slivertune.core.offloaded_activations import offload_activations
+from slivertune.core.token_tiles import tile_tokens
 from slivertune.core.torch_internals import set_buffer
 from slivertune.planning.batches import make_batch
 from slivertune.planning.fake import without_data
@@ -145,7 +148,7 @@ def _plan(request: PlanRequest, model: nn.Module, steps: MeasuredSteps) -> Plan:
         gradient_bytes=largest.gradient_bytes,
         state_bytes=largest.state_bytes,
         residual_bytes=peak.residual,
-        host_bytes=steps.host_bytes,
+        host_bytes=steps.host_bytes + max(group.host_activation_bytes for group in steps.groups),
         disk_bytes=steps.disk_bytes,
         notes=steps.notes,
     )
@@ -181,15 +184,19 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
         if request.load_in_4bit:
             hold_in_4bit(model, dtype)
         if request.gradient_checkpointing:
-            # torch takes function modes off for the time of a backward, in which checkpoints are computed again.
             model.activation_checkpointing_enable(
                 activation_checkpointing_kwargs={
                     "use_reentrant": False,
-                    "context_fn": lambda: (nullcontext(), _as_in_forward(request)),
+                    "context_fn": partial(_again, request),
                 }
             )
         model = planned(request.method).change_model(model, request)
     return model.train()
+
+
+def _again(request: PlanRequest) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """In what a checkpoint is computed, and computed again: in a backward, torch takes function modes off."""
+    return nullcontext(), _as_in_forward(request)
 
 
 @contextmanager
@@ -219,7 +226,7 @@ def give_sizes(model: nn.Module) -> None:
 
 @contextmanager
 def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Put on the model what a run hooks on it, for a time, in the run's order: selection of tokens, chunked loss.
+    """Put on the model what a run hooks on it, for a time, in the run's order.
 
     Args:
         request: Says what.
@@ -232,6 +239,11 @@ def attached(request: PlanRequest, model: nn.Module) -> Iterator[tuple[str, ...]
     with ExitStack() as stack:
         if request.keep_activations:
             stack.enter_context(keep_activations(model, request.keep_activations))
+        if request.offload_activations:
+            stack.enter_context(offload_activations(model))
+        if request.token_tile_size is not None:
+            context = partial(_again, request)
+            stack.enter_context(tile_tokens(model, request.token_tile_size, recompute_context=context))
         if request.token_ratio is not None:
             stack.enter_context(TokenTune(ratio=request.token_ratio).attach(model))
         if request.task in ("causal_lm", "image_text") and request.chunked_cross_entropy:

@@ -76,6 +76,8 @@ class GroupPlan:
     """The peak of its step."""
     activation_bytes: int = 0
     """The most that forward and backward take beside parameters, gradients and state."""
+    host_activation_bytes: int = 0
+    """Host memory in which activations wait from its forwards to their backwards."""
     before_step: Moment | None = None
     """The peak of its forwards and backwards alone, where it was run."""
 
@@ -119,7 +121,7 @@ class Plan:
     residual_bytes: int
     """What is neither parameter, gradient nor state at the peak."""
     host_bytes: int
-    """What waits in host memory, of all groups together."""
+    """What waits in host memory: state of all groups together, and activations of the group with the most."""
     disk_bytes: int
     """What waits in files, of all groups together."""
     notes: tuple[str, ...] = ()

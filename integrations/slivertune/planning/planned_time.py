@@ -38,6 +38,8 @@ class PlannedTime:
     """Floating-point operations of an update on one GPU, those of recomputation included."""
     disk_bytes_per_update: float
     """That are written to files, and as many read."""
+    copied: str = "masters and state"
+    """What goes to the host and comes back."""
 
     @property
     def computing(self) -> dict[str, float]:
@@ -52,7 +54,7 @@ class PlannedTime:
         """Seconds of an update in which a GPU's computation stands still, by what for."""
         waits: dict[str, float] = {}
         if self.update.exposed > 0:
-            waits["copies of masters and state"] = self.update.exposed
+            waits[f"copies of {self.copied}"] = self.update.exposed
         for each in self.owed:
             seconds = each.waited_for(self.update.seconds.get(each.phase, 0.0))
             if seconds > 0:
@@ -154,6 +156,7 @@ def play_run(plan: Plan, schedule: Schedule, rates: Rates) -> PlannedTime:
         num_tokens=request.batch_size * request.seq_length * request.gradient_accumulation_steps * request.num_gpus,
         flops=schedule.mean_of_operators(lambda cost: cost[0]),
         disk_bytes_per_update=_disk_bytes_per_update(plan),
+        copied="masters, state and activations" if request.offload_activations else "masters and state",
     )
 
 

@@ -7,6 +7,7 @@ are run, and how many of the run's each stands for.
 import torch
 from transformers import PreTrainedConfig
 
+from slivertune.core.copy_streams import streams_made_by
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.make import built, on_one_gpu
 from slivertune.planning.methods import planned
@@ -29,7 +30,7 @@ def record_schedule(request: PlanRequest, config: PreTrainedConfig) -> Schedule:
         ValueError: If the method does not fit the model, or the model can't be run without data.
     """
     alone, recorder = on_one_gpu(request), ScheduleRecorder()
-    with built(alone, config) as (model, forward):
+    with built(alone, config) as (model, forward), streams_made_by(recorder.streams):
         shares = planned(alone.method).record(alone, model, forward, recorder)
     return Schedule(entries=recorder.entries, shares=shares)
 

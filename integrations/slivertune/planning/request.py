@@ -7,7 +7,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from slivertune.core.kept_activations import without_checkpointing
 from slivertune.core.layout import Layout
+from slivertune.core.offloaded_activations import offloading_without_checkpointing
 from slivertune.core.setting_checks import check_choice, check_integer
+from slivertune.core.token_tiles import tiles_under_zero3
 from slivertune.hift.base import BaseOptimizer
 from slivertune.hift.block_codes import WaitingForm
 from slivertune.hift.config import GradientPlace, MasterKind, StatePlace, UpdateMoment, WeightPlace
@@ -126,6 +128,18 @@ class PlanRequest:
     keep_activations: int = field(
         default=0,
         metadata=option(_RUN, "with gradient_checkpointing: blocks, from the top, that keep all after all", least=0),
+    )
+    offload_activations: bool = field(
+        default=False,
+        metadata=option(
+            _RUN, "with gradient_checkpointing: the inputs of blocks wait in host memory from forward to backward"
+        ),
+    )
+    token_tile_size: int | None = field(
+        default=None,
+        metadata=option(
+            _RUN, "tokens of a batch that go through an MLP or a norm at a time, computed again in backward; else all"
+        ),
     )
     chunked_cross_entropy: bool = field(
         default=True,
@@ -564,6 +578,10 @@ class PlanRequest:
         """What training would refuse, in its own words."""
         if self.keep_activations and not self.gradient_checkpointing:
             return without_checkpointing(self.keep_activations)
+        if self.offload_activations and not self.gradient_checkpointing:
+            return offloading_without_checkpointing()
+        if self.token_tile_size is not None and self.layout == "zero3":
+            return tiles_under_zero3()
         if self.load_in_4bit and self.layout == "zero3":
             return clash_with_zero3()
         if self.load_in_4bit and self.method == "sft":

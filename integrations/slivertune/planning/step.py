@@ -206,6 +206,7 @@ def group_plan(
         indices=indices,
         peak=Moment(group=index, phase=peak.phase, **asdict(peak.census)),
         activation_bytes=peak.activations,
+        host_activation_bytes=peak.highest.host_activations,
         before_step=Moment(group=index, phase=phase_before, **asdict(peak.before_step)),
         name=name,
         num_parameters=num_parameters,

@@ -10,6 +10,8 @@ from torch import nn
 
 from slivertune.core.compiled_blocks import runs_compiled
 from slivertune.core.module_hook import ModelHandle, ModuleHook
+from slivertune.core.token_tiles import runs_in_tiles
+from slivertune.core.token_wise import norms_outside
 from slivertune.core.transformers_internals import attention_of, find_transformers_model
 from slivertune.tokentune.attention import has_registry, intercept, is_hooked
 from slivertune.tokentune.config import Pattern, TokenTune
@@ -36,7 +38,6 @@ from slivertune.tokentune.wrapping import (
     attends_once,
     attention_modules,
     find_layer_list,
-    norms_outside,
     token_wise_children,
 )
 
@@ -191,7 +192,8 @@ class TokenTuneHandle(ModelHandle):
 
         # As SFT's layers under ZeRO-3, whose deltas the engine must not see.
         layer_rows.has_other_forwards = any(
-            "forward" in vars(module) and not runs_compiled(module) for module in layer.modules()
+            "forward" in vars(module) and not runs_compiled(module) and not runs_in_tiles(module)
+            for module in layer.modules()
         )
         self._layer_rows.append(layer_rows)
         self._undo.append(layer.register_forward_pre_hook(ModuleHook(enter), with_kwargs=True).remove)

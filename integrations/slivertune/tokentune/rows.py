@@ -77,23 +77,25 @@ class Rows(NumberedRows):
             The selected rows, through which gradients flow, and the others as constants, each laid out like the tensor.
         """
         base = viewed_by(tensor)
+        is_all_of_base = tensor.numel() == base.numel() and tensor.is_contiguous()
         known = self._parts.get(id(base))
         if (
             known is not None
+            and is_all_of_base
             and known[0]() is base
             and known[1] == version_of(tensor)
             # What a checkpoint computed without a graph has become its output, which has one.
             and known[2].requires_grad == tensor.requires_grad
-            and tensor.numel() == base.numel()
-            and tensor.is_contiguous()
         ):
             return self._lay_out(known[2], tensor, layout), self._lay_out(known[3], tensor, layout)
         by_token = tensor.transpose(1, 2) if layout == "heads" else tensor
         flat = by_token if layout == "flat" else by_token.flatten(0, 1)
         selected = take(flat, self.selected)
         others = flat.detach().index_select(0, self.others)
-        if base is tensor and layout != "heads":
-            self._remember(tensor, selected, others)  # as when projections of queries, keys and values share an input
+        if is_all_of_base and layout != "heads":
+            # As when projections of queries, keys and values share an input. Whether that is a view must not matter:
+            # what a checkpoint was given as one comes back as none from the host (`offload_activations`).
+            self._remember(base, selected, others)
         if layout == "flat":
             return selected, others
         parts = [part.unflatten(0, (self.batch, -1)) for part in (selected, others)]

@@ -1,7 +1,6 @@
 """Modules that treat each token for itself: the selected rows with gradients, then the others without."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,13 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from slivertune.core.torch_internals import Convolution
+from slivertune.core.token_wise import children_beside_attention, holds_attention, is_attention, is_norm
 from slivertune.tokentune.compiled_rows import CompiledRows
 from slivertune.tokentune.numbered_rows import TokenLayout
 from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext
-
-_ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
-"""What a module asks for that treats tokens by their places."""
 
 
 class TokenWise:
@@ -45,7 +41,7 @@ class TokenWise:
         self.checkpointed = checkpointed
         # A linear layer, in 4 bits or not, or PEFT's layer around one.
         is_linear = isinstance(getattr(self.module, "base_layer", self.module), nn.Linear)
-        self.works_on_last_dimension = is_linear or _is_norm(self.module)
+        self.works_on_last_dimension = is_linear or is_norm(self.module)
         self.has_parameters = any(True for _ in self.module.parameters())
         self.was_wrapped = "forward" in vars(self.module)
         self.module.forward = self.run
@@ -150,10 +146,6 @@ def _call(forward: Callable[..., Any], values: Sequence[Any], names: tuple[str, 
     return forward(*values[:num_positional], **dict(zip(names, values[num_positional:], strict=True)))
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
-
-
 def _merge_results(rows: Rows | CompiledRows, selected: Any, others: Any, given: TokenLayout) -> Any:
     if isinstance(selected, torch.Tensor):
         layout = rows.output_layout(selected, given)
@@ -192,14 +184,9 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer) and holds_attention(module)
 
 
-def holds_attention(module: nn.Module) -> bool:
-    """Whether a module is, or holds, an attention module."""
-    return any(map(_is_attention, module.modules()))
-
-
 def attention_modules(layer: nn.Module) -> list[nn.Module]:
     """The attention modules of a layer."""
-    return [each for each in layer.modules() if _is_attention(each)]
+    return [each for each in layer.modules() if is_attention(each)]
 
 
 def attends_once(layer: nn.Module) -> bool:
@@ -207,17 +194,11 @@ def attends_once(layer: nn.Module) -> bool:
     return sum(not any(map(holds_attention, each.children())) for each in attention_modules(layer)) == 1
 
 
-def _is_attention(module: nn.Module) -> bool:
-    name = type(module).__name__
-    return "Attention" in name or name.endswith("MLA")  # multi-head latent attention, as LongCat calls it
-
-
-def token_wise_children(module: nn.Module, *, in_attention: bool = False) -> Iterator[tuple[nn.Module, str, bool]]:
+def token_wise_children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, bool]]:
     """The largest modules of a layer that hold no attention.
 
     Args:
-        module: A layer.
-        in_attention: Whether it is inside an attention module.
+        layer: A layer.
 
     Yields:
         The module that holds it, its name there, and whether it is a part of an attention module.
@@ -225,35 +206,16 @@ def token_wise_children(module: nn.Module, *, in_attention: bool = False) -> Ite
     Raises:
         ValueError: If one mixes tokens: a convolution, or what is given positions or a mask.
     """
-    for name, child in module.named_children():
-        if "Rotary" in type(child).__name__ or isinstance(child, nn.Embedding):
-            continue
-        if isinstance(child, nn.ModuleList) or holds_attention(child):
-            yield from token_wise_children(child, in_attention=in_attention or _is_attention(child))
-            continue
-        if "Indexer" in type(child).__name__:
-            continue  # it looks at all tokens and names those to attend to; no gradient passes what it returns
-        mixing = [type(each).__name__ for each in child.modules() if isinstance(each, Convolution)]
-        if mixing:
+    for child in children_beside_attention(layer):
+        if child.convolution is not None:
             raise ValueError(
-                f"{mixing[0]} in {name} mixes tokens inside a layer, and TokenTune can't split what mixes them"
+                f"{child.convolution} in {child.name} mixes tokens inside a layer, and TokenTune can't split what "
+                "mixes them"
             )
-        places = _ARGUMENTS_OF_MIXERS.intersection(inspect.signature(type(child).forward).parameters)
-        if places:
+        if child.places:
             raise ValueError(
-                f"{name} ({type(child).__name__}) is given {', '.join(sorted(places))}, so it sees which tokens stand "
-                "where, and is no attention that TokenTune knows; it can't be split by token: train this model "
-                "without TokenTune"
+                f"{child.name} ({type(child.module).__name__}) is given {', '.join(child.places)}, so it sees which "
+                "tokens stand where, and is no attention that TokenTune knows; it can't be split by token: train this "
+                "model without TokenTune"
             )
-        yield module, name, in_attention
-
-
-def norms_outside(model: nn.Module, layers: nn.ModuleList) -> Iterator[tuple[nn.Module, str]]:
-    """Norms before and after the layers, each as the module that holds it and its name there."""
-    inside = set(layers.modules())
-    for parent in model.modules():
-        if parent in inside:
-            continue
-        for name, child in parent.named_children():
-            if _is_norm(child) and not list(child.children()):
-                yield parent, name
+        yield child.parent, child.name, child.in_attention

@@ -9,6 +9,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
 from slivertune.chunked_loss import ChunkedCrossEntropyHandle
 from slivertune.core.kept_activations import KeptActivationsHandle
+from slivertune.core.offloaded_activations import OffloadedActivationsHandle
+from slivertune.core.token_tiles import TokenTilesHandle, tile_tokens, tiles_under_zero3
 from slivertune.core.transformers_internals import use_one_device
 from slivertune.interop.checkpoints import keep_manifest_last, stop_at_the_end
 from slivertune.interop.compilation import BlockCompilation
@@ -53,6 +55,10 @@ class Run:
     """None where all tokens carry gradient."""
     kept: KeptActivationsHandle | None
     """None where no block was asked to keep its activations under checkpointing."""
+    offloaded: OffloadedActivationsHandle | None
+    """None where the inputs of checkpointed blocks stay on the device."""
+    tiles: TokenTilesHandle | None
+    """None where MLPs and norms see whole batches."""
     num_parameters: int
     """Weights of the model, adapters included."""
     num_trained: int
@@ -95,6 +101,10 @@ class Run:
             self.tokens.remove()
         if self.kept is not None:
             self.kept.remove()
+        if self.offloaded is not None:
+            self.offloaded.remove()
+        if self.tiles is not None:
+            self.tiles.remove()
         self.compilation.end()
         self.method.close()
 
@@ -179,6 +189,7 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     facts.update(method.facts())
     # TokenTune reads a layer's forward as it finds it, and SFT's layer form puts its own there.
     method.attach(trainer)
+    tiles = _attach_tiles(trainer.model, arguments.run.token_tile_size, layout)
     tokens = attach_tokens(trainer, arguments.tokens, checkpoint=arguments.folder.checkpoint)
     # With fewer graphs, and the loss still in chunks; and nothing else survives a rotation or a selection.
     compilation = BlockCompilation(trainer, fullgraph=method.name == "hift" or tokens is not None)
@@ -187,6 +198,9 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
     num_kept, trained_model = arguments.run.num_kept, trainer.model
     # The Trainer switches checkpointing on when it begins to train.
     kept = None if num_kept is None or trained_model is None else KeptActivationsHandle(trained_model, num_kept)
+    offloaded = None
+    if arguments.run.offload_activations and trained_model is not None:
+        offloaded = OffloadedActivationsHandle(trained_model)
     # Last of all that write into checkpoints.
     keep_manifest_last(trainer, marker)
     stop_at_the_end(trainer)
@@ -200,6 +214,8 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         loss=loss,
         tokens=tokens,
         kept=kept,
+        offloaded=offloaded,
+        tiles=tiles,
         num_parameters=sum(count for count, _ in counts),
         num_trained=method.num_trained(sum(count for count, is_trained in counts if is_trained)),
         display=display,
@@ -217,6 +233,14 @@ def assemble(arguments: TrainArguments, console: Console, coordinator: LaunchCoo
         ),
         facts=facts,
     )
+
+
+def _attach_tiles(model: Any, tile_size: int | None, layout: str) -> TokenTilesHandle | None:
+    if tile_size is None:
+        return None
+    if layout == "zero3":
+        raise ValueError(tiles_under_zero3())
+    return tile_tokens(model, tile_size)
 
 
 def _facts(arguments: TrainArguments) -> dict[str, Any]:

@@ -57,6 +57,8 @@ def plan_request(
         "seq_length": _longest_row(task),
         "gradient_checkpointing": training.activation_checkpointing,
         "keep_activations": arguments.run.num_kept or 0,
+        "offload_activations": arguments.run.offload_activations,
+        "token_tile_size": arguments.run.token_tile_size,
         "chunked_cross_entropy": is_chunked,
         "token_ratio": arguments.tokens.token_ratio,
         "attn_implementation": arguments.model.attn_implementation,

@@ -218,6 +218,8 @@ def _settings(run: Run) -> dict[str, Any]:
         "max_length": run.task.max_length,
         "load_in_4bit": run.arguments.model.load_in_4bit,
         "keep_activations": run.arguments.run.num_kept,
+        "offload_activations": run.arguments.run.offload_activations,
+        "token_tile_size": run.arguments.run.token_tile_size,
         "chunked_cross_entropy": run.loss is not None,
         "token_ratio": run.arguments.tokens.token_ratio,
         "token_pattern": None if run.tokens is None else run.tokens.pattern,

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from slivertune.core.kept_activations import NumKept, check_num_kept
 from slivertune.core.setting_checks import integer_or_auto
+from slivertune.core.token_tiles import check_tile_size
 from slivertune.tokentune.config import Pattern
 
 LedgerUse = Literal["every_cycle", "first_cycles", "off"]
@@ -68,6 +69,21 @@ class RunArguments:
             "computed again: a number, or on one CUDA device auto, as many as it has room for. The bits stay the same.",
         },
     )
+    offload_activations: bool = field(
+        default=False,
+        metadata={
+            "help": "With --gradient_checkpointing: the inputs of blocks wait in host memory from the forward to the "
+            "backward, for long sequences. The bits stay the same."
+        },
+    )
+    token_tile_size: int | None = field(
+        default=None,
+        metadata={
+            "metavar": "N",
+            "help": "Let MLPs and norms go through long batches in tiles of so many tokens, which the backward "
+            "computes again; 8192, say. By default batches go whole.",
+        },
+    )
     non_finite_limit: int = field(
         default=10,
         metadata={"help": "Stop after this many updates in a row with a loss or gradient that is not finite."},
@@ -105,6 +121,8 @@ class RunArguments:
             raise ValueError(f"sample_tokens={self.sample_tokens} must be at least 0, which writes no samples")
         if self.num_kept is not None and self.num_kept != "auto":
             check_num_kept(self.num_kept)
+        if self.token_tile_size is not None:
+            check_tile_size(self.token_tile_size)
 
     @property
     def num_kept(self) -> NumKept | None:

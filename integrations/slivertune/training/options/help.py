@@ -78,7 +78,15 @@ _OF_TRAINING = (
     "seed",
     "non_finite_limit",
 )
-_OF_MEMORY = ("bf16", "gradient_checkpointing", "keep_activations", "chunked_cross_entropy", "memory_ledger")
+_OF_MEMORY = (
+    "bf16",
+    "gradient_checkpointing",
+    "keep_activations",
+    "offload_activations",
+    "token_tile_size",
+    "chunked_cross_entropy",
+    "memory_ledger",
+)
 
 
 class PrintHelp(argparse.Action):

@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 
 from slivertune.core.activation_room import check_can_measure
 from slivertune.core.kept_activations import without_checkpointing
+from slivertune.core.offloaded_activations import offloading_without_checkpointing
 from slivertune.training.early_stopping import check_early_stopping
 from slivertune.training.methods import TrainingMethod
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS, check_method, check_method_takes_4bit
@@ -111,6 +112,7 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
     training.mixed_precision = precision.autocast
     method.check(given, training)
     _check_task(data, tokens, training)
+    _check_long(run, training)
     _check_kept(run, training)
     check_early_stopping(run.early_stopping_patience, training)
     return TrainArguments(
@@ -216,6 +218,28 @@ def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
         raise ValueError(without_checkpointing(run.num_kept))
     if run.num_kept == "auto":
         check_can_measure(training.device.type, training.world_size)
+
+
+def _check_long(run: RunArguments, training: TrainingArguments) -> None:
+    """Refuse offloading where nothing is checkpointed, and what offloading and tiles can't go with."""
+    if run.offload_activations and not training.activation_checkpointing:
+        raise ValueError(offloading_without_checkpointing())
+    if run.offload_activations and run.num_kept == "auto":
+        raise ValueError(
+            "--keep_activations auto measures what a block keeps beside its input, which --offload_activations lets "
+            "wait on the host; give --keep_activations a number, or leave out one of the two"
+        )
+    asked = [f"--{name}" for name in ("offload_activations", "token_tile_size") if getattr(run, name)]
+    if asked and training.torch_compile:
+        raise ValueError(
+            f"{' and '.join(asked)}: copies and checkpoints inside a block, which --torch_compile can't take into its "
+            "graph; leave out one of the two"
+        )
+    if run.token_tile_size is not None and training.use_liger_kernel:
+        raise ValueError(
+            "--use_liger_kernel gives MLPs and norms other forwards, which --token_tile_size would be lost with; leave "
+            "out one of the two"
+        )
 
 
 def _build(kind: type[_Dataclass], values: dict[str, Any]) -> _Dataclass:

@@ -254,6 +254,10 @@ def describe(run: Run) -> None:
     if run.kept is not None:
         number = "as many as there is room for" if arguments.run.num_kept == "auto" else str(run.kept.num_kept)
         say(f"  keeps   activations of the uppermost of {len(run.kept.blocks)} checkpointed blocks: {number}")
+    if run.offloaded is not None:
+        say(f"  offload inputs of {len(run.offloaded.blocks)} checkpointed blocks wait in host memory")
+    if run.tiles is not None:
+        say(f"  tiles   of {arguments.run.token_tile_size:,} tokens in {len(run.tiles.paths)} MLPs and norms")
     schedule = enum_value(training.lr_scheduler_type)
     say(f"  rate    {training.learning_rate:g}, {run.method.optimizer_name(training)}, {schedule} schedule")
     say(f"  writes  {training.output_dir}")

@@ -1,0 +1,172 @@
+"""The blocks of a model that transformers checkpoints, and what may stand before their checkpointing.
+
+Transformers gives each block a function that checkpoints it, and a switch. Stand-ins of ours take the function's place
+and call it, one inside of the other; the switch stays theirs (`activation_checkpointing_enable`), and where it is off,
+so are they.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
+from slivertune.core.outputs import tensors_of
+from slivertune.core.transformers_internals import checkpointing_of, set_checkpointing
+
+
+class CheckpointedBlocksHandle(ModelHandle):
+    """Stands before the checkpointing of a model's blocks; a subclass says in `run` what happens there.
+
+    Args:
+        model: A transformers model, or a PEFT model around one; checkpointing may be switched on later.
+
+    Raises:
+        ValueError: If transformers checkpoints no block of the model.
+    """
+
+    is_innermost: ClassVar[bool] = False
+    """Whether no other stand-in comes between this one and the function itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.blocks = find_checkpointed_blocks(model)
+        """What transformers checkpoints, from the bottom to the top."""
+        self._place_of = {
+            layer: index
+            for index, block in enumerate(self.blocks)
+            for layer in block.modules()
+            if isinstance(layer, GradientCheckpointingLayer)
+        }
+
+    def put(self, model: nn.Module) -> None:
+        """Put the stand-ins on; called by a subclass when it is ready to `run`.
+
+        Args:
+            model: The model.
+        """
+        self._put()
+        self._undo.append(self._take_off)
+        # Checkpointing that is switched on anew comes with a function of its own.
+        for module in _holders_of(model, self.blocks):
+            self._undo.append(module.register_forward_pre_hook(ModuleHook(self._put)).remove)
+
+    @property
+    def is_switched_on(self) -> bool:
+        """Whether any block is checkpointed now."""
+        return any(block.gradient_checkpointing for block in self.blocks)
+
+    def run(self, own: Callable[..., Any], layer: nn.Module, place: int, forward: Any, args: tuple[Any, ...]) -> Any:
+        """Run a layer's forward.
+
+        Args:
+            own: Checkpoints the layer, called with `forward` and `args`.
+            layer: A block, or a layer inside of one that is checkpointed by itself as well.
+            place: The block's, from the bottom.
+            forward: The layer's, with its arguments by name (`functools.partial`).
+            args: Of the forward, by position.
+        """
+        raise NotImplementedError
+
+    def _put(self, *_: Any) -> None:
+        for layer, place in self._place_of.items():
+            own = checkpointing_of(layer)
+            if own is None or any(each.handle is self for each in _stand_ins(own)):
+                continue
+            last = next(reversed(list(_stand_ins(own))), None) if self.is_innermost else None
+            if last is None:
+                set_checkpointing(layer, BeforeCheckpointing(own, self, layer, place))
+            else:
+                last.function = BeforeCheckpointing(last.function, self, layer, place)
+
+    def _take_off(self) -> None:
+        for layer in self._place_of:
+            own, outer = checkpointing_of(layer), None
+            for each in _stand_ins(own):
+                if each.handle is not self:
+                    outer = each
+                elif outer is None:
+                    set_checkpointing(layer, each.function)
+                else:
+                    outer.function = each.function
+
+
+class BeforeCheckpointing(StandIn):
+    """Stands in for what checkpoints a layer.
+
+    Args:
+        function: The layer's own, or another stand-in.
+        handle: Decides.
+        layer: The layer.
+        place: Of its block, from the bottom.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], handle: CheckpointedBlocksHandle, layer: nn.Module, place: int
+    ) -> None:
+        super().__init__(function)
+        self.keywords = getattr(function, "keywords", {})
+        """What `torch.utils.checkpoint.checkpoint` is called with: whether it is reentrant is read there."""
+        self.handle = handle
+        """Decides."""
+        self._layer, self._place = layer, place
+
+    def __call__(self, forward: Callable[..., Any], *args: Any) -> Any:
+        """Run the forward as the handle says."""
+        return self.handle.run(self.function, self._layer, self._place, forward, args)
+
+
+def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLayer, ...]:
+    """The modules that transformers checkpoints, but for those inside of others, from the bottom to the top.
+
+    Args:
+        model: Any module.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    found: list[GradientCheckpointingLayer] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module not in inside:
+            found.append(module)
+            inside.update(module.modules())
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no block that transformers checkpoints by itself "
+            "(GradientCheckpointingLayer), so that none can keep its activations alone, or let its input wait on the "
+            "host; leave keep_activations and offload_activations out"
+        )
+    return tuple(found)
+
+
+def records_graph(block: nn.Module, inputs: Any) -> bool:
+    """Whether a block's forward is recorded for a backward: not where nothing in it or below it trains.
+
+    Args:
+        block: The block.
+        inputs: A nest with the tensors that it is given.
+    """
+    if not torch.is_grad_enabled():
+        return False
+    return any(each.requires_grad for each in (*tensors_of(inputs), *block.parameters()))
+
+
+def _stand_ins(function: Any) -> Iterator[BeforeCheckpointing]:
+    """The stand-ins before a function, from the outermost."""
+    while isinstance(function, BeforeCheckpointing):
+        inner = function.function
+        yield function
+        function = inner
+
+
+def _holders_of(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The modules that hold a block: those by which a model, or a part of it, is called."""
+    wanted = set(blocks)
+    for module in model.modules():
+        if module not in wanted and any(each in wanted for each in module.modules()):
+            yield module

@@ -1,0 +1,96 @@
+"""The modules of a transformer that treat each token for itself: all but attention, convolutions and other mixers."""
+
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from slivertune.core.torch_internals import Convolution
+
+_ARGUMENTS_OF_MIXERS = frozenset(("attention_mask", "position_ids", "position_embeddings", "past_key_values"))
+"""What a module asks for that treats tokens by their places."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BesideAttention:
+    """One of the largest modules of a block that hold no attention."""
+
+    parent: nn.Module
+    """The module that holds it."""
+    name: str
+    """Its name there."""
+    in_attention: bool
+    """Whether it is a part of an attention module."""
+    convolution: str | None
+    """Class of a convolution in it, which mixes tokens; None where there is none."""
+    places: tuple[str, ...]
+    """What it is given that says which tokens stand where; empty where it treats each token for itself."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The module itself."""
+        return self.parent.get_submodule(self.name)
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether what it computes of a token depends on other tokens, or on its place."""
+        return self.convolution is not None or bool(self.places)
+
+
+def children_beside_attention(module: nn.Module, *, in_attention: bool = False) -> Iterator[BesideAttention]:
+    """The largest modules of a block that hold no attention, without embeddings of places and what only ranks tokens.
+
+    Args:
+        module: A block.
+        in_attention: Whether it is inside an attention module.
+    """
+    for name, child in module.named_children():
+        if "Rotary" in type(child).__name__ or isinstance(child, nn.Embedding):
+            continue
+        if isinstance(child, nn.ModuleList) or holds_attention(child):
+            yield from children_beside_attention(child, in_attention=in_attention or is_attention(child))
+            continue
+        if "Indexer" in type(child).__name__:
+            continue  # it looks at all tokens and names those to attend to; no gradient passes what it returns
+        convolutions = (type(each).__name__ for each in child.modules() if isinstance(each, Convolution))
+        asked = inspect.signature(type(child).forward).parameters
+        yield BesideAttention(
+            parent=module,
+            name=name,
+            in_attention=in_attention,
+            convolution=next(convolutions, None),
+            places=tuple(sorted(_ARGUMENTS_OF_MIXERS.intersection(asked))),
+        )
+
+
+def holds_attention(module: nn.Module) -> bool:
+    """Whether a module is, or holds, an attention module."""
+    return any(map(is_attention, module.modules()))
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention module, by its class."""
+    name = type(module).__name__
+    return "Attention" in name or name.endswith("MLA")  # multi-head latent attention, as LongCat calls it
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm, by its class."""
+    return "norm" in type(module).__name__.lower()
+
+
+def norms_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """Norms before and after the blocks, each as the module that holds it and its name there.
+
+    Args:
+        model: The model.
+        blocks: Its blocks.
+    """
+    inside = {each for block in blocks for each in block.modules()}
+    for parent in model.modules():
+        if parent in inside:
+            continue
+        for name, child in parent.named_children():
+            if is_norm(child) and not list(child.children()):
+                yield parent, name

@@ -1,0 +1,142 @@
+"""Activations that wait in host memory from the forward to the backward.
+
+A copy leaves on a side stream under the forward that comes after it, and the next one that will be needed is on its way
+back while the backward works on the last. The memory on the host is kept for later steps: registering pages with the
+driver takes longer than a copy.
+"""
+
+import weakref
+
+import torch
+
+from slivertune.core.copy_streams import CopyStreams, Event, copy_streams
+from slivertune.core.host_memory import available_host_bytes
+from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.core.torch_internals import is_without_data
+
+
+class WaitingActivation:
+    """One tensor in host memory, until this object dies: the graph holds it."""
+
+    __slots__ = ("__weakref__", "record")
+
+    def __init__(self, record: "_Record") -> None:
+        self.record = record
+
+
+class WaitingActivations:
+    """Owns host memory for one device's activations, and the copies to and fro.
+
+    Args:
+        device: Where the activations are computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams: CopyStreams = copy_streams(device)
+        self._free: list[torch.Tensor] = []
+        self._leaving: list[tuple[Event, torch.Tensor]] = []
+        self._waiting: weakref.WeakValueDictionary[int, WaitingActivation] = weakref.WeakValueDictionary()
+        self._num_stored = 0
+
+    def store(self, tensor: torch.Tensor, place: int) -> WaitingActivation:
+        """Let a tensor leave. It stays on the device as well, until `settle`.
+
+        Args:
+            tensor: The activation.
+            place: Of the block whose input it is: the backward asks for that below the last it asked for.
+
+        Raises:
+            MemoryError: If the host has no room for it.
+        """
+        buffer = self._take(tensor.nbytes)
+        host = _dense_part(buffer, tensor)
+        # The computing stream has waited for whatever was loaded from there.
+        with self._streams.on("outbound", self._streams.record()):
+            host.copy_(tensor, non_blocking=True)
+            stored = self._streams.record("outbound")
+        self._leaving.append((stored, tensor))
+        self._num_stored += 1
+        record = _Record(self._num_stored, place, host, stored, buffer)
+        waiting = WaitingActivation(record)
+        weakref.finalize(waiting, self._end, record).atexit = False
+        self._waiting[record.number] = waiting
+        return waiting
+
+    def settle(self) -> None:
+        """Let go of what was leaving: what is computed from now on comes after that."""
+        while self._leaving:
+            event, _ = self._leaving.pop()
+            self._streams.compute_after(event)
+
+    def load(self, waiting: WaitingActivation) -> torch.Tensor:
+        """Bring a tensor back, and begin to bring back that of the block below.
+
+        Args:
+            waiting: What `store` gave.
+        """
+        record = waiting.record
+        self._begin_load(record)
+        assert record.loading is not None
+        tensor, loaded = record.loading
+        record.loading = None
+        self._streams.compute_after(loaded)
+        below = [each.record for each in self._waiting.values() if each.record.number < record.number]
+        # What was stored before may be of another forward, whose turn has not come.
+        if below and below[-1].place < record.place:
+            self._begin_load(below[-1])
+        return tensor
+
+    def _begin_load(self, record: "_Record") -> None:
+        if record.loading is not None:
+            return
+        # Of the computing stream's memory, so that what is queued there is done with it.
+        tensor = torch.empty_strided(
+            record.host.shape, record.host.stride(), dtype=record.host.dtype, device=self._streams.device
+        )
+        with self._streams.on("inbound", self._streams.record(), record.stored):
+            tensor.copy_(record.host, non_blocking=True)
+            loaded = self._streams.record("inbound")
+        record.loading = tensor, loaded
+
+    def _end(self, record: "_Record") -> None:
+        if record.loading is not None:
+            self._streams.compute_after(record.loading[1])
+        self._free.append(record.buffer)
+
+    def _take(self, num_bytes: int) -> torch.Tensor:
+        self._free.sort(key=lambda each: each.nbytes)
+        place = next((place for place, each in enumerate(self._free) if each.nbytes >= num_bytes), None)
+        if place is not None:
+            return self._free.pop(place)
+        if self._free:
+            self._free.pop()  # sequences have become longer: a larger one takes its place
+        return self._allocate(num_bytes)
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        free = None if is_without_data() else available_host_bytes()
+        if free is not None and num_bytes > free:
+            raise MemoryError(
+                f"an input of a block takes {num_bytes:,} bytes and the host has {free:,} left for what "
+                "offload_activations lets wait there; take shorter or fewer sequences, or leave offload_activations out"
+            )
+        with claimed_at_birth("activations", "host"):
+            memory = self._streams.host_memory(num_bytes)
+        claim(memory, "activations", "host")
+        return memory
+
+
+class _Record:
+    """What is known of an activation that waits."""
+
+    __slots__ = ("buffer", "host", "loading", "number", "place", "stored")
+
+    def __init__(self, number: int, place: int, host: torch.Tensor, stored: Event, buffer: torch.Tensor) -> None:
+        self.number, self.place, self.host, self.stored, self.buffer = number, place, host, stored, buffer
+        self.loading: tuple[torch.Tensor, Event] | None = None
+        """On the device, and when it has arrived there."""
+
+
+def _dense_part(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The beginning of a flat buffer in another tensor's form; the order of its elements decides how sums round."""
+    form = torch.empty_like(like, device="meta")
+    return memory[: like.nbytes].view(like.dtype).as_strided(form.shape, form.stride())
