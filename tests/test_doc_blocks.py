@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import slivertune
 from slivertune.cli import _make_parser, main
@@ -134,6 +134,8 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         dataloader_pin_memory=False,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    path = tmp_path / "base"
+    model.save_pretrained(path)
     return {
         "st": slivertune,
         "torch": torch,
@@ -146,7 +148,11 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         # TRL's is a Trainer as well, and has tests of its own.
         "SFTTrainer": Trainer,
         "Accelerator": lambda: Accelerator(cpu=True),
+        "HiFT": slivertune.HiFT,
         "HiFTConfig": slivertune.HiFTConfig,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "path": path,
+        "device": "cpu",
         "loader": torch.utils.data.DataLoader(rows),  # type: ignore[arg-type]
         "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
         "optimizer": optimizer,
@@ -163,7 +169,8 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        *[("hift", number) for number in range(1, 5)],
+        *[("hift", number) for number in range(1, 7)],
+        ("long-sequences", 0),
         ("ranks", 0),
         ("sft", 0),
         ("trainers", 0),
@@ -210,7 +217,7 @@ def test_deltas_are_saved_applied_and_summed_as_the_page_says(scope: dict[str, A
 
 
 def test_a_script_adds_its_own_numbers_to_the_log_as_the_page_says(scope: dict[str, Any]) -> None:
-    exec(compile(python_blocks("hift")[4].replace("trainer.train()", ""), "hift.md", "exec"), scope)
+    exec(compile(python_blocks("hift")[6].replace("trainer.train()", ""), "hift.md", "exec"), scope)
     scope["trainer"].args.logging_steps = 1
     scope["queue"] = [0] * 7
     exec(compile(python_blocks("watching")[0], "watching.md", "exec"), scope)
@@ -223,5 +230,6 @@ def test_each_block_of_python_is_run_by_a_test() -> None:
     found = {page.stem: len(python_blocks(page.stem)) for page in PAGES[1:] if python_blocks(page.stem)}
     assert found.pop("coming-from") == 8
     assert found == {
-        "hift": 5, "ranks": 2, "sft": 2, "trainers": 1, "tokentune": 2, "chunked_cross_entropy": 1, "watching": 1,
+        "hift": 7, "ranks": 2, "sft": 2, "trainers": 1, "tokentune": 2, "chunked_cross_entropy": 1, "watching": 1,
+        "long-sequences": 1,
     }  # fmt: skip

@@ -20,7 +20,7 @@ from slivertune.training.options.arguments import enum_value
 from slivertune.training.options.parse import TrainArguments, parse_train_arguments
 from tests.training.made_runs import planned_back
 
-NUM_RANDOM = 40
+NUM_RANDOM = 50
 """Requests of each method; a tenth of a second each."""
 
 
@@ -66,6 +66,7 @@ RANDOM_VALUES: dict[str, tuple[Any, ...]] = {
     "lora_dropout": (0.0, 0.1),
     "lora_target_modules": (None, ("q_proj",), ("all-linear",)),
     "load_in_4bit": (False, True),
+    "waiting": (None, "int8", "nf4"),
 }
 """Values of every field that a command on one GPU can say; the default is first."""
 

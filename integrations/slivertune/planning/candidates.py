@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from slivertune.hift.block_codes import WaitingForm
 from slivertune.planning.methods import clash_with_method, planned
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
@@ -129,23 +128,6 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             shrinks_weights=True,
         ),
         Candidate(
-            title="waiting layers in int8",
-            cost="the active group's update through other layers of 8 bits, dequantised at each use; masters and what "
-            "is saved are exact",
-            fields=("waiting",),
-            options=partial(_waiting, "int8"),
-            cannot_help=_gpu_is_large_enough,
-            shrinks_weights=True,
-        ),
-        Candidate(
-            title="waiting layers in NF4",
-            cost="the same through other layers of 4 bits",
-            fields=("waiting",),
-            options=partial(_waiting, "nf4"),
-            cannot_help=_gpu_is_large_enough,
-            shrinks_weights=True,
-        ),
-        Candidate(
             title="frozen weights in 4 bits",
             cost="the frozen weights are rounded to NF4, and unpacked at each use",
             fields=("load_in_4bit", "precision"),
@@ -207,11 +189,6 @@ def _state_on_disk(request: PlanRequest) -> list[PlanRequest]:
 
 def _no_masters(request: PlanRequest) -> list[PlanRequest]:
     return [] if request.precision == "bf16" else _changed(request, precision="bf16", master=None)
-
-
-def _waiting(form: WaitingForm, request: PlanRequest) -> list[PlanRequest]:
-    may = _reads(request, "waiting") and request.layout in ("single", "ddp")
-    return _changed(request, waiting=form) if may else []
 
 
 def _four_bits(request: PlanRequest) -> list[PlanRequest]:
