@@ -254,7 +254,7 @@ def test_models_whose_blocks_are_no_units_are_refused() -> None:
     with pytest.raises(ValueError, match=r"layers.1.codes is torch.uint8.*load the model without quantisation"):
         hift_over(coded, "AdamW", **HOST)
     without = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"no nn.ModuleList.*or wait on the host"):
+    with pytest.raises(ValueError, match=r"no nn.ModuleList.*can be run block by block"):
         hift_over(without, "AdamW", layers=[["0"], ["1"]], **HOST)
 
 

@@ -37,6 +37,7 @@ def test_every_field_of_a_request_is_an_argument_and_absent_unless_it_was_typed(
         "stream_bytes": 2**25,
         "gradients": "stepped",
         "update": "forward",
+        "waiting": "nf4",
         "prefetch_bytes": 2**30,
         "weights": "host",
         "resident_bytes": 2**31,

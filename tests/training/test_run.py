@@ -26,7 +26,7 @@ from tests.training.tiny_runs import (
     write_texts,
 )
 
-KINDS = {"parameters", "gradients", "state", "residual", "host", "disk"}
+KINDS = {"parameters", "gradients", "state", "residual", "host", "host_activations", "disk"}
 
 
 @pytest.mark.parametrize("method", METHODS)

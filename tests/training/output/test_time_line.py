@@ -146,7 +146,7 @@ def test_a_run_says_its_planned_time_and_holds_it_against_the_measured_one(
     assert out.count(" ".join(LINE.split())) == 1 and "GFLOP/s, measured here)" in out
     measured = results["tokens_per_second"]
     assert measured == pytest.approx(2 * 32 * results["steps_per_second"])
-    assert results["planned_update"] == {**ANSWER, "tokens_per_second": 2048.0}
+    assert results["planned_update"] == {**ANSWER, "tokens_per_second": 2048.0, "disk_bytes_per_hour": 0.0}
     assert f"tokens a second {measured:,.0f}, planned 2,048 ({2048 / measured - 1:+.1%})" in out
 
 

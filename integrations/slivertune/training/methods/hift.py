@@ -328,9 +328,10 @@ class HiFTMethod(SliverMethod):
         return [RATE_HINT.format(cycle=self.optimizer.cycle_length, rate=learning_rate)]
 
     def settings(self) -> dict[str, Any]:
-        """All of HiFT's settings, and the number of groups that they made."""
-        chosen = {"layers_per_group": self.options.num_layers, "num_groups": self.optimizer.num_groups}
-        return {**asdict(self.options), **chosen}
+        """All of HiFT's settings, and the number of groups that they made; a run's `weights` is a dtype."""
+        given = asdict(self.options)
+        given["weights_place"] = given.pop("weights")
+        return {**given, "layers_per_group": self.options.num_layers, "num_groups": self.optimizer.num_groups}
 
 
 def _usable_bytes(card: Card, asked: str | None) -> int:
