@@ -24,6 +24,7 @@ from slivertune import (
     why_not_chunked,
 )
 from slivertune.chunked_loss.handle import ChunkedLossError
+from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.architectures import (
     BART,
     BLOOM,
@@ -288,7 +289,7 @@ def test_a_copy_of_the_model_has_no_handle(model: Any) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_changes_nothing(reentrant: bool, model: Any) -> None:
     expected, exact = with_exact(partial(step, model))
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    enable_checkpointing(model, {"use_reentrant": reentrant})
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
         assert_same_step(step(model), expected, exact)
 

@@ -22,6 +22,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import slivertune as st
+from slivertune.core.checkpointing import disable_checkpointing, enable_checkpointing
 from slivertune.core.kept_activations import KeptActivationsHandle, find_checkpointed_blocks
 from slivertune.core.ledger import Ledger, claim
 from tests.helpers.architectures import CASES
@@ -83,7 +84,7 @@ def optimizer_of(method: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def checkpoint(model: Any, *, reentrant: bool = False) -> None:
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    enable_checkpointing(model, {"use_reentrant": reentrant})
 
 
 def blocks_of(model: nn.Module) -> list[Any]:
@@ -283,7 +284,7 @@ def test_checkpointing_that_is_switched_off_and_on_again_is_followed() -> None:
     checkpoint(model)
     with st.keep_activations(model, 1):
         assert recomputed_in_a_step(model) == [1, 1, 1, 0]
-        model.activation_checkpointing_disable()
+        disable_checkpointing(model)
         assert recomputed_in_a_step(model) == [0, 0, 0, 0]
         # As the Trainer does, which gives each block a function anew.
         checkpoint(model, reentrant=True)

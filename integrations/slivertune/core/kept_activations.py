@@ -6,7 +6,8 @@ it would still live beside each of these. And of the blocks above those that tra
 whereas the lowest record nothing where what trains lies above them (HiFT): keeping them would spare nothing.
 
 Transformers gives each block a function that checkpoints it, and a switch. One of ours stands in for the function and
-decides block by block; the switch stays theirs (`activation_checkpointing_enable`), and where it is off, so is this.
+decides block by block; the switch stays theirs (`activation_checkpointing_enable`, and before
+transformers 5.23 `gradient_checkpointing_enable`), and where it is off, so is this.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHa
         handle.remove()
         raise ValueError(
             f"checkpointing is off in {type(model).__name__}, so that every block keeps its activations already; call "
-            "model.activation_checkpointing_enable() before keep_activations, or leave keep_activations out"
+            "model.activation_checkpointing_enable() (before transformers 5.23 gradient_checkpointing_enable) before "
+            "keep_activations, or leave keep_activations out"
         )
     return handle
 

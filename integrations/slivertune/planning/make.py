@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.kept_activations import keep_activations
 from slivertune.core.torch_internals import set_buffer
 from slivertune.planning.batches import make_batch
@@ -182,11 +183,12 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
             hold_in_4bit(model, dtype)
         if request.gradient_checkpointing:
             # torch takes function modes off for the time of a backward, in which checkpoints are computed again.
-            model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs={
+            enable_checkpointing(
+                model,
+                {
                     "use_reentrant": False,
                     "context_fn": lambda: (nullcontext(), _as_in_forward(request)),
-                }
+                },
             )
         model = planned(request.method).change_model(model, request)
     return model.train()
