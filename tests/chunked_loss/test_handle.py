@@ -1,6 +1,7 @@
 """The handle on models of many kinds, which stand in two tables: longer than other files for that."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -159,6 +160,9 @@ def assert_is_the_plain_step(model: Any, **more: Any) -> None:
 @pytest.mark.parametrize("name", SERVED)
 def test_loss_and_gradients_are_those_of_the_plain_model(name: str) -> None:
     model = made(SERVED[name])
+    if "loss_function" not in inspect.getsource(type(model).forward):  # Mamba before transformers 5.23
+        assert "MambaForCausalLM does not compute its loss by model.loss_function" in str(why_not_chunked(model))
+        return
     assert why_not_chunked(model) is None
     assert_is_the_plain_step(model)
     assert_is_the_plain_step(model, num_items_in_batch=torch.tensor(31))

@@ -493,7 +493,9 @@ def test_peft_after_the_hook_is_refused(model: Any) -> None:
     peft = pytest.importorskip("peft")
     TUNE.attach(model)
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    with pytest.raises(RuntimeError, match="of LlamaAttention, or its forward, was replaced after TokenTune"):
+    # PEFT before 0.21 calls the model's forward, past the hooks.
+    replaced, past = "of LlamaAttention, or its forward, was replaced after", "runs outside of a call of Llama"
+    with pytest.raises(RuntimeError, match=f"{replaced} TokenTune|{past}ForCausalLM, where TokenTune draws"):
         wrapped(**batch())
 
 
