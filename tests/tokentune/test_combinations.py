@@ -18,6 +18,7 @@ from torch import nn
 
 import slivertune as st
 from slivertune.core.checkpointing import enable_checkpointing
+from slivertune.training.options.table import RENAMED
 from tests.helpers.models import assert_all_moved, weights
 from tests.helpers.tolerance import assert_step_close, exact_sums, with_exact
 from tests.tokentune.families import BATCH, FAMILIES, VOCAB, Batch, Family, families, make_batch, make_model
@@ -343,7 +344,10 @@ def trainer_arguments(folder: Path, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointing"])
+CHECKPOINTING = RENAMED.get("gradient_checkpointing", "gradient_checkpointing")
+
+
+@pytest.mark.parametrize("options", [{}, {CHECKPOINTING: True}], ids=["plain", "checkpointing"])
 def test_the_hf_trainer_updates_as_a_loop_over_the_reference(options: dict[str, Any], tmp_path: Path) -> None:
     rows = trainer_rows(8)
     model, untrained = with_copy(LLAMA)
