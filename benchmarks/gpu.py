@@ -43,6 +43,7 @@ from llama import LlamaSizes, build_llama, num_parameters, random_batch
 from result_files import RESULTS, write_json
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams, streams_made_by
 from slivertune.hift.offload_buffer import host_buffer
 from slivertune.planning.cards import EFFICIENCY, Card, find_card, known_cards
@@ -124,7 +125,7 @@ def make_hift(model: torch.nn.Module, config: st.HiFTConfig) -> st.HiFT:
 
 def make_model(sizes: LlamaSizes, device: torch.device) -> Any:
     model = build_llama(sizes, dtype=torch.bfloat16, device=device, seed=0)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     return model
 
 

@@ -33,6 +33,7 @@ from peft import LoraConfig, get_peft_model
 from result_files import RESULTS, read_json, write_json
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.ledger import claim
 
 FULL = LlamaSizes(hidden=768, intermediate=2048, blocks=8, heads=12, vocabulary=32_000, batch_size=4, length=256)
@@ -71,7 +72,7 @@ class Trainee:
     ) -> None:
         self.model: Any = build_llama(sizes, dtype=torch.bfloat16, device=CPU, seed=0)
         if checkpointing:
-            self.model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+            enable_checkpointing(self.model, {"use_reentrant": False})
         self.optimizer = self._make_optimizer(name, rank, num_steps)
         if chunked:
             st.attach_chunked_cross_entropy(self.model)

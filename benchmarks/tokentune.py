@@ -29,6 +29,7 @@ from llama import LlamaSizes, build_llama, num_parameters, random_batch
 from result_files import RESULTS, write_json
 
 import slivertune as st
+from slivertune.core.checkpointing import disable_checkpointing, enable_checkpointing
 
 FULL = LlamaSizes(hidden=512, intermediate=1376, blocks=8, heads=8, vocabulary=32_000, batch_size=2, length=1024)
 QUICK = LlamaSizes(hidden=32, intermediate=48, blocks=2, heads=4, vocabulary=97, batch_size=2, length=64)
@@ -67,8 +68,8 @@ def applied(variant: Variant, model: Any) -> Iterator[None]:
     """Have the model train the variant's way."""
     with contextlib.ExitStack() as stack:
         if variant.checkpointing:
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-            stack.callback(model.activation_checkpointing_disable)
+            enable_checkpointing(model, {"use_reentrant": False})
+            stack.callback(disable_checkpointing, model)
         if variant.ratio is not None:
             tune = st.TokenTune(ratio=variant.ratio, checkpoint_mlp=variant.checkpoint_mlp)
             stack.enter_context(tune.attach(model))

@@ -28,8 +28,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "planning": ("planning",),
     "training": ("interop", "training"),
     "whole": ("test_*.py",),
+    "oldest": (),
 }
-"""Folders and files of tests by part, each of which takes less than 60 minutes on two cores."""
+"""Folders and files of tests by part, each of which takes less than 60 minutes on two cores; "oldest" is all tests that
+are not slow, with the oldest versions."""
+OLDEST_PYTHON = Path(".venv-oldest/bin/python")
 
 
 class FullRunError(RuntimeError):
@@ -45,6 +48,26 @@ def paths_of(part: str, checkout: Path = CHECKOUT) -> list[Path]:
     """
     tests = checkout / "tests"
     return sorted(path.relative_to(checkout) for pattern in PARTS[part] for path in tests.glob(pattern))
+
+
+def command_of(part: str, num_workers: int, checkout: Path = CHECKOUT) -> list[str]:
+    """How a part's tests are run.
+
+    Args:
+        part: A key of `PARTS`.
+        num_workers: Test processes.
+        checkout: Root of the repository.
+
+    Raises:
+        FullRunError: If the environment of the oldest versions is needed, and is not there.
+    """
+    options = ["-m", "pytest", "-n", str(num_workers), "--dist", "loadscope"]
+    if part != "oldest":
+        return [sys.executable, *options, *map(str, paths_of(part, checkout))]
+    python = checkout / OLDEST_PYTHON
+    if not python.exists():
+        raise FullRunError(f"there is no {OLDEST_PYTHON}; run it by make test-all, which makes it")
+    return [str(python), *options, "-m", "not slow"]
 
 
 def clean_tree(checkout: Path) -> str:
@@ -78,15 +101,13 @@ def run_part(part: str, num_workers: int, checkout: Path = CHECKOUT) -> dict[str
         How many tests passed, failed and were skipped, and the seconds that they took.
 
     Raises:
-        FullRunError: If pytest ran no test at all.
+        FullRunError: If pytest ran no test at all, or can't be run.
     """
+    command = command_of(part, num_workers, checkout)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-n", str(num_workers), "--dist", "loadscope"]
         start = time.monotonic()
-        subprocess.run(
-            [*command, f"--junitxml={report}", *map(str, paths_of(part, checkout))], cwd=checkout, check=False
-        )
+        subprocess.run([*command, f"--junitxml={report}"], cwd=checkout, check=False)
         seconds = time.monotonic() - start
         if not report.exists():
             raise FullRunError(f"pytest wrote no report of part {part}; see above")

@@ -9,6 +9,7 @@ from transformers import LlamaForCausalLM
 from tests.conftest import CHECKOUT
 from tests.helpers.launching import run_python
 from tests.helpers.ranks import free_port
+from tests.interop.trl_runs import SFT_TAKES_TOKENS
 
 EXAMPLES = CHECKOUT / "examples"
 ON_ONE = {
@@ -108,8 +109,8 @@ LOSSES = r"loss (?P<before>[\d.]+) before, (?P<after>[\d.]+) after"
 @pytest.mark.parametrize(
     "launcher", [pytest.param(each, marks=[pytest.mark.slow] if each else [], id=name) for name, each in ON_ONE.items()]
 )
+@pytest.mark.skipif(not SFT_TAKES_TOKENS, reason="TokenTune goes with the SFTTrainer of trl 1.15")
 def test_trls_sft_learns_with_hift_and_tokentune(launcher: list[str], tmp_path: Path) -> None:
-    pytest.importorskip("trl")
     printed = run(launcher, "trl_sft.py", "--steps=8", "--blocks=2", "--length=64", folder=tmp_path)
     (line,) = figures(f"SFTTrainer: {UPDATES}{LOSSES}", printed)
     assert (line["updates"], line["groups"]) == (8, 4) and line["after"] < line["before"]

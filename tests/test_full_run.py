@@ -1,12 +1,24 @@
 import json
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.full_run import CHECKOUT, PARTS, RECORD, FullRunError, check_record, clean_tree, count_outcomes, paths_of
+from tests.full_run import (
+    CHECKOUT,
+    OLDEST_PYTHON,
+    PARTS,
+    RECORD,
+    FullRunError,
+    check_record,
+    clean_tree,
+    command_of,
+    count_outcomes,
+    paths_of,
+)
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -51,6 +63,17 @@ def test_every_test_is_in_one_part_and_one_alone() -> None:
     assert Counter({CHECKOUT / file: count for file, count in files.items()}) == Counter(
         (CHECKOUT / "tests").rglob("test_*.py")
     )
+
+
+def test_the_oldest_versions_have_an_environment_of_their_own_and_all_tests_but_the_slow(tmp_path: Path) -> None:
+    with pytest.raises(FullRunError, match=r"there is no \.venv-oldest/bin/python; run it by make test-all"):
+        command_of("oldest", 2, tmp_path)
+    (tmp_path / OLDEST_PYTHON).parent.mkdir(parents=True)
+    (tmp_path / OLDEST_PYTHON).touch()
+    python, *options = command_of("oldest", 2, tmp_path)
+    assert python == str(tmp_path / OLDEST_PYTHON)
+    assert options == ["-m", "pytest", "-n", "2", "--dist", "loadscope", "-m", "not slow"]
+    assert command_of("planning", 3)[0] == sys.executable and command_of("planning", 3)[-1] == "tests/planning"
 
 
 def test_a_tree_that_is_not_clean_is_not_run(repository: Path) -> None:

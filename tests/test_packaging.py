@@ -3,14 +3,19 @@ import subprocess
 import tarfile
 import tomllib
 import zipfile
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import slivertune
 from tests.helpers.launching import run_python
 
+CONSTRAINTS = ("constraints.txt", "constraints-oldest.txt")
 HEAVY = ("accelerate", "bitsandbytes", "datasets", "deepspeed", "matplotlib", "numpy", "peft", "torch", "transformers")
 
 
@@ -92,17 +97,17 @@ def test_the_wheel_holds_the_package_the_presets_and_nothing_else(wheel: Path, c
 def test_the_wheel_declares_the_command_the_floors_and_the_extras(wheel: Path) -> None:
     about = f"slivertune-{slivertune.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
-        metadata = archive.read(f"{about}/METADATA").decode()
+        about_text = archive.read(f"{about}/METADATA").decode()
         commands = archive.read(f"{about}/entry_points.txt").decode()
     assert "slivertune = slivertune.cli:main" in commands
     assert {
         "Requires-Python: >=3.11",
         "License-Expression: Apache-2.0",
         "Requires-Dist: torch>=2.11",
-        "Requires-Dist: transformers>=5.17",
-        "Requires-Dist: accelerate>=1.15",
+        "Requires-Dist: transformers>=5.16.1",
+        "Requires-Dist: accelerate>=1.13",
         *(f"Provides-Extra: {extra}" for extra in ("deepspeed", "bitsandbytes", "peft", "plot", "all", "dev")),
-    } <= set(metadata.splitlines())
+    } <= set(about_text.splitlines())
 
 
 def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
@@ -122,7 +127,7 @@ def test_an_unpacked_wheel_finds_its_own_presets_far_from_the_checkout(wheel: Pa
 def test_the_source_package_holds_what_building_and_testing_need(sdist: Path, checkout: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile", "constraints.txt"} <= names
+    assert {"pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "Makefile", *CONSTRAINTS} <= names
     for folder in ("integrations", "launch", "ds_configs", "tests"):
         here = {
             path.relative_to(checkout).as_posix()
@@ -140,27 +145,58 @@ def test_the_source_package_builds_the_same_wheel_as_the_checkout(sdist: Path, w
     assert files_of(build(root, "wheel", tmp_path / "built")) == files_of(wheel)
 
 
-def test_the_pins_satisfy_every_declared_range(checkout: Path) -> None:
-    requirements = pytest.importorskip("packaging.requirements")
-    utils = pytest.importorskip("packaging.utils")
-    pins = dict(
-        line.split("==")
-        for line in (checkout / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if line and not line.startswith("#")
-    )
-    pins = {utils.canonicalize_name(name): version for name, version in pins.items()}
+def pins_of(path: Path) -> dict[str, str]:
+    """Versions by canonical name."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pins.items()}
+
+
+def requirements_of(checkout: Path, *extras: str) -> list[Requirement]:
+    """What the package needs, with these extras; what it needs of itself is left out."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for requirement in map(
-        requirements.Requirement,
-        chain.from_iterable([project["dependencies"], *project["optional-dependencies"].values()]),
-    ):
-        if requirement.name != project["name"]:
-            assert requirement.specifier.contains(pins[utils.canonicalize_name(requirement.name)]), str(requirement)
+    lines = chain(project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras))
+    return [each for each in map(Requirement, lines) if each.name != project["name"]]
+
+
+EXTRAS = ("bitsandbytes", "deepspeed", "peft", "plot")
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_the_pins_satisfy_every_declared_range(name: str, checkout: Path) -> None:
+    pins = pins_of(checkout / name)
+    for requirement in requirements_of(checkout, *EXTRAS, "docs", "dev"):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), str(requirement)
+
+
+def test_the_oldest_pins_are_the_floors(checkout: Path) -> None:
+    """Whose floors `make test-oldest` runs at; torch, of which no older CPU build can be had everywhere, runs above."""
+    pins = pins_of(checkout / "constraints-oldest.txt")
+    tools = [each for each in requirements_of(checkout, "dev") if each.name in ("torchao", "trl")]
+    for requirement in [*requirements_of(checkout, *EXTRAS), *tools]:
+        if requirement.name == "torch" or not requirement.specifier:
+            continue
+        (floor,) = requirement.specifier
+        pin, lowest = (Version(each).release for each in (pins[canonicalize_name(requirement.name)], floor.version))
+        assert floor.operator == ">=" and pin[: len(lowest)] == lowest, str(requirement)
+
+
+def test_the_pins_of_axolotl_are_in_the_declared_ranges(checkout: Path) -> None:
+    try:
+        theirs = [Requirement(line) for line in metadata.requires("axolotl") or ()]
+    except metadata.PackageNotFoundError:
+        pytest.skip("axolotl is in the environment of `make test-oldest`")
+    ours = {canonicalize_name(each.name): each for each in requirements_of(checkout, *EXTRAS, "dev")}
+    needed = [each for each in theirs if each.marker is None or each.marker.evaluate({"extra": ""})]
+    pins = {canonicalize_name(each.name): pin for each in needed for pin in each.specifier if pin.operator == "=="}
+    assert {"accelerate", "bitsandbytes", "datasets", "peft", "torchao", "transformers", "trl"} <= pins.keys()
+    for name in ours.keys() & pins.keys():
+        assert ours[name].specifier.contains(pins[name].version), f"axolotl needs {name}{pins[name]}, not {ours[name]}"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_make_train_installs_no_development_tools_and_make_test_does(checkout: Path, tmp_path: Path) -> None:
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", *CONSTRAINTS):
         shutil.copy(checkout / name, tmp_path / name)
 
     def commands(target: str) -> str:
@@ -168,8 +204,14 @@ def test_make_train_installs_no_development_tools_and_make_test_does(checkout: P
 
     assert "'.[all]'" in commands("train") and "dev]" not in commands("train")
     assert all("'.[all,dev]'" in commands(target) for target in ("test", "lint", "format"))
+    assert all("oldest" not in commands(target) for target in ("train", "test", "lint", "format"))
+    oldest = commands("test-oldest")
+    assert "--constraint constraints-oldest.txt --no-deps axolotl" in oldest and "constraints.txt" not in oldest
+    assert "--no-deps axolotl" in commands("test-all")
     # A second call installs nothing.
-    (tmp_path / ".venv").mkdir()
-    for name in (".installed", ".installed-dev"):
-        (tmp_path / ".venv" / name).touch()
-    assert all("pip" not in commands(target) for target in ("train", "test", "lint", "format"))
+    for name in (".venv/.installed", ".venv/.installed-dev", ".venv-oldest/.installed-axolotl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert all(
+        "pip" not in commands(target) for target in ("train", "test", "test-all", "test-oldest", "lint", "format")
+    )

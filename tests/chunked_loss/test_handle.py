@@ -1,6 +1,7 @@
 """The handle on models of many kinds, which stand in two tables: longer than other files for that."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,7 @@ from slivertune import (
     why_not_chunked,
 )
 from slivertune.chunked_loss.handle import ChunkedLossError
+from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.architectures import (
     BART,
     BLOOM,
@@ -158,6 +160,9 @@ def assert_is_the_plain_step(model: Any, **more: Any) -> None:
 @pytest.mark.parametrize("name", SERVED)
 def test_loss_and_gradients_are_those_of_the_plain_model(name: str) -> None:
     model = made(SERVED[name])
+    if "loss_function" not in inspect.getsource(type(model).forward):  # Mamba before transformers 5.23
+        assert "MambaForCausalLM does not compute its loss by model.loss_function" in str(why_not_chunked(model))
+        return
     assert why_not_chunked(model) is None
     assert_is_the_plain_step(model)
     assert_is_the_plain_step(model, num_items_in_batch=torch.tensor(31))
@@ -288,7 +293,7 @@ def test_a_copy_of_the_model_has_no_handle(model: Any) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_changes_nothing(reentrant: bool, model: Any) -> None:
     expected, exact = with_exact(partial(step, model))
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    enable_checkpointing(model, {"use_reentrant": reentrant})
     with attach_chunked_cross_entropy(model, chunk_bytes=SMALL):
         assert_same_step(step(model), expected, exact)
 

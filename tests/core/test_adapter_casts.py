@@ -9,6 +9,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from slivertune.core.adapter_casts import skip_needless_casts
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.ledger import Ledger
 
 # PEFT 0.21 asks by the name that transformers 5.23 retires.
@@ -71,9 +72,7 @@ def test_training_without_the_casts_is_the_same_to_the_bit(four_bit: bool, check
     for is_skipped in (False, True):
         model = adapted(four_bit=four_bit)
         if checkpointing:
-            model.get_base_model().activation_checkpointing_enable(  # type: ignore[operator]
-                activation_checkpointing_kwargs={"use_reentrant": False}
-            )
+            enable_checkpointing(model.get_base_model(), {"use_reentrant": False})
         if is_skipped:
             skip_needless_casts(model)
         results.append(train(model))

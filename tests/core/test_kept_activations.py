@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import slivertune as st
 from slivertune.core.checkpointed_blocks import find_checkpointed_blocks
+from slivertune.core.checkpointing import disable_checkpointing, enable_checkpointing
 from slivertune.core.kept_activations import KeptActivationsHandle
 from slivertune.core.ledger import Ledger, claim
 from tests.helpers.architectures import CASES
@@ -84,7 +85,7 @@ def optimizer_of(method: str, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def checkpoint(model: Any, *, reentrant: bool = False) -> None:
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+    enable_checkpointing(model, {"use_reentrant": reentrant})
 
 
 def blocks_of(model: nn.Module) -> list[Any]:
@@ -284,7 +285,7 @@ def test_checkpointing_that_is_switched_off_and_on_again_is_followed() -> None:
     checkpoint(model)
     with st.keep_activations(model, 1):
         assert recomputed_in_a_step(model) == [1, 1, 1, 0]
-        model.activation_checkpointing_disable()
+        disable_checkpointing(model)
         assert recomputed_in_a_step(model) == [0, 0, 0, 0]
         # As the Trainer does, which gives each block a function anew.
         checkpoint(model, reentrant=True)
@@ -296,7 +297,7 @@ def test_checkpointing_that_is_switched_off_and_on_again_is_followed() -> None:
         counter = CountForwards(model)
         model.model(input_ids=batch(model)["input_ids"]).last_hidden_state.sum().backward()
         assert counter.recomputed() == [1, 1, 1, 0]
-        assert model.is_activation_checkpointing
+        assert any(block.gradient_checkpointing for block in blocks_of(model))
 
 
 def test_a_model_that_is_let_go_is_as_before() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.models import VOCAB, tiny_gpt2, tiny_llama
 
 DEVICE = torch.device("cuda", 0)
@@ -53,7 +54,7 @@ def test_checkpointing_gives_the_same_gradients(use_reentrant: bool) -> None:
     with st.TokenTune(ratio=0.4).attach(model) as handle:
         expected = gradients(model, DEVICE)
         handle.num_draws = 0
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        enable_checkpointing(model, {"use_reentrant": use_reentrant})
         found = gradients(model, DEVICE)
     for name, each in expected.items():
         torch.testing.assert_close(found[name], each, rtol=0, atol=1e-6 * each.abs().max().item())

@@ -119,6 +119,8 @@ def _work(
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    # The Trainer before transformers 5.18 reads its state onto "cpu:0" there, which torch knows as "cpu" alone.
+    torch.serialization.register_package(0, lambda _: None, lambda obj, place: obj if place == "cpu:0" else None)
     outcome: tuple[bool, Any]
     try:
         dist.init_process_group(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slivertune import HiFT
+from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.models import (
     LAYERS,
     assert_all_moved,
@@ -112,7 +113,7 @@ def test_backward_runs_the_operations_of_a_model_frozen_by_hand(layers_per_group
 
 
 def enable(model: nn.Module) -> None:
-    model.activation_checkpointing_enable()  # type: ignore[operator]
+    enable_checkpointing(model)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

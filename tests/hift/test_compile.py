@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from slivertune import HiFT, HiFTConfig, TokenTune, compile_blocks
-from tests.helpers.compilation import IGNORED, CountedBackend
+from tests.helpers.compilation import IGNORED, CountedBackend, count_calls
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
 
@@ -24,13 +24,18 @@ in one step moves the next loss by 1e-3 and more, a thousand roundings."""
 
 def run_both(
     backend: Any, *, per_group: int, checkpointing: bool, ratio: float | None, dtype: torch.dtype = torch.float32
-) -> tuple[list[float], list[float], list[int], Any, Any]:
-    """Three cycles with compiled blocks and three without; losses, graphs after each compiled step, and the models."""
+) -> tuple[list[float], list[float], list[int], int, Any, Any]:
+    """Three cycles with compiled blocks and three without.
+
+    Returns:
+        The losses of both, graphs after each compiled step, calls of compiled blocks, and the models.
+    """
     compiled: Any = tiny_llama(dtype, blocks=BLOCKS)
     if checkpointing:
         compiled.gradient_checkpointing_enable({"use_reentrant": False})
     plain: Any = twin(compiled)
     compile_blocks(compiled, backend=backend)
+    calls = count_calls(compiled.model.layers)
     config = HiFTConfig(layers_per_group=per_group)
     optimizers = [HiFT(model, torch.optim.AdamW, config=config, lr=1e-2) for model in (compiled, plain)]
     if ratio is not None:
@@ -42,7 +47,8 @@ def run_both(
         train(model, optimizer, batches, steps, after_step=lambda _: graphs.append(counters["stats"]["unique_graphs"]))
         for model, optimizer in zip((compiled, plain), optimizers, strict=True)
     ]
-    return losses[0], losses[1], graphs[:steps], compiled, plain
+    assert set(calls) == set(compiled.model.layers) and min(calls.values()) >= steps
+    return losses[0], losses[1], graphs[:steps], calls.total(), compiled, plain
 
 
 @pytest.mark.parametrize(
@@ -59,12 +65,12 @@ def test_three_cycles_take_a_few_graphs_all_in_the_first_and_train_the_same_bits
     per_group: int, checkpointing: bool, ratio: float | None, dtype: torch.dtype, expected: int
 ) -> None:
     backend = CountedBackend()
-    compiled_losses, plain_losses, graphs, compiled, plain = run_both(
+    compiled_losses, plain_losses, graphs, num_calls, compiled, plain = run_both(
         backend, per_group=per_group, checkpointing=checkpointing, ratio=ratio, dtype=dtype
     )
     cycle = len(graphs) // CYCLES
     assert graphs[-1] == graphs[cycle - 1] == expected
-    backend.check(num_runs=BLOCKS * len(graphs))
+    backend.check(num_runs=num_calls)
     assert compiled_losses == plain_losses
     assert_same_bits(compiled, plain)
 
@@ -72,9 +78,11 @@ def test_three_cycles_take_a_few_graphs_all_in_the_first_and_train_the_same_bits
 @pytest.mark.parametrize("ratio", [None, pytest.param(0.4, marks=pytest.mark.slow)])
 def test_with_a_backward_that_is_compiled_too_losses_are_the_same_to_rounding(ratio: float | None) -> None:
     backend = CountedBackend("aot_eager")
-    compiled_losses, plain_losses, graphs, _, _ = run_both(backend, per_group=2, checkpointing=True, ratio=ratio)
+    compiled_losses, plain_losses, graphs, num_calls, *_ = run_both(
+        backend, per_group=2, checkpointing=True, ratio=ratio
+    )
     assert graphs[-1] == graphs[len(graphs) // CYCLES - 1] == 4
-    backend.check(num_runs=BLOCKS * len(graphs))
+    backend.check(num_runs=num_calls)
     limit = ROUNDINGS * torch.finfo(torch.float32).eps
     assert compiled_losses == pytest.approx(plain_losses, rel=limit, abs=0)
 
@@ -83,7 +91,7 @@ def test_with_a_backward_that_is_compiled_too_losses_are_the_same_to_rounding(ra
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor_takes_a_few_graphs_and_trains_the_same_to_rounding() -> None:
     CountedBackend()
-    compiled_losses, plain_losses, graphs, _, _ = run_both("inductor", per_group=2, checkpointing=False, ratio=None)
+    compiled_losses, plain_losses, graphs, *_ = run_both("inductor", per_group=2, checkpointing=False, ratio=None)
     assert graphs[-1] == graphs[len(graphs) // CYCLES - 1] == 4 and not counters["graph_break"]
     limit = ROUNDINGS * torch.finfo(torch.float32).eps
     assert compiled_losses == pytest.approx(plain_losses, rel=limit, abs=0)

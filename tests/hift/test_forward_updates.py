@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig, TokenTune
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.hift.streamed import StreamedGroup
 from tests.helpers.delayed_streams import delayed
 from tests.helpers.models import (
@@ -87,7 +88,7 @@ def test_no_bit_differs_with_checkpointing_and_selected_tokens(
     for update in ("step", "forward"):
         model, hift = over(make(), update=update, layers_per_group=2, prefetch_bytes=60_000)
         if reentrant is not None:
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+            enable_checkpointing(model, {"use_reentrant": reentrant})
         with ExitStack() as stack:
             if tokens:
                 stack.enter_context(TokenTune(ratio=0.5).attach(model))

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from slivertune import HiFT
+from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
@@ -55,7 +56,7 @@ def test_freezing_and_unfreezing_by_others_changes_nothing(
     model: Any = tiny_llama()
     other, before = twin(model), weights(model)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        enable_checkpointing(model)
     hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
     reference = NaiveHiFT(other, torch.optim.AdamW, groups=naive_groups(other, 1), lr=1e-2)
     for batch in token_batches(7):
@@ -81,7 +82,7 @@ def test_adapters_that_are_switched_off_and_on_for_a_reference_stay_frozen(check
     """What TRL does: a forward, a forward without adapters (which unfreezes all of them when it ends), the backward."""
     model, other = lora_llama(), lora_llama()
     if checkpointing:
-        model.base_model.model.activation_checkpointing_enable()
+        enable_checkpointing(model.base_model.model)
     hift = HiFT(model, torch.optim.AdamW, lr=1e-2)
     reference = NaiveHiFT(other, torch.optim.AdamW, groups=[group.parameter_names for group in hift.groups], lr=1e-2)
     batches = token_batches(14)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger, TokenTune
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams, Direction, Event
 from slivertune.hift import host_room
 from slivertune.hift.host_gradients import HostGradients, OffloadedGradient
@@ -159,7 +160,7 @@ def test_tied_weights_and_checkpointing(
 ) -> None:
     model = make()
     if checkpointing is not None:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)
+        enable_checkpointing(model, checkpointing)
     common = {"accumulation": 2, **config}
     assert_same_bits(trained(model, "AdamW", gradients=gradients, **common), trained(model, "AdamW", **common))
 
@@ -258,7 +259,7 @@ def test_the_device_holds_as_much_for_all_layers_as_for_one(checkpointing: bool 
     for layers_per_group in (1, LAYERS):
         model = tiny_llama(torch.bfloat16, vocab=4001)
         if checkpointing is not None:
-            model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": checkpointing})
+            enable_checkpointing(model, {"use_reentrant": checkpointing})
             model.enable_input_require_grads()
         model, hift = hift_over(model, "AdamW", gradients="host", stream_bytes=2**18, layers_per_group=layers_per_group)
         with Ledger(model) as ledger:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, HiFTConfig, Ledger
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.hift.in_backward import SteppedGradient
 from tests.helpers.accelerator import one_device
 from tests.helpers.models import (
@@ -60,7 +61,7 @@ def pair(
     for in_backward in (False, True):
         other = twin(model)
         if checkpointing is not None:
-            other.activation_checkpointing_enable(activation_checkpointing_kwargs=checkpointing)  # type: ignore[operator]
+            enable_checkpointing(other, checkpointing)
         settings = HiFTConfig(gradients="stepped" if in_backward else "device", **config)
         if split:
             base = grouped_optimizer(other, optimizer_class, decay_split(other), lr=1e-2)
@@ -220,7 +221,7 @@ def test_about_one_gradient_is_alive_and_two_pieces_of_state(place: dict[str, An
 def checkpointed(model: Any, reentrant: bool | None, **config: Any) -> tuple[Any, HiFT]:
     """A model that steps in its backward, with that kind of checkpointing; None for none."""
     if reentrant is not None:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+        enable_checkpointing(model, {"use_reentrant": reentrant})
     return hift_over(model, torch.optim.AdamW, gradients="stepped", lr=1e-2, **config)
 
 

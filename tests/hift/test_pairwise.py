@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFT, keep_activations
+from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.delayed_streams import delayed
 from tests.helpers.models import LAYERS, assert_all_moved, assert_same_bits, tiny_llama, twin, weights
 from tests.hift.cases import BIG_VOCAB, hift_over, run
@@ -67,9 +68,7 @@ ROWS = pairwise_rows()
 def train(model: Any, hift: HiFT, row: Row) -> None:
     checkpointing = {"all, reentrant": True, "all": False, "one keeps its activations": False}
     if row["blocks"] in checkpointing:
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": checkpointing[row["blocks"]]}
-        )
+        enable_checkpointing(model, {"use_reentrant": checkpointing[row["blocks"]]})
     with keep_activations(model, 1) if row["blocks"] == "one keeps its activations" else nullcontext():
         run(model, hift, UPDATES, accumulation=row["accumulation"], clip=row["clip"], hift=hift)
 

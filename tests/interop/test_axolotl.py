@@ -1,12 +1,12 @@
 """The plugin for axolotl: its section of the YAML, the call that axolotl's Trainer makes, and its real base classes."""
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 import slivertune
@@ -17,6 +17,14 @@ from tests.helpers.launching import run_python
 from tests.helpers.models import VOCAB, tiny_llama, weights
 
 SECTION: dict[str, Any] = {"hift": {"layers_per_group": 2}, "tokentune": {"ratio": 0.5, "seed": 3}}
+WRITTEN: dict[str, Any] = {
+    "base_model": "none",
+    "datasets": [{"path": "none", "type": "alpaca"}],
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 1e-2,
+}
+"""What axolotl's YAML must have besides."""
 
 
 def test_the_section_becomes_the_settings_of_attach() -> None:
@@ -63,10 +71,12 @@ class CallsAsAxolotl(Trainer):
         return self.optimizer
 
 
-def make_trainer(folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
+def make_trainer(
+    folder: Path, kind: type[Trainer] = Trainer, arguments_kind: type[TrainingArguments] = TrainingArguments
+) -> Trainer:
     torch.manual_seed(1)
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(2, VOCAB, (16, 12))]
-    arguments = TrainingArguments(
+    rows = torch.randint(2, VOCAB, (16, 12)).tolist()
+    arguments = arguments_kind(
         output_dir=str(folder),
         max_steps=6,
         per_device_train_batch_size=2,
@@ -77,7 +87,9 @@ def make_trainer(folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    return kind(model=tiny_llama(), args=arguments, train_dataset=rows)
+    return kind(
+        model=tiny_llama(), args=arguments, train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows})
+    )
 
 
 def trained_by_attach(folder: Path) -> Mapping[str, torch.Tensor]:
@@ -99,29 +111,30 @@ def test_a_trainer_that_calls_as_axolotls_does_trains_what_attach_trains(tmp_pat
     assert_same(weights(trainer.model), trained_by_attach(tmp_path))
 
 
-def test_axolotls_own_manager_and_mixin_train_what_attach_trains(tmp_path: Path) -> None:
-    base = pytest.importorskip("axolotl.integrations.base")
-    mixin = pytest.importorskip("axolotl.core.trainers.mixins.optimizer").OptimizerMixin
-    pydantic = pytest.importorskip("pydantic")
-    manager = base.PluginManager()
-    manager.register("slivertune.interop.axolotl.SlivertunePlugin")
-    (own,) = manager.plugins.values()
-    assert isinstance(own, base.BasePlugin)
-    own.register({"slivertune": SECTION})
+@pytest.mark.filterwarnings("ignore")  # what axolotl, and what it imports, ask others for that is deprecated
+def test_axolotls_own_plugins_config_and_trainer_train_what_attach_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = pytest.importorskip(
+        "axolotl.integrations.base", reason="axolotl is in the environment of `make test-oldest`"
+    )
+    config = pytest.importorskip("axolotl.utils.config")
+    trainers = pytest.importorskip("axolotl.core.trainers.base")
+    training_args = pytest.importorskip("axolotl.core.training_args")
+    monkeypatch.setattr(base.PluginManager, "_instance", None)  # it is a singleton
+
+    def read(section: Any) -> Any:
+        given = {"plugins": ["slivertune.interop.axolotl.SlivertunePlugin"], "slivertune": section, **WRITTEN}
+        config.prepare_plugins(base.DictDefault(given))
+        return config.validate_config(base.DictDefault(given))
+
     with pytest.raises(ValueError, match="layer_per_group is no field"):
-        own.register({"slivertune": {"hift": {"layer_per_group": 1}}})
-    module, _, name = manager.get_input_args()[0].rpartition(".")
-    schema = getattr(sys.modules[module], name)
-    assert schema(slivertune=SECTION).slivertune == SECTION
-    with pytest.raises(pydantic.ValidationError):
-        schema(slivertune="hift")
-
-    class Mixed(mixin):  # type: ignore[misc, valid-type]
-        """What of axolotl's Trainer makes the optimizer."""
-
-    trainer = make_trainer(tmp_path, Mixed)
-    for option in ("loraplus_lr_ratio", "embedding_lr_scale", "embedding_lr", "lr_groups"):
-        setattr(trainer.args, option, None)
-    manager.post_trainer_create(base.DictDefault({"slivertune": SECTION}), trainer)
+        read({"hift": {"layer_per_group": 1}})
+    assert read_section(read({"hift": None, "momentum": 0}).slivertune) == ([HiFTConfig()], 0.0)
+    cfg = read(SECTION)
+    (own,) = base.PluginManager.get_instance().plugins.values()
+    assert isinstance(own, base.BasePlugin)
+    trainer = make_trainer(tmp_path, trainers.AxolotlTrainer, training_args.AxolotlTrainingArguments)
+    base.PluginManager.get_instance().post_trainer_create(cfg, trainer)
     trainer.train()
     assert_same(weights(trainer.model), trained_by_attach(tmp_path))

@@ -15,7 +15,14 @@ from slivertune import HiFTConfig, TokenTune
 from tests.helpers.models import tiny_bert, tiny_llama, weights
 from tests.helpers.tolerance import assert_step_close, exact_sums
 from tests.interop.trainer_runs import recorded_draws
-from tests.interop.trl_runs import SFT_MODES, mixture_trainer, preference_trainer, qlora_trainer, sft_trainer
+from tests.interop.trl_runs import (
+    SFT_MODES,
+    SFT_TAKES_TOKENS,
+    mixture_trainer,
+    preference_trainer,
+    qlora_trainer,
+    sft_trainer,
+)
 from tests.tokentune.families import FAMILIES
 from tests.tokentune.reference import unselected_are_constants
 from tests.training.test_callbacks import ROWS, collate, make_trainer
@@ -23,6 +30,7 @@ from tests.training.test_callbacks import ROWS, collate, make_trainer
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore")  # trl and peft ask others for what is deprecated
 
+needs_fused_head = pytest.mark.skipif(not SFT_TAKES_TOKENS, reason="TokenTune goes with the SFTTrainer of trl 1.15")
 LLAMA = FAMILIES["llama"]
 TUNE = TokenTune(ratio=0.4, chunk_size=4, seed=5)
 STEPS = 3
@@ -121,6 +129,7 @@ def assert_trains_as_by_hand(make: Callable[..., Any]) -> None:
 FAST = ("text", "padding free", "dft", "lora")
 
 
+@needs_fused_head
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[] if mode in FAST else pytest.mark.slow) for mode in SFT_MODES]
 )
@@ -130,11 +139,13 @@ def test_sft_trainer_trains_on_the_selected_tokens_as_by_hand(mode: str, tmp_pat
     assert_trains_as_by_hand(lambda **options: sft_trainer(tmp_path, mode, **{**SGD, **rate}, **options))
 
 
+@needs_fused_head
 @pytest.mark.slow
 def test_qlora_under_sft_trainer_trains_on_the_selected_tokens_as_by_hand(tmp_path: Path) -> None:
     assert_trains_as_by_hand(lambda **options: qlora_trainer(tmp_path, **SGD, **options))
 
 
+@needs_fused_head
 @pytest.mark.slow
 def test_a_mixture_of_experts_trains_without_its_routers_auxiliary_loss(tmp_path: Path) -> None:
     def make(**options: Any) -> Any:
@@ -182,6 +193,7 @@ def first_batch(trainer: Any) -> Any:
     return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
 
 
+@needs_fused_head
 def test_the_head_scores_the_selected_rows_alone(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path)
     handle = slivertune.attach(trainer, TUNE).tokens
@@ -195,6 +207,7 @@ def test_the_head_scores_the_selected_rows_alone(tmp_path: Path) -> None:
     assert torch.equal(loss, -seen[0].log_probs.sum() / seen[0].label_mask.sum())
 
 
+@needs_fused_head
 def test_a_draw_without_a_label_gives_a_loss_of_zero(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path)
     slivertune.attach(trainer, TUNE)
@@ -207,6 +220,7 @@ def test_a_draw_without_a_label_gives_a_loss_of_zero(tmp_path: Path) -> None:
     assert all(bool((each.grad == 0).all()) for each in trainer.model.parameters() if each.grad is not None)
 
 
+@needs_fused_head
 def test_evaluation_is_that_of_the_trainer_alone(tmp_path: Path) -> None:
     alone, trainer = sft_trainer(tmp_path), sft_trainer(tmp_path)
     slivertune.attach(trainer, TUNE)
@@ -218,6 +232,7 @@ def test_evaluation_is_that_of_the_trainer_alone(tmp_path: Path) -> None:
         assert found[name] == expected[name], name
 
 
+@needs_fused_head
 def test_the_trainer_has_its_own_loss_again_when_the_training_ends(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path, max_steps=2)
     attachment = slivertune.attach(trainer, HiFTConfig(), TUNE)
@@ -228,6 +243,7 @@ def test_the_trainer_has_its_own_loss_again_when_the_training_ends(tmp_path: Pat
     assert attachment.tokens is not None and attachment.tokens.num_draws == 8
 
 
+@needs_fused_head
 def test_a_compute_loss_of_the_instance_is_kept(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path)
     calls: list[Any] = []
@@ -262,6 +278,15 @@ def test_trainers_of_trl_whose_loss_needs_all_tokens_are_named(kind: str, does: 
     assert "compute_loss" not in vars(trainer)
 
 
+def test_the_sft_trainer_of_an_older_trl_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("trl.trainer.utils.add_fused_lm_head", raising=False)
+    trainer = sft_trainer(tmp_path)
+    with pytest.raises(ValueError, match=r"the SFTTrainer of trl [0-9.]+, which .* it does from trl 1\.15 on"):
+        slivertune.attach(trainer, TUNE)
+    assert "compute_loss" not in vars(trainer)
+    slivertune.attach(trainer, HiFTConfig())
+
+
 def test_a_trainer_of_trl_that_is_not_known_is_refused(tmp_path: Path) -> None:
     class Newest(Trainer):
         """As TRL may have one some day."""
@@ -283,6 +308,7 @@ class Decayed(trl.SFTTrainer):  # type: ignore[misc, name-defined]
         return super().compute_loss(*args, **kwargs) + self.model.lm_head.weight.square().sum()
 
 
+@needs_fused_head
 def test_what_a_subclass_adds_to_the_loss_is_not_divided(tmp_path: Path) -> None:
     plain, decayed = sft_trainer(tmp_path), sft_trainer(tmp_path)
     decayed.__class__ = Decayed
@@ -294,6 +320,7 @@ def test_what_a_subclass_adds_to_the_loss_is_not_divided(tmp_path: Path) -> None
     assert torch.equal(losses[0] + plain.model.lm_head.weight.square().sum(), losses[1])
 
 
+@needs_fused_head
 def test_a_model_that_is_called_for_log_probabilities_without_the_trainer_is_refused(tmp_path: Path) -> None:
     trainer = sft_trainer(tmp_path)
     trainer.model.train()

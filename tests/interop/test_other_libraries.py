@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 import slivertune
 from slivertune import HiFTConfig, SFTConfig, TokenTune
 from tests.interop.sentence_runs import sentence_trainer
-from tests.interop.trl_runs import preference_trainer, sft_trainer
+from tests.interop.trl_runs import SFT_TAKES_TOKENS, preference_trainer, sft_trainer
 
 pytest.importorskip("trl")
 pytest.importorskip("sentence_transformers")
@@ -23,7 +23,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # they ask others for what is
 TUNE = TokenTune(ratio=0.5)
 SPARSE = SFTConfig(density=0.1, reselection_interval=None)
 DOORS: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
-    "SFTTrainer": (lambda folder: sft_trainer(folder, "lora", max_steps=2), (HiFTConfig(), TUNE)),
+    "SFTTrainer": (
+        lambda folder: sft_trainer(folder, "lora", max_steps=2),
+        (HiFTConfig(), TUNE) if SFT_TAKES_TOKENS else (HiFTConfig(),),
+    ),
     "RewardTrainer": (lambda folder: preference_trainer("reward", folder, max_steps=2), (SPARSE, TUNE)),
     "DPOTrainer": (lambda folder: preference_trainer("dpo", folder, lora=True, max_steps=2), (HiFTConfig(),)),
     "MultipleNegativesRankingLoss": (lambda folder: sentence_trainer("mnrl", folder, max_steps=2), (SPARSE, TUNE)),

@@ -1,6 +1,8 @@
 """TRL's trainers on a tiny Llama of bytes: every mode of SFT, and those that learn from preferences and rewards."""
 
 import copy
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from transformers import (
 from slivertune.training.embedded.base_model import VOCABULARY_SIZE, make_byte_tokenizer
 from tests.helpers.models import tiny_llama
 
+SFT_TAKES_TOKENS = find_spec("trl") is not None and hasattr(import_module("trl.trainer.utils"), "add_fused_lm_head")
+"""Whether SFTTrainer has a head that TokenTune goes with, as from trl 1.15 on."""
 LR = 1e-2
 CHAT = (
     "{% for message in messages %}{{ message['role'] }}:{% if message['role'] == 'assistant' %}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.layout import Layout
 from slivertune.tokentune import hook
 from tests.helpers.models import weights
@@ -157,7 +158,7 @@ class TokenRun(Run):
     def build_model(self, seed: int) -> nn.Module:
         model: Any = super().build_model(seed)
         if self.case.checkpointing is not None:
-            model.activation_checkpointing_enable({"use_reentrant": self.case.checkpointing})
+            enable_checkpointing(model, {"use_reentrant": self.case.checkpointing})
         if not self.case.attach_last:
             self.handle = TOKENS.attach(model)
         return model

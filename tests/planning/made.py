@@ -1,10 +1,12 @@
 """Plans and configurations made by hand."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from slivertune.planning.configs import ModelFigures
 from slivertune.planning.plan import GroupPlan, Moment, Phase, Plan
@@ -23,6 +25,11 @@ TINY_FIGURES: dict[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
+
+
+def rotary_operations(length: int, head_size: int) -> int:
+    """Of the angles of a Llama's positions, which transformers 5.16 computes as a product of matrices."""
+    return length * head_size if " @ " in inspect.getsource(LlamaRotaryEmbedding.forward) else 0
 
 
 def write_config(folder: Path, **changes: Any) -> Path:

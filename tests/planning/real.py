@@ -18,6 +18,7 @@ from transformers import (
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy
 from slivertune.core.adapter_casts import skip_needless_casts
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams, Direction, Event, streams_made_by
 from slivertune.core.kept_activations import keep_activations
 from slivertune.core.ledger import Ledger, claim
@@ -67,7 +68,7 @@ def real_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
     if request.load_in_4bit:
         quantise(model)
     if request.gradient_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(model, {"use_reentrant": False})
     if request.method == "lora":
         from peft import LoraConfig, get_peft_model
 

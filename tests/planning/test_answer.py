@@ -143,7 +143,7 @@ def test_train_understands_the_command_as_the_run_that_was_planned(changes: dict
         "token_ratio": arguments.tokens.token_ratio,
         "batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        "gradient_checkpointing": training.activation_checkpointing,
+        "gradient_checkpointing": training.gradient_checkpointing,
         "keep_activations": arguments.run.num_kept or 0,
         "offload_activations": arguments.run.offload_activations,
         "token_tile_size": arguments.run.token_tile_size,

@@ -13,6 +13,7 @@ from slivertune.planning.hift_schedule import HiFTSchedule, record_hift
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule import Begin, Entry, Record, Synchronize, Transfer, Wait, Work
 from slivertune.planning.schedule_player import exposed_share
+from tests.planning.made import rotary_operations
 
 TINY = LlamaConfig(
     vocab_size=200,
@@ -142,7 +143,7 @@ def test_the_forward_computes_what_its_products_do() -> None:
     tokens = batch * length
     products = 2 * tokens * (3 * (ATTENTION + MLP) + 200 * 64)
     scores = 3 * 4 * batch * length * length * 64 // 2  # two products of all heads over half the square
-    assert flops == products + scores
+    assert flops == products + scores + rotary_operations(length, head_size=64 // 4)
 
 
 def test_room_to_load_ahead_leaves_less_exposed_and_never_less_than_nothing() -> None:

@@ -1,5 +1,6 @@
 """Models of images, of speech, and ModernBERT: the plan of a tiny one against a real run of it."""
 
+import inspect
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import (
     Qwen2_5_VLConfig,
     WhisperConfig,
 )
+from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from slivertune.planning.answer import train_command
 from slivertune.planning.batches import image_form, make_batch
@@ -95,6 +97,10 @@ QWEN = Qwen2_5_VLConfig(
     vision_start_token_id=PLACEHOLDER + 2,
     vision_end_token_id=PLACEHOLDER + 3,
 )
+PLANS_WHISPER = pytest.mark.skipif(
+    "self.training and self.layerdrop > 0.0" not in inspect.getsource(WhisperEncoder.forward),
+    reason="Whisper of transformers 5.16 draws a number for each layer, also where it drops none",
+)
 WHISPER = WhisperConfig(
     **SPECIAL,
     vocab_size=512,
@@ -150,8 +156,8 @@ def slow(*values: Any) -> Any:
         (QWEN, {**TWO_SIZES, **DENSE}),
         *(slow(QWEN, {**task, **run}) for task in (TEXT_ALONE, TWO_SIZES) for run in (IN_BF16, HIFT, LORA)),
         # In fp32 a CPU and a GPU take different kernels, whose results lie differently in memory.
-        (WHISPER, {**SPEECH, **IN_BF16}),
-        slow(WHISPER, {**SPEECH, **HIFT}),
+        pytest.param(WHISPER, {**SPEECH, **IN_BF16}, marks=PLANS_WHISPER),
+        pytest.param(WHISPER, {**SPEECH, **HIFT}, marks=[pytest.mark.slow, PLANS_WHISPER]),
         (MODERN_BERT, {**CLASSES, **LORA}),
         *(slow(MODERN_BERT, {**CLASSES, **run}) for run in (DENSE, HIFT)),
     ],

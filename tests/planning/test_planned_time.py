@@ -17,6 +17,7 @@ from slivertune.planning.recorded_run import record_schedule
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule import Begin, Schedule, Transfer, Work
 from slivertune.planning.schedule_player import UpdateTime, mean_update, play
+from tests.planning.made import rotary_operations
 
 HIDDEN, MLP, VOCABULARY, NUM_BLOCKS = 64, 96, 200, 9
 TINY = LlamaConfig(
@@ -31,6 +32,7 @@ IN_PRODUCTS = NUM_BLOCKS * (HIDDEN * (64 + 32 + 32 + 64) + 3 * HIDDEN * MLP) + H
 """Weights of matrix products."""
 NUM_PARAMETERS = IN_PRODUCTS + VOCABULARY * HIDDEN + (2 * NUM_BLOCKS + 1) * HIDDEN
 TOKENS = 32
+ROTARY = rotary_operations(TOKENS, head_size=HIDDEN // 4)
 SLOW_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e8)
 FAST_BUS = Rates(flops=1e10, memory_bandwidth=1e11, bus_bandwidth=5e9)
 
@@ -77,7 +79,7 @@ def test_a_mean_is_that_of_the_steps_that_count() -> None:
 def test_dense_fine_tuning_computes_what_its_products_do() -> None:
     schedule = schedule_of(chunked_cross_entropy=False, precision="bf16")  # for which there is a fused attention
     scores = NUM_BLOCKS * HIDDEN * TOKENS * TOKENS // 2  # of all heads, over half the square
-    assert operations(schedule, "forward") == 2 * TOKENS * IN_PRODUCTS + 2 * 2 * scores
+    assert operations(schedule, "forward") == 2 * TOKENS * IN_PRODUCTS + 2 * 2 * scores + ROTARY
     # Each product's two gradients; of attention the scores once more, and four gradients.
     assert operations(schedule, "backward") == 2 * 2 * TOKENS * IN_PRODUCTS + 5 * 2 * scores
     assert schedule.shares == {0: 1.0}
@@ -94,8 +96,8 @@ def test_checkpointing_computes_the_blocks_once_more() -> None:
     usual, again = (schedule_of(gradient_checkpointing=on, chunked_cross_entropy=False) for on in (False, True))
     assert operations(again, "forward") == operations(usual, "forward")
     more = operations(again, "backward") - operations(usual, "backward")
-    # The head is in no block; a block's last product is what nothing needs any more.
-    last = 2 * TOKENS * HIDDEN * (VOCABULARY + NUM_BLOCKS * MLP)
+    # Head and rotary angles are in no block; a block's last product is what nothing needs any more.
+    last = 2 * TOKENS * HIDDEN * (VOCABULARY + NUM_BLOCKS * MLP) + ROTARY
     assert more == operations(usual, "forward") - last
 
 

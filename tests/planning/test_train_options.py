@@ -5,6 +5,7 @@ import pytest
 from slivertune.planning.arguments import argument_fields, parse_plan_arguments
 from slivertune.planning.parser import make_parser as make_plan_parser
 from slivertune.training.options.parser import make_parser as make_train_parser
+from slivertune.training.options.table import RENAMED
 
 NEITHER_MEMORY_NOR_TIME = {
     # What is learned from what: rows of as many tokens need as much, whichever they are.
@@ -70,7 +71,8 @@ NOT_PLANNED = {
     # A run with one of these says why it is not planned, or is planned as its like in bf16.
     *("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config"),
     *("label_smoothing_factor", "neftune_noise_alpha", "auto_find_batch_size", "use_cache", "full_determinism"),
-    *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "weight_decay", "optim_target_modules"),
+    *("gradient_checkpointing_kwargs", "weight_decay", "optim_target_modules"),
+    *(new for old, new in RENAMED.items() if old == "gradient_checkpointing_kwargs"),
     *("fp16", "tf32"),
 }
 

@@ -23,6 +23,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 import slivertune
 from slivertune import SFT, SFTConfig
 from slivertune.core import parameters
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.sft import model_hooks
 from tests.helpers.models import (
     HIDDEN,
@@ -281,7 +282,7 @@ def test_requires_grad_of_others_changes_neither_the_update_nor_the_norm(
     for model, found, meddles in zip(models, norms, (False, True), strict=True):
         optimizer = make(model, form=form)
         if checkpointing is not None:
-            model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+            enable_checkpointing(model, {"use_reentrant": checkpointing})
             if checkpointing:
                 model.enable_input_require_grads()
         for batch in token_batches(8):

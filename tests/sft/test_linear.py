@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from slivertune import SFT
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.sft.linear import CHUNK_ROWS, chunked_gradient, sampled_gradient
 from tests.helpers.models import (
     assert_same_bits,
@@ -149,7 +150,7 @@ def test_a_layer_that_is_applied_twice_gets_the_sum_of_both_gradients() -> None:
 def test_checkpointing_changes_no_bit(reentrant: bool) -> None:
     model = tiny_llama()
     other = twin(model)
-    other.activation_checkpointing_enable({"use_reentrant": reentrant})
+    enable_checkpointing(other, {"use_reentrant": reentrant})
     if reentrant:
         other.enable_input_require_grads()
     plain, checkpointed = make(model, "AG", "layer"), make(other, "AG", "layer")

@@ -17,6 +17,8 @@ import transformers
 from torch import nn
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
+from slivertune.training.options.table import RENAMED
 from tests.helpers.models import assert_all_moved, weights
 from tests.helpers.tolerance import assert_step_close, exact_sums, with_exact
 from tests.tokentune.families import BATCH, FAMILIES, VOCAB, Batch, Family, families, make_batch, make_model
@@ -51,7 +53,7 @@ PLAIN_OR_CHECKPOINTING = pytest.mark.parametrize(
 def checkpointed(model: Any, use_reentrant: bool | None) -> Any:
     """The model itself, whose layers are computed again in the backward; None leaves it as it is."""
     if use_reentrant is not None:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        enable_checkpointing(model, {"use_reentrant": use_reentrant})
     return model
 
 
@@ -342,7 +344,10 @@ def trainer_arguments(folder: Path, **options: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}], ids=["plain", "checkpointing"])
+CHECKPOINTING = RENAMED.get("gradient_checkpointing", "gradient_checkpointing")
+
+
+@pytest.mark.parametrize("options", [{}, {CHECKPOINTING: True}], ids=["plain", "checkpointing"])
 def test_the_hf_trainer_updates_as_a_loop_over_the_reference(options: dict[str, Any], tmp_path: Path) -> None:
     rows = trainer_rows(8)
     model, untrained = with_copy(LLAMA)

@@ -6,6 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
 from tests.helpers.models import seeded
 
 BLOCKS, HIDDEN, HEADS, VOCAB = 4, 192, 6, 512
@@ -81,7 +82,7 @@ def test_checkpointed_layers_over_a_leaf_leave_nothing_to_the_garbage_collector(
     # As PEFT does for checkpointing: what the first layer gets is a leaf, which gets a gradient.
     model.enable_input_require_grads()
     model.model.embed_tokens.requires_grad_(False)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     ids = torch.randint(VOCAB, (BATCH, LENGTH))
     gc.collect()
     gc.disable()

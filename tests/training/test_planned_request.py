@@ -52,7 +52,7 @@ def test_an_option_that_changes_memory_reaches_the_plan(words: str, settings: di
         ("--optim rmsprop", "a plan does not know --optim rmsprop"),
         (
             '--gradient_checkpointing true --gradient_checkpointing_kwargs {"use_reentrant":true}',
-            "a plan knows checkpointing without --activation_checkpointing_kwargs",
+            "a plan knows checkpointing without --gradient_checkpointing_kwargs",
         ),
     ],
 )

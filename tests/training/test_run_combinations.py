@@ -13,6 +13,7 @@ from slivertune.interop.checkpoints import TOKENS_NAME
 from slivertune.tokentune.config import TokenTune
 from slivertune.training.assemble import Run, assemble
 from slivertune.training.options.parse import parse_train_arguments
+from slivertune.training.options.table import RENAMED
 from slivertune.training.run import execute
 from tests.helpers.models import differing, weights
 from tests.helpers.tolerance import assert_step_close, exact_sums
@@ -135,9 +136,9 @@ def test_other_settings_cannot_resume_a_run(
         assert message in complaint(capsys, train_arguments(tiny_base, texts, tmp_path / "out", *more))
 
 
-KINDS_OF_CHECKPOINTING = [("--gradient_checkpointing",), ("--activation_checkpointing",)] + [
-    ("--activation_checkpointing", "--activation_checkpointing_kwargs", f'{{"use_reentrant": {flag}}}')
-    for flag in ("true", "false")
+CHECKPOINTING = f"--{RENAMED.get('gradient_checkpointing', 'gradient_checkpointing')}"
+KINDS_OF_CHECKPOINTING = [("--gradient_checkpointing",), (CHECKPOINTING,)] + [
+    (CHECKPOINTING, f"{CHECKPOINTING}_kwargs", f'{{"use_reentrant": {flag}}}') for flag in ("true", "false")
 ]
 
 
@@ -162,7 +163,7 @@ def test_activation_checkpointing_of_either_kind_and_name_changes_memory_and_no_
         train(tiny_base, texts, tmp_path / name, *method, "--max_steps", "8", *more)
         for name, more in (("plain", ()), ("less", checkpointing))
     )
-    assert less["settings"]["activation_checkpointing"] is True
+    assert less["settings"]["gradient_checkpointing"] is True
     assert less["highest_bytes"]["residual"] < plain["highest_bytes"]["residual"]
     assert_same_bits(tmp_path / "plain", tmp_path / "less")
 

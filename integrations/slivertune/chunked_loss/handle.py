@@ -11,6 +11,7 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from slivertune.chunked_loss.function import CHUNK_BYTES, IGNORED, MixedDtypesError, chunked_cross_entropy
+from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook, StandIn
 from slivertune.core.transformers_internals import find_transformers_model
 
@@ -63,7 +64,9 @@ def why_not_chunked(model: nn.Module) -> str | None:
             return error.reason
         except MixedDtypesError:
             return None  # whole logits can't be computed here, either; under the autocast of training both can
-        except ValueError as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, RuntimeError) as error:
             # A loss that the model computes by itself finds no classes in the logits.
             return f"{type(inner).__name__} does not compute its loss by model.loss_function ({error})"
         finally:
@@ -123,8 +126,12 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         self._undo.append(lambda: _swap_loss(inner, loss, ForCausalLMLoss))
         self._undo.append(inner.register_forward_pre_hook(ModuleHook(self._begin), with_kwargs=True).remove)
         self._undo.append(inner.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
+        self._in_forward = False
+        if may_be_called_directly(model):
+            self._undo.append(call_through_hooks(inner, lambda: self._in_forward))
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._in_forward = True
         wanted = (model.training and torch.is_grad_enabled()) or (self._evaluation and not torch.is_grad_enabled())
         is_chunked = wanted and self._has_labels(model, args, kwargs)
         if is_chunked and any(each.__name__ == "FSDPModule" for each in type(model).__mro__):
@@ -141,6 +148,7 @@ class ChunkedCrossEntropyHandle(ModelHandle):
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         stand_ins, self._head.stand_ins = self._head.stand_ins, None
+        self._in_forward = False
         if output is not None and stand_ins:
             raise ChunkedLossError(f"{type(model).__name__} does not compute its loss by model.loss_function")
 

@@ -53,7 +53,8 @@ def keep_activations(model: nn.Module, num_blocks: NumKept) -> KeptActivationsHa
         handle.remove()
         raise ValueError(
             f"checkpointing is off in {type(model).__name__}, so that every block keeps its activations already; call "
-            "model.activation_checkpointing_enable() before keep_activations, or leave keep_activations out"
+            "model.activation_checkpointing_enable() (before transformers 5.23 gradient_checkpointing_enable) before "
+            "keep_activations, or leave keep_activations out"
         )
     return handle
 

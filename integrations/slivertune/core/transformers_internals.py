@@ -1,4 +1,4 @@
-"""What the library relies on of transformers that it does not document, in transformers 5.23.
+"""What the library relies on of transformers that it does not document, in transformers 5.16 to 5.23.
 
 Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
 test can tell with a clear word which has moved.

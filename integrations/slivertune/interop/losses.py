@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import torch
@@ -91,6 +92,11 @@ def _check_loss(trainer: Any, trl_kind: str | None, *, by_token: bool) -> None:
         raise ValueError(
             f"TokenTune does not go with the router's auxiliary loss of this {name}: the routers see selected and "
             "other tokens apart; set router_aux_loss_coef=0.0 in its arguments"
+        )
+    if trl_kind == "SFTTrainer" and not hasattr(import_module("trl.trainer.utils"), "add_fused_lm_head"):
+        raise ValueError(
+            f"TokenTune does not go with the SFTTrainer of trl {import_module('trl').__version__}, which needs the "
+            "logits of all tokens for its loss or its metrics; it does from trl 1.15 on, and HiFT and SFT go with any"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the library relies on of accelerate that it does not document, in accelerate 1.15.
+"""What the library relies on of accelerate that it does not document, in accelerate 1.13 to 1.15.
 
 Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
 test can tell with a clear word which has moved.

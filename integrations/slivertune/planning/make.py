@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from slivertune.chunked_loss import attach_chunked_cross_entropy, why_not_chunked
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.kept_activations import keep_activations
 from slivertune.core.offloaded_activations import offload_activations
 from slivertune.core.token_tiles import tile_tokens
@@ -184,11 +185,12 @@ def build_model(request: PlanRequest, config: PreTrainedConfig) -> Any:
         if request.load_in_4bit:
             hold_in_4bit(model, dtype)
         if request.gradient_checkpointing:
-            model.activation_checkpointing_enable(
-                activation_checkpointing_kwargs={
+            enable_checkpointing(
+                model,
+                {
                     "use_reentrant": False,
                     "context_fn": partial(_again, request),
-                }
+                },
             )
         model = planned(request.method).change_model(model, request)
     return model.train()

@@ -9,6 +9,7 @@ import torch.distributed
 from torch import nn
 
 from slivertune.core.compiled_blocks import runs_compiled
+from slivertune.core.direct_calls import call_through_hooks, may_be_called_directly
 from slivertune.core.module_hook import ModelHandle, ModuleHook
 from slivertune.core.token_tiles import runs_in_tiles
 from slivertune.core.token_wise import norms_outside
@@ -32,7 +33,7 @@ from slivertune.tokentune.model_check import check_run_in_backward, model_check
 from slivertune.tokentune.outside_loss import FUSED_HEAD, describe_forward, refuse_unknown_loss, with_selected_labels
 from slivertune.tokentune.rows import LayerRows, Rows, SelectionContext, in_backward, mark_passed
 from slivertune.tokentune.selection import count_selected, draw_positions, make_generator, segment_starts
-from slivertune.tokentune.sentence_models import call_through_hooks, is_sentence_model, pools_single_tokens
+from slivertune.tokentune.sentence_models import pools_single_tokens
 from slivertune.tokentune.wrapping import (
     TokenWise,
     attends_once,
@@ -95,7 +96,7 @@ class TokenTuneHandle(ModelHandle):
         self._wrapped: list[TokenWise] = []
         self._layer_rows: list[LayerRows] = []
         try:
-            self._attach(calls_forward=is_sentence_model(model))
+            self._attach(calls_forward=may_be_called_directly(model))
         except BaseException:
             self.remove()
             raise
@@ -181,7 +182,7 @@ class TokenTuneHandle(ModelHandle):
         )
         self._undo.append(model.register_forward_hook(ModuleHook(self._end), always_call=True).remove)
         if calls_forward:
-            self._undo.append(call_through_hooks(model, self._selection))
+            self._undo.append(call_through_hooks(model, lambda: self._selection.in_forward))
         if self._head == "causal":
             self._undo.append(replace_loss(model, lambda: None if self._call is None else self._call.targets))
 

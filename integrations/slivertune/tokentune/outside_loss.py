@@ -1,6 +1,6 @@
 """Causal models whose loss is taken outside of them, from what comes out for each token.
 
-TRL gives a model a second head (`trl.trainer.utils.add_fused_lm_head`, trl 1.16): called with `fused_lm_head=True`, it
+TRL gives a model a second head (`trl.trainer.utils.add_fused_lm_head`, trl 1.15): called with `fused_lm_head=True`, it
 returns the log-probability of each label and no logits, and the trainer makes the loss. Labels that are shifted already
 are scored one by one on the rows that there are. So the selected rows go in with their own targets, and what comes out,
 of shape (batch, k), is theirs.

@@ -55,7 +55,7 @@ def plan_request(
         "batch_size": training.per_device_train_batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
         "seq_length": _longest_row(task),
-        "gradient_checkpointing": training.activation_checkpointing,
+        "gradient_checkpointing": training.gradient_checkpointing,
         "keep_activations": arguments.run.num_kept or 0,
         "offload_activations": arguments.run.offload_activations,
         "token_tile_size": arguments.run.token_tile_size,
@@ -86,7 +86,7 @@ def _check(arguments: TrainArguments, layout: str) -> None:
     training, attention = arguments.training, arguments.model.attn_implementation
     others = [f"--{name}" for name in method.not_planned if name in arguments.given]
     others += [f"--{name}" for name in _OF_THE_TRAINER if getattr(training, name)]
-    checkpointing: Any = training.activation_checkpointing_kwargs or {}
+    checkpointing: Any = training.gradient_checkpointing_kwargs or {}
     decays = training.weight_decay and not method.is_optimizer and _optimizer(training) in _COPIES_TO_DECAY
     planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
     for is_unknown, reason in (
@@ -103,7 +103,7 @@ def _check(arguments: TrainArguments, layout: str) -> None:
         ),
         (
             checkpointing.get("use_reentrant") or checkpointing.keys() - {"use_reentrant"},
-            "a plan knows checkpointing without --activation_checkpointing_kwargs",
+            "a plan knows checkpointing without --gradient_checkpointing_kwargs",
         ),
         (decays, f"a plan has no word for --weight_decay with --optim {enum_value(training.optim)}"),
         (

@@ -206,7 +206,7 @@ def _settings(run: Run) -> dict[str, Any]:
         "max_grad_norm",
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
-        "activation_checkpointing",
+        "gradient_checkpointing",
         "seed",
     )
     return {

@@ -14,6 +14,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.layout import Layout
 from tests.helpers.accelerator import forgotten, one_device
 from tests.helpers.models import tiny_llama
@@ -70,7 +71,7 @@ class Case:
         # HiFT refuses weights in fp16; DeepSpeed casts them afterwards.
         model: Any = tiny_llama(torch.float32 if self.dtype == torch.float16 else self.dtype, tied=self.tied, seed=seed)
         if self.checkpointing is not None:
-            model.activation_checkpointing_enable({"use_reentrant": self.checkpointing})
+            enable_checkpointing(model, {"use_reentrant": self.checkpointing})
         return model
 
     def build_optimizer(self, model: nn.Module, **changes: Any) -> Any:

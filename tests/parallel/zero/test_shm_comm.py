@@ -4,6 +4,7 @@ from pathlib import Path
 
 import deepspeed
 import pytest
+import torch
 from torch.utils import cpp_extension
 
 from slivertune.parallel.zero.shm_comm import NAME, STALE_SECONDS, build_folder, check_build
@@ -18,8 +19,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / NAME
 
 
+@pytest.mark.parametrize("versions", [{}, {"cuda": "12.8", "hip": None}, {"cuda": None, "hip": "6.4.1"}])
 @pytest.mark.parametrize("asked", [False, True])
-def test_the_folder_is_torchs_own(asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_torchs_own(
+    asked: bool, versions: dict[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, version in versions.items():
+        monkeypatch.setattr(torch.version, name, version)
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))

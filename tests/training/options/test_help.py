@@ -74,7 +74,7 @@ def test_a_default_is_shown_unless_it_is_nothing() -> None:
         "0 writes none (default: 160)",
         "label smoothing factor to prevent overconfidence. Zero means no smoothing (default: 0.0)",
         "--order {bottom2up,top2down,random} order of the groups",
-        "~20% slower",
+        "~10% slower performance",
         "text between a prompt and its response (default: \\n)",
     ):
         assert part in text, part

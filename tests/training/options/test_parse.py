@@ -16,6 +16,10 @@ from slivertune.training.methods.lora import LoraArguments
 from slivertune.training.options.arguments import TokenArguments
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.options.parser import make_parser
+from slivertune.training.options.table import RENAMED
+
+CHECKPOINTING = RENAMED.get("gradient_checkpointing", "gradient_checkpointing")
+"""What the installed transformers calls it."""
 
 PROMPTS = [
     *("--dataset", "d.csv"),
@@ -168,13 +172,13 @@ def test_hifts_settings_reach_its_config() -> None:
     assert config == expected
 
 
-@pytest.mark.parametrize("old", ["gradient_checkpointing", "activation_checkpointing"])
-def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(old: str) -> None:
+@pytest.mark.parametrize("name", sorted({"gradient_checkpointing", CHECKPOINTING}))
+def test_the_old_name_of_activation_checkpointing_is_taken_without_a_warning(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        arguments = parse_train_arguments([f"--{old}", f"--{old}_kwargs", '{"every_n_layers": 2}'])
-    assert arguments.training.activation_checkpointing is True
-    assert arguments.training.activation_checkpointing_kwargs == {"every_n_layers": 2}
+        arguments = parse_train_arguments([f"--{name}", f"--{name}_kwargs", '{"every_n_layers": 2}'])
+    assert getattr(arguments.training, CHECKPOINTING) is True
+    assert getattr(arguments.training, f"{CHECKPOINTING}_kwargs") == {"every_n_layers": 2}
 
 
 @pytest.mark.parametrize(

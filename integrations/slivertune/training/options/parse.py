@@ -214,7 +214,7 @@ def _check_task(data: DataArguments, tokens: TokenArguments, training: TrainingA
 
 def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
     """Refuse activations that are kept where none are given up, or where nothing tells how many there is room for."""
-    if run.num_kept is not None and not training.activation_checkpointing:
+    if run.num_kept is not None and not training.gradient_checkpointing:
         raise ValueError(without_checkpointing(run.num_kept))
     if run.num_kept == "auto":
         check_can_measure(training.device.type, training.world_size)

@@ -12,9 +12,14 @@ from transformers import TrainingArguments
 from slivertune.training.methods.registry import DEFAULT_METHOD, TRAIN_METHODS
 from slivertune.training.options.arguments import DataArguments, ModelArguments, RunArguments, TokenArguments
 
+_FIELDS = {item.name for item in dataclasses.fields(TrainingArguments)}
 RENAMED = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+    old: new
+    for old, new in (
+        ("gradient_checkpointing", "activation_checkpointing"),
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+    )
+    if new in _FIELDS
 }
 """transformers 5.23 renamed these and warns of the old names, which every older command line uses."""
 
