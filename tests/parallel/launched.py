@@ -139,6 +139,7 @@ def main(model_folder: str, deepspeed_config: str | None = None) -> None:
             "losses": losses,
             "unchanged": [name for name, value in before.items() if torch.equal(value, after[name])],
             "weights": digest(after),
+            "buffers": sorted({str(buffer.dtype) for buffer in network.buffers()}),
         },
     )
     accelerator.wait_for_everyone()

@@ -111,13 +111,16 @@ def test_a_preset_launches_the_engine_that_it_names(name: str, launched: Launche
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_presets_with_as_many_processes_make_the_same_updates_to_the_bit(processes: int, launched: Launched) -> None:
-    weights = {
-        name: launched(name)[0]["weights"]
-        for name, expected in EXPECTED.items()
-        if expected.get("world_size", 2) == processes
+    reports = {
+        name: launched(name)[0] for name, expected in EXPECTED.items() if expected.get("world_size", 2) == processes
     }
-    assert len(weights) == {1: 2, 2: 7}[processes]
-    assert len(set(weights.values())) == 1, weights
+    assert len(reports) == {1: 2, 2: 7}[processes]
+    # transformers 5.16 loads a model with rotary frequencies in bf16 under ZeRO-3.
+    rounded = {name for name, each in reports.items() if each["buffers"] == ["torch.bfloat16"]}
+    assert rounded in (set(), {name for name, each in EXPECTED.items() if each["layout"] == "zero3"} & set(reports))
+    for names in (reports.keys() - rounded, rounded):
+        weights = {name: reports[name]["weights"] for name in names}
+        assert len(set(weights.values())) == min(1, len(names)), weights
 
 
 FAKE_SCONTROL = """#!/bin/bash
