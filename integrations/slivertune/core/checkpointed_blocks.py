@@ -145,10 +145,10 @@ def find_checkpointed_blocks(model: nn.Module) -> tuple[GradientCheckpointingLay
 
 
 def records_graph(block: nn.Module, inputs: Any) -> bool:
-    """Whether a block's forward is recorded for a backward: not where nothing in it or below it trains.
+    """Whether a module's forward is recorded for a backward: not where nothing in it or below it trains.
 
     Args:
-        block: The block.
+        block: The module.
         inputs: A nest with the tensors that it is given.
     """
     if not torch.is_grad_enabled():

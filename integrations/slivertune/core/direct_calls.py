@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from slivertune.core.module_hook import StandIn
+from slivertune.core.module_hook import StandIn, put_stand_in
 
 _LIBRARIES = ("peft", "sentence_transformers")
 
@@ -47,16 +47,11 @@ def call_through_hooks(model: nn.Module, in_forward: Callable[[], bool]) -> Call
     Returns:
         Gives the model its forward back, unless something else has replaced it since.
     """
-    was_own, stand_in = "forward" in vars(model), CalledThroughHooks(model, in_forward)
-    model.forward = stand_in
+    stand_in = CalledThroughHooks(model, in_forward)
+    take_off = put_stand_in(model, "forward", stand_in)
 
     def undo() -> None:
         stand_in.is_removed = True
-        if vars(model).get("forward") is not stand_in:
-            return
-        if was_own:
-            model.forward = stand_in.function
-        else:
-            del model.forward
+        take_off()
 
     return undo

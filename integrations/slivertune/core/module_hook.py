@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 import torch
+from torch import nn
 
 
 class ModuleHook:
@@ -52,6 +53,31 @@ class StandIn:
 
     def __reduce__(self) -> Any:
         return _itself, (self.function,)
+
+
+def put_stand_in(module: nn.Module, name: str, stand_in: StandIn) -> Callable[[], None]:
+    """Let a stand-in take the place of a module's method, on this instance alone.
+
+    Args:
+        module: The module.
+        name: Of the method.
+        stand_in: What is called in its place.
+
+    Returns:
+        Gives the module back what it had, unless something else has taken the place since.
+    """
+    had_own, before = name in vars(module), vars(module).get(name)
+    setattr(module, name, stand_in)
+
+    def take_off() -> None:
+        if vars(module).get(name) is not stand_in:
+            return
+        if had_own:
+            setattr(module, name, before)
+        else:
+            delattr(module, name)
+
+    return take_off
 
 
 def _itself(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from slivertune.core.checkpointed_blocks import records_graph
 from slivertune.core.layers import find_blocks
-from slivertune.core.module_hook import ModelHandle, StandIn
+from slivertune.core.module_hook import ModelHandle, StandIn, put_stand_in
 from slivertune.core.setting_checks import check_integer
 from slivertune.core.token_wise import BesideAttention, children_beside_attention, is_norm, norms_outside
 
@@ -100,8 +101,8 @@ class TokenTilesHandle(ModelHandle):
                 )
         for module in found:
             tiles = _Tiles(module, paths[module], tile_size, recompute_context)
-            module.forward = tiles
-            self._undo.append(tiles.take_off)
+            self._undo.append(put_stand_in(module, "forward", tiles))
+            self._undo.append(tiles.end)
 
 
 def check_tile_size(tile_size: Any) -> None:
@@ -143,19 +144,12 @@ class _Tiles(StandIn):
     def __init__(self, module: nn.Module, path: str, tile_size: int, recompute_context: Callable[[], Any]) -> None:
         super().__init__(module.forward)
         self._module, self._path, self._tile_size, self._context = module, path, tile_size, recompute_context
-        self._had_own = "forward" in vars(module)
         self.is_on = True
         """Whether it was not taken off, though something else may hold it still."""
 
-    def take_off(self) -> None:
-        """Give the module its own forward back; what has wrapped it since then passes through."""
+    def end(self) -> None:
+        """Pass every call on from now on, also where something that came later holds this."""
         self.is_on = False
-        if vars(self._module).get("forward") is not self:
-            return
-        if self._had_own:
-            self._module.forward = self.function
-        else:
-            del self._module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, in tiles where its input is longer than one."""
@@ -165,7 +159,7 @@ class _Tiles(StandIn):
         if not self.is_on or length >= shape[dim : dim + 1].numel():
             return self.function(*args, **kwargs)
         self._check(args, kwargs, shape, dim)
-        records = torch.is_grad_enabled() and any(each.requires_grad for each in (*args, *self._module.parameters()))
+        records = records_graph(self._module, args)
         pieces = zip(*(each.split(length, dim) for each in args), strict=True)
         outputs = [self._run(piece, records=records) for piece in pieces]
         if not all(isinstance(each, torch.Tensor) for each in outputs):

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from slivertune.core.hyperparameters import own_hyperparameters
 from slivertune.core.layers import Layer
-from slivertune.core.module_hook import ModuleHook, StandIn
+from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
 from slivertune.core.torch_internals import apply_of, compiled_call_of, version_of
 from slivertune.hift.piece import ParamGroups, Weight
 from slivertune.hift.residency import ResidentGroup
@@ -187,8 +186,7 @@ class ForwardUpdates:
             "_apply": _FlushingCall(apply_of(model), flush),  # which `to` and its like call
         }
         for name, stand_in in stand_ins.items():
-            setattr(model, name, stand_in)
-            self._undo.append(partial(_take_off, model, name, stand_in))
+            self._undo.append(put_stand_in(model, name, stand_in))
         if self._blocks:
             # What a loss reads of the head may be read without the head's forward.
             self._handles.append(self._blocks[-1].register_forward_hook(ModuleHook(flush)))
@@ -295,9 +293,3 @@ class _FlushingTrain(_FlushingCall):
         if not mode:
             self._flush()
         return self.function(mode)
-
-
-def _take_off(model: nn.Module, name: str, stand_in: StandIn) -> None:
-    """Unless another has put its own there since."""
-    if vars(model).get(name) is stand_in:
-        delattr(model, name)

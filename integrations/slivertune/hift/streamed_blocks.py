@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slivertune.core.module_hook import ModuleHook, StandIn
+from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
 from slivertune.core.outputs import tensors_of
 from slivertune.core.torch_internals import (
     NO_BACKWARD,
@@ -75,7 +75,7 @@ class StreamedBlocks:
         """Blocks that ran in this forward and will have a backward, in order."""
         self._task = NO_BACKWARD
         """The backward at whose end what it has brought is put back."""
-        self._stand_ins: list[tuple[nn.Module, StandIn]] = []
+        self._undo: list[Callable[[], None]] = []
 
     def attach(self, model: nn.Module) -> None:
         """Hook the blocks, and what moves the model."""
@@ -88,17 +88,15 @@ class StreamedBlocks:
             ]
         for module in (model, *self._modules):
             stand_in = _CheckedApply(apply_of(module), self.weights.device, self._modules, is_block=module is not model)
-            self._stand_ins.append((module, stand_in))
-            vars(module)["_apply"] = stand_in
+            self._undo.append(put_stand_in(module, "_apply", stand_in))
 
     def release(self) -> None:
         """Let all weights wait on the host that do not stay on the device, and take the hooks off."""
         for handle in self._handles:
             handle.remove()
-        for module, stand_in in self._stand_ins:
-            if vars(module).get("_apply") is stand_in:
-                del vars(module)["_apply"]
-        self._handles, self._stand_ins = [], []
+        for undo in self._undo:
+            undo()
+        self._handles, self._undo = [], []
         self.weights.take_all_back()
 
     def begin_forward(self) -> None:

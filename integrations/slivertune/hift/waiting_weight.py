@@ -10,7 +10,6 @@ The exact weight waits on the host (`ExactSource`): saving reads it there, and l
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.core.module_hook import ModuleHook, StandIn
+from slivertune.core.module_hook import ModuleHook, StandIn, put_stand_in
 from slivertune.core.torch_internals import apply_of, is_without_data, storage_key
 from slivertune.hift.block_codes import BlockCodes, WaitingForm, quantize
 from slivertune.hift.exact_tensor import ExactTensor
@@ -106,8 +105,7 @@ class WaitingWeight:
     def _put_on(self, module: nn.Module) -> None:
         stand_ins = {"forward": _Forward(module.forward, self), "_apply": _Apply(apply_of(module), self)}
         for name, stand_in in stand_ins.items():
-            setattr(module, name, stand_in)
-            self._undo.append(partial(_take_off, module, name, stand_in))
+            self._undo.append(put_stand_in(module, name, stand_in))
         for handle in (
             module.register_state_dict_post_hook(ModuleHook(self._show_exact)),
             module.register_load_state_dict_pre_hook(ModuleHook(self._begin_loading)),
@@ -348,9 +346,3 @@ def _claimed(codes: BlockCodes) -> BlockCodes:
     for tensor in codes.tensors():
         claim(tensor, "parameters")
     return codes
-
-
-def _take_off(module: nn.Module, name: str, stand_in: StandIn) -> None:
-    """Unless another has put its own there since: then ours stays, and passes through."""
-    if vars(module).get(name) is stand_in:
-        delattr(module, name)
