@@ -11,7 +11,7 @@ import torch
 
 from slivertune.core.copy_streams import CopyStreams, Event, copy_streams
 from slivertune.core.host_memory import available_host_bytes
-from slivertune.core.ledger import claim, claimed_at_birth
+from slivertune.core.host_tensors import claimed_host_memory, tensor_at
 from slivertune.core.torch_internals import is_without_data
 
 
@@ -49,7 +49,7 @@ class WaitingActivations:
             MemoryError: If the host has no room for it.
         """
         buffer = self._take(tensor.nbytes)
-        host = _dense_part(buffer, tensor)
+        host = tensor_at(buffer, 0, tensor)
         # The computing stream has waited for whatever was loaded from there.
         with self._streams.on("outbound", self._streams.record()):
             host.copy_(tensor, non_blocking=True)
@@ -119,10 +119,7 @@ class WaitingActivations:
                 f"an input of a block takes {num_bytes:,} bytes and the host has {free:,} left for what "
                 "offload_activations lets wait there; take shorter or fewer sequences, or leave offload_activations out"
             )
-        with claimed_at_birth("activations", "host"):
-            memory = self._streams.host_memory(num_bytes)
-        claim(memory, "activations", "host")
-        return memory
+        return claimed_host_memory(self._streams, num_bytes, "activations")
 
 
 class _Record:
@@ -134,9 +131,3 @@ class _Record:
         self.number, self.place, self.host, self.stored, self.buffer = number, place, host, stored, buffer
         self.loading: tuple[torch.Tensor, Event] | None = None
         """On the device, and when it has arrived there."""
-
-
-def _dense_part(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The beginning of a flat buffer in another tensor's form; the order of its elements decides how sums round."""
-    form = torch.empty_like(like, device="meta")
-    return memory[: like.nbytes].view(like.dtype).as_strided(form.shape, form.stride())

@@ -7,6 +7,7 @@ import torch
 from typing_extensions import override
 
 from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import claim
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.disk_state import DiskState
@@ -17,9 +18,7 @@ from slivertune.hift.offload_buffer import (
     LOW,
     OffloadBuffer,
     OffloadedState,
-    aligned,
     host_buffer,
-    tensor_at,
 )
 from slivertune.hift.piece import OwnHyperparameters, ParamGroups, Weight
 from slivertune.hift.probe import StepMeter

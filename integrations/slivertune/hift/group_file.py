@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.direct_files import PAGE_BYTES, in_pages
-from slivertune.core.ledger import FileBytes, claim, claimed_at_birth
+from slivertune.core.host_tensors import claimed_host_memory
+from slivertune.core.ledger import FileBytes
 from slivertune.hift.group_image import GroupImage
 
 
@@ -18,9 +19,7 @@ class HostBuffer:
 
     def __init__(self, streams: CopyStreams, num_bytes: int) -> None:
         self.streams = streams
-        with claimed_at_birth("state", "host"):
-            whole = streams.host_memory(in_pages(num_bytes) + PAGE_BYTES)
-        claim(whole, "state", "host")
+        whole = claimed_host_memory(streams, in_pages(num_bytes) + PAGE_BYTES, "state")
         start = -whole.data_ptr() % PAGE_BYTES
         self.memory = whole[start : start + in_pages(num_bytes)]
         self.view = memoryview(cast(Any, self.memory.numpy()))

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from slivertune.core.direct_files import in_pages, page_memory
-from slivertune.hift.offload_buffer import tensor_at
+from slivertune.core.host_tensors import tensor_at
 
 FIRST_ROWS = "first_rows"
 """Key of the file's metadata: by tensor, the row of the weight with which it begins, as JSON; names all tensors."""

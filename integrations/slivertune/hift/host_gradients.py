@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.host_tensors import aligned, claimed_host_memory, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
-from slivertune.hift.offload_buffer import aligned, tensor_at
 from slivertune.hift.offloaded_gradient import OffloadedGradient, norm_of
 from slivertune.hift.piece import Weight
 
@@ -129,9 +129,7 @@ class HostGradients:
                 "place in host memory is not; set gradients='device'"
             )
         if self._room is None:
-            with claimed_at_birth("gradients", "host"):
-                self._room = self.streams.host_memory(self._num_bytes)
-            claim(self._room, "gradients", "host")
+            self._room = claimed_host_memory(self.streams, self._num_bytes, "gradients")
         return tensor_at(self._room, self._places[parameter], gradient)
 
     def _new_norm(self, offloaded: OffloadedGradient) -> torch.Tensor:

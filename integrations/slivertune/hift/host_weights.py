@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from slivertune.core.copy_streams import CopyStreams, Event, copy_streams
+from slivertune.core.host_tensors import aligned, claimed_host_memory, tensor_at
 from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.torch_internals import storage_key
-from slivertune.hift.offload_buffer import aligned, tensor_at
 
 NUM_WORKING_SLOTS = 2
 """Slots beside those of what trains: one is read while the other is loaded."""
@@ -237,9 +237,7 @@ class HostWeights:
     def _move_to_host(self, block: WaitingBlock) -> None:
         waiting = []
         for parameter in block.parameters:
-            with claimed_at_birth("parameters", "host"):
-                memory = self.streams.host_memory(parameter.nbytes)
-            claim(memory, "parameters", "host")
+            memory = claimed_host_memory(self.streams, parameter.nbytes, "parameters")
             waiting.append(tensor_at(memory, 0, parameter.data).copy_(parameter.data))
             parameter.data = waiting[-1]
         block.waiting = tuple(waiting)

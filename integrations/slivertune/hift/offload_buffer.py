@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from slivertune.core.copy_streams import CopyStreams
+from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import MemoryTier, claim, claimed_at_birth
 from slivertune.hift.base import CUT_MULTIPLE
 from slivertune.hift.masters import join_master, refresh_master, split_master
@@ -22,9 +23,6 @@ from slivertune.hift.nested_state import Structure, empty_objects, flatten_state
 from slivertune.hift.piece import Slice, Weight
 from slivertune.hift.probe import StepMeter
 from slivertune.hift.residency import MASTER, WeightState
-
-ALIGNMENT = 64
-"""Bytes; tensors in one buffer begin at multiples of it."""
 
 _GAPS_BYTES = 512
 """The gaps between a weight's tensors."""
@@ -44,27 +42,6 @@ _TABLES = ("qmap1", "qmap2")
 
 Copy = tuple[str, torch.Tensor, torch.Tensor]
 """A key of a slice's state, its tensor on the device, and where that is to wait."""
-
-
-def aligned(num_bytes: int) -> int:
-    """Round up to `ALIGNMENT`."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def tensor_at(buffer: torch.Tensor, start: int, model: torch.Tensor) -> torch.Tensor:
-    """The part of a flat buffer that begins at a byte, in a model's shape, dtype and, if it has no gaps, strides.
-
-    Args:
-        buffer: uint8, one dimension, with room enough.
-        start: A multiple of `ALIGNMENT`.
-        model: What the tensor is like; the bytes of both are as many.
-    """
-    flat = buffer[start : start + model.nbytes].view(model.dtype)
-    if model.dim() == 1 and model.is_contiguous():
-        return flat
-    # The order in memory decides which elements vector loops take together, and so their last bits.
-    dense = torch.empty_like(model, device="meta")
-    return flat.as_strided(dense.shape, dense.stride())
 
 
 def _small_copy(value: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import torch
 from typing_extensions import override
 
 from slivertune.core.copy_streams import Event
+from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.hift.cutting import cut_group
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.loaded_piece import LoadedPiece, leaf_data, moved_to_slot
@@ -27,10 +28,8 @@ from slivertune.hift.offload_buffer import (
     Copy,
     OffloadBuffer,
     OffloadedState,
-    aligned,
     host_buffer,
     mapped_buffer,
-    tensor_at,
     waiting_bytes,
 )
 from slivertune.hift.offloaded_gradient import OffloadedGradient

@@ -13,8 +13,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from slivertune.core.copy_streams import CopyStreams, Event
+from slivertune.core.host_tensors import claimed_host_memory, tensor_at
 from slivertune.core.layers import find_blocks
-from slivertune.core.ledger import claim, claimed_at_birth
 from slivertune.core.setting_checks import check_choice
 from slivertune.core.torch_internals import FakeTensor, compiled_call_of
 from slivertune.hift.block_codes import WaitingForm, check_available
@@ -366,7 +366,4 @@ class _HostCopy(ExactSource):
             self._copy.copy_(before)
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
-        with claimed_at_birth("parameters", "host"):
-            memory = self._streams.host_memory(tensor.numel() * tensor.element_size())
-        claim(memory, "parameters", "host")
-        return memory.view(tensor.dtype).view(tensor.shape)
+        return tensor_at(claimed_host_memory(self._streams, tensor.nbytes, "parameters"), 0, tensor)
