@@ -38,6 +38,23 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}{meant}")
 
 
+def check_bytes_or_auto(name: str, value: object) -> None:
+    """Refuse a setting that is neither a number of bytes nor left to be chosen.
+
+    Args:
+        name: The setting, in the error.
+        value: What was given.
+
+    Raises:
+        ValueError: Naming the setting, its value and the rule.
+    """
+    if value == "auto":
+        return
+    if isinstance(value, str):
+        raise ValueError(f'{name}={value!r} must be a number of bytes, or "auto"')
+    check_integer(name, value, 0)
+
+
 def integer_or_auto(name: str, text: str) -> int | Literal["auto"]:
     """Read a number that may be left to be chosen.
 

@@ -1,8 +1,8 @@
 """Weights in fewer bits: codes of blocks of 64 elements, each with its own scale.
 
 int8: each element is the nearest of 127 steps either way of its block's largest (8.25 bits a bf16 weight); torch's own
-arithmetic, which on a CPU took half the time of bitsandbytes' kernels for it, and needs no package. nf4: NormalFloat
-with double quantisation (4.13 bits; QLoRA, arXiv 2305.14314, section 3), by bitsandbytes' kernels.
+arithmetic, which needs no package. nf4: NormalFloat with double quantisation (4.13 bits; QLoRA, arXiv 2305.14314,
+section 3), by bitsandbytes' kernels.
 
 Temporaries are bounded: a weight is read `_CHUNK` elements at a time.
 """
@@ -38,11 +38,6 @@ class BlockCodes(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that are kept."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of these."""
-        return sum(each.nbytes for each in self.tensors())
 
 
 def quantize(weight: torch.Tensor, form: WaitingForm) -> BlockCodes:

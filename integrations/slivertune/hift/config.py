@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from slivertune.core.setting_checks import check_choice, check_integer
+from slivertune.core.setting_checks import check_bytes_or_auto, check_choice, check_integer
 from slivertune.hift.block_codes import WaitingForm
 
 Order = Literal["bottom2up", "top2down", "random"]
@@ -107,15 +107,12 @@ class HiFTConfig:
     def __post_init__(self) -> None:
         for name, least in (("layers_per_group", 1), ("steps_per_group", 1), ("stream_bytes", 0), ("seed", None)):
             check_integer(name, getattr(self, name), least)
-        if self.prefetch_bytes != "auto":
-            if isinstance(self.prefetch_bytes, str):
-                raise ValueError(f'prefetch_bytes={self.prefetch_bytes!r} must be a number of bytes, or "auto"')
-            check_integer("prefetch_bytes", self.prefetch_bytes, 0)
-            if self.state == "device" and self.prefetch_bytes:
-                raise ValueError(
-                    f'prefetch_bytes={self.prefetch_bytes} is for state that waits off the device; with state="device" '
-                    "leave it out"
-                )
+        check_bytes_or_auto("prefetch_bytes", self.prefetch_bytes)
+        if self.state == "device" and self.prefetch_bytes not in ("auto", 0):
+            raise ValueError(
+                f'prefetch_bytes={self.prefetch_bytes} is for state that waits off the device; with state="device" '
+                "leave it out"
+            )
         for name, choices in (
             ("order", Order),
             ("state", StatePlace),
@@ -143,16 +140,13 @@ class HiFTConfig:
         self._check_weights()
 
     def _check_weights(self) -> None:
-        if self.resident_bytes != "auto":
-            if isinstance(self.resident_bytes, str):
-                raise ValueError(f'resident_bytes={self.resident_bytes!r} must be a number of bytes, or "auto"')
-            check_integer("resident_bytes", self.resident_bytes, 0)
-            if self.weights == "device" and self.resident_bytes:
+        check_bytes_or_auto("resident_bytes", self.resident_bytes)
+        if self.weights == "device":
+            if self.resident_bytes not in ("auto", 0):
                 raise ValueError(
                     f"resident_bytes={self.resident_bytes} is for weights that wait off the device; set "
                     'weights="host", or leave it out'
                 )
-        if self.weights == "device":
             return
         if self.state == "device":
             raise ValueError(

@@ -1,6 +1,6 @@
 """Groups whose masters and state wait in files (`state="disk"`), and pass through buffers of host memory."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -120,11 +120,7 @@ class DiskGroup(StreamedGroup):
     def export(self) -> dict[str, WeightState]:
         if self._offloaded is None or self.file is None:
             return super().export()
-        self._slots.streams.synchronize()
-        if self.file.is_in_use:
-            self._hand_over()
-        self.files.store.settle(self.file)
-        mapped = mapped_tensors(self.file.path, {name: model for name, (_, model) in self._places.items()})
+        mapped = self._mapped(self.file, self._places)
         for tensor in mapped.values():
             claim(tensor, "state", "disk")
         return self._offloaded.export(self.weights, mapped, self._written_weights())
@@ -144,12 +140,8 @@ class DiskGroup(StreamedGroup):
         self._follow_the_model()
         if self.file is None:
             return super().waiting_master(weight)
-        self._slots.streams.synchronize()
-        if self.file.is_in_use:
-            self._hand_over()
-        self.files.store.settle(self.file)
         name = (weight.name, MASTER)
-        return mapped_tensors(self.file.path, {name: self._places[name][1]})[name]
+        return self._mapped(self.file, [name])[name]
 
     @override
     def write_master(self, weight: Weight, written: torch.Tensor) -> None:
@@ -215,6 +207,14 @@ class DiskGroup(StreamedGroup):
             return OffloadedState(host_buffer(streams), split=split)
         self._bound = self.files.store.lend(self.file, streams)
         return OffloadedState(_LentBuffer(self._bound, streams), split=split)
+
+    def _mapped(self, file: GroupFile, names: Iterable[Name]) -> dict[Name, torch.Tensor]:
+        """Waiting tensors, as the file has them by now."""
+        self._slots.streams.synchronize()
+        if file.is_in_use:
+            self._hand_over()
+        self.files.store.settle(file)
+        return mapped_tensors(file.path, {name: self._places[name][1] for name in names})
 
     def _bind(self, memory: torch.Tensor) -> None:
         """Let the waiting tensors lie where the state has been read to."""

@@ -100,10 +100,10 @@ def _files_of(folder: Path) -> Mapping[str, str]:
 
 
 def _check_names(model: nn.Module, files: Mapping[str, str]) -> None:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters, present = dict(model.named_parameters(remove_duplicate=False)), model.state_dict().keys()
     known = {id(parameters[name]) for name in files if name in parameters}
     lost = [name for name, parameter in parameters.items() if id(parameter) not in known]
-    strange = [name for name in files if name not in model.state_dict()]
+    strange = [name for name in files if name not in present]
     if lost or strange:
         raise ValueError(
             f"the names in the files are not those of {type(model).__name__} (without a tensor: {lost[:3]}; unknown: "

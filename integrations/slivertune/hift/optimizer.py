@@ -226,7 +226,7 @@ class HiFT(CheckpointedSliver):
             attached.callback(self._forward_updates.release)
         if self._waiting is not None:
             self._waiting.attach([each for each in self._residencies if isinstance(each, StreamedGroup)])
-            attached.callback(self._waiting.release)
+            attached.callback(self._waiting.remove)
         if self._streamed is not None:
             self._streamed.blocks.attach(self._hooks.model)
             attached.callback(self._streamed.blocks.release)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from slivertune.core.activation_room import read_memory
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.host_tensors import claimed_host_memory, tensor_at
 from slivertune.core.layers import find_blocks
@@ -114,7 +115,7 @@ class WaitingLayers:
             if each.is_waiting:
                 each.forget_codes()
 
-    def release(self) -> None:
+    def remove(self) -> None:
         """Let all parameters hold their exact weights, and take everything off the model.
 
         Where the device has no room for them, what waits goes on waiting, and a warning says so.
@@ -138,8 +139,6 @@ class WaitingLayers:
             each.restore()
             each.remove()
         self._groups = None
-
-    remove = release
 
     def _end_turn(self, waiting: WaitingWeight) -> None:
         assert waiting.source is not None
@@ -217,8 +216,8 @@ def free_bytes(device: torch.device) -> int | None:
     """Bytes of a device that new tensors may take; None where it has no memory of its own."""
     if device.type != "cuda":
         return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    memory = read_memory(device)
+    return memory.limit - memory.allocated
 
 
 def linear_modules(model: nn.Module, blocks: Sequence[nn.Module]) -> Mapping[str, nn.Module]:

@@ -38,6 +38,21 @@ from slivertune.planning.step import (
     measure_update,
 )
 
+NAMED_ALIKE = (
+    "layers_per_group",
+    "steps_per_group",
+    "state",
+    "state_ram_bytes",
+    "stream_bytes",
+    "gradients",
+    "update",
+    "waiting",
+    "prefetch_bytes",
+    "weights",
+    "resident_bytes",
+)
+"""HiFT's settings that a plan reads, and that training has by the same names and values; `master` is told otherwise."""
+
 
 class SlowStreams(CopyStreams):
     """Copies of which nobody knows when they end: what leaves stays alive until HiFT lets the computation wait."""
@@ -222,22 +237,7 @@ class HiFTRun:
 class PlannedHiFT(PlannedMethod):
     """HiFT: of groups alike, the one with the largest peak is run."""
 
-    settings = frozenset(
-        {
-            "layers_per_group",
-            "steps_per_group",
-            "state",
-            "state_ram_bytes",
-            "master",
-            "stream_bytes",
-            "gradients",
-            "update",
-            "waiting",
-            "prefetch_bytes",
-            "weights",
-            "resident_bytes",
-        }
-    )
+    settings = frozenset({*NAMED_ALIKE, "master"})
     bf16_precision = "mixed_hi"
     trains_in_groups = True
     averages_in_buckets = True
@@ -279,22 +279,7 @@ class PlannedHiFT(PlannedMethod):
 
     def train_arguments(self, request: PlanRequest) -> tuple[str, ...]:
         """Groups, and where their state waits."""
-        arguments = given_arguments(
-            request,
-            (
-                "layers_per_group",
-                "steps_per_group",
-                "state",
-                "state_ram_bytes",
-                "stream_bytes",
-                "gradients",
-                "update",
-                "waiting",
-                "prefetch_bytes",
-                "weights",
-                "resident_bytes",
-            ),
-        )
+        arguments = given_arguments(request, NAMED_ALIKE)
         if request.state == "disk":
             arguments += ["--state_dir", "state"]
         # fp32 weights have no masters, whatever this says; bf16 ones have, unless it says otherwise.

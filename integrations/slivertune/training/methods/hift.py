@@ -15,6 +15,7 @@ from slivertune.hift.block_codes import WaitingForm
 from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, UpdateMoment, WeightPlace
 from slivertune.interop.methods import check_base_optimizer
 from slivertune.planning.cards import Card, find_card, known_cards
+from slivertune.planning.hift_run import NAMED_ALIKE
 from slivertune.planning.layers_per_group import choose_layers_per_group
 from slivertune.planning.plan import Limits
 from slivertune.planning.request import PlanRequest
@@ -276,21 +277,10 @@ class HiFTMethod(SliverMethod):
 
     def plan_settings(self, precision: str) -> dict[str, Any]:
         """What decides the bytes of a group and of what waits; bf16 weights have masters unless `--master none`."""
-        names = (
-            "steps_per_group",
-            "state",
-            "state_ram_bytes",
-            "stream_bytes",
-            "gradients",
-            "update",
-            "waiting",
-            "weights",
-        )
-        settings = {name: getattr(self.options, name) for name in names}
+        settings = {name: getattr(self.options, name) for name in NAMED_ALIKE}
         settings["layers_per_group"] = self.options.num_layers or 1
         for name in ("prefetch_bytes", "resident_bytes"):
-            value = getattr(self.options, name)
-            settings[name] = 0 if value == "auto" else int(value)
+            settings[name] = 0 if settings[name] == "auto" else int(settings[name])
         if precision == "bf16" and self.options.master != "none":
             settings |= {"precision": "mixed_hi", "master": self.options.master}
         return settings
