@@ -51,6 +51,10 @@ NAMES = {"ddp": "DDP", "fsdp2": "FSDP2", "zero1": "ZeRO", "zero2": "ZeRO", "zero
         ({"weights": "host", "state": "device"}, "needs state that waits off the device, and update='step'"),
         ({"resident_bytes": 5}, "resident_bytes=5 is for weights that wait off the device; take weights='host'"),
         ({"weights": "host", "layout": "fsdp2", "num_gpus": 2}, "brings whole blocks to one device, and FSDP2 shares"),
+        (
+            {"layout": "fsdp2", "num_gpus": 2, "state": "disk", "state_ram_bytes": 2**30},
+            "state_ram_bytes=1073741824 is for one device and DDP",
+        ),
         ({"layout": "ddp"}, "layout='ddp' needs at least 2 GPUs, and num_gpus=1"),
         ({"num_gpus": 2}, "num_gpus=2 with layout='single'"),
         ({"layout": "zero2", "num_gpus": 2, "offload_parameters": True}, "take layout='fsdp2' or 'zero3'"),

@@ -596,6 +596,7 @@ class PlanRequest:
             master="fp32" if self.precision in ("fp32", "mixed") else self.master_kind,
             gradients=self.gradients,
             update=self.update,
+            state_ram_bytes=self.state_ram_bytes,
             waiting=self.waiting,
             weights=self.weights,
         )
