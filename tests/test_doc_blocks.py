@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import slivertune
 from slivertune.cli import _make_parser, main
@@ -180,8 +180,11 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     ],
 )
 def test_a_block_of_a_page_runs(page: str, number: int, scope: dict[str, Any]) -> None:
+    block = python_blocks(page)[number]
+    if "activation_checkpointing_enable" in block and not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("transformers before 5.23 calls it gradient_checkpointing_enable, as docs/long-sequences.md says")
     before = set(scope)
-    exec(compile(python_blocks(page)[number], f"{page}.md", "exec"), scope)
+    exec(compile(block, f"{page}.md", "exec"), scope)
     if "trainer" in scope:
         assert scope["trainer"].state.global_step == 2
     if "loss" in scope:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.torch_internals import NO_BACKWARD, running_backward
 from slivertune.planning.gathered_units import units_of
 from tests.conftest import CHECKOUT
@@ -26,7 +27,7 @@ Copies = list[list[tuple[str, str]]]
 
 def build() -> tuple[Any, st.HiFT, dict[str, torch.Tensor]]:
     model = tiny_llama()
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     return model, st.HiFT(model, torch.optim.AdamW, lr=1e-2), token_batches(1)[0]
 
 

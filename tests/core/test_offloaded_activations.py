@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import slivertune as st
 from slivertune.core import waiting_activations
+from slivertune.core.checkpointing import disable_checkpointing
 from slivertune.core.copy_streams import streams_made_by
 from slivertune.core.ledger import Ledger
 from slivertune.core.offloaded_activations import OffloadedActivationsHandle
@@ -170,7 +171,7 @@ def test_without_gradients_in_evaluation_and_without_checkpointing_nothing_leave
         model.eval()
         model(**batch(model)).loss.backward()
         model.train()
-        model.activation_checkpointing_disable()
+        disable_checkpointing(model)
         model(**batch(model)).loss.backward()
         assert not stored
         checkpoint(model)  # which gives each block a function anew

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from slivertune import HiFTConfig, Ledger, TokenTune
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.hift import host_weights, streamed_blocks
 from slivertune.hift.host_weights import _WeightSlot
 from slivertune.hift.resident_blocks import choose_resident
@@ -28,9 +29,7 @@ def model_of(dtype: torch.dtype = torch.bfloat16, checkpointing: str | None = No
     """Five blocks; `checkpointing` is None, "plain" or "reentrant"."""
     model = tiny_llama(dtype, blocks=BLOCKS)
     if checkpointing is not None:
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"}
-        )
+        enable_checkpointing(model, {"use_reentrant": checkpointing == "reentrant"})
     return model
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from slivertune import HiFT, attach, keep_activations, prepare
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.copy_streams import CopyStreams
 from slivertune.hift import resident_blocks
 from tests.helpers.accelerator import forgotten, one_device
@@ -74,7 +75,7 @@ def test_every_family_has_the_bits_of_resident_weights(family: str, checkpointin
         model.load_state_dict(models[0].state_dict())
     for model in models if checkpointing else ():
         inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        inner.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        enable_checkpointing(inner, {"use_reentrant": False})
     before = weights(models[0])
     first, resident = hift_over(models[0], "AdamW")
     train(first, resident, batches(), 2 * resident.num_groups)
@@ -171,7 +172,7 @@ def test_a_graph_that_is_kept_may_be_gone_through_twice() -> None:
 
 def test_blocks_that_keep_their_activations_have_the_same_bits() -> None:
     model = tiny_llama(torch.bfloat16, blocks=4)
-    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    enable_checkpointing(model, {"use_reentrant": False})
     first, resident = hift_over(twin(model), "AdamW")
     train(first, resident, BATCHES, 9)
     with delayed(1):

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import slivertune
 from slivertune import HiFT, HiFTConfig
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.ledger import Ledger
 from slivertune.hift.exact_tensor import ExactTensor
 from tests.helpers.accelerator import one_device
@@ -351,7 +352,7 @@ def test_a_model_that_moves_takes_its_codes_along() -> None:
 def test_checkpointed_blocks_give_the_same_bits(reentrant: bool) -> None:
     both = pair(tiny_llama(torch.bfloat16))
     for each in (both[0], both[2].model):
-        each.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": reentrant})
+        enable_checkpointing(each, {"use_reentrant": reentrant})
         each.enable_input_require_grads()
     compare(both, token_batches(8), 10)
 
@@ -588,7 +589,7 @@ def test_what_can_not_be_loaded_piece_by_piece_is_refused(tmp_path: Path) -> Non
 def test_long_sequences_go_by_tiles_and_offloaded_inputs() -> None:
     model, hift, naive = pair(tiny_llama(torch.bfloat16))
     for each in (model, naive.model):
-        each.activation_checkpointing_enable()
+        enable_checkpointing(each)
     with (
         slivertune.tile_tokens(model, 5),
         slivertune.offload_activations(model),

@@ -17,23 +17,19 @@ from slivertune.training.options import parse
 from slivertune.training.options.arguments import RunArguments
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.output.plan_line import request_of
-from tests.training.tiny_runs import TINY_CYCLE, assert_same_bits, complaint, train, train_arguments, write_texts
-
-CHECKPOINTED = ("--gradient_checkpointing", "true", "--max_steps", "8")
-LORA = ("--method", "lora", "--lora_rank", "4", "--lora_dropout", "0.1")
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(("--method", "hift"), id="hift"),
-        *(
-            pytest.param(words, marks=pytest.mark.slow, id=words[1])
-            for words in (("--method", "dense"), ("--method", "sft", "--density", "0.1"), LORA)
-        ),
-        pytest.param(("--method", "hift", "--token_ratio", "0.4"), marks=pytest.mark.slow, id="tokens"),
-    ],
+from tests.training.tiny_runs import (
+    CHECKPOINTED,
+    CHECKPOINTED_METHODS,
+    TINY_CYCLE,
+    assert_same_bits,
+    complaint,
+    train,
+    train_arguments,
+    write_texts,
 )
+
+
+@CHECKPOINTED_METHODS
 def test_a_run_that_keeps_activations_has_the_bits_of_plain_checkpointing_and_computes_less_again(
     method: tuple[str, ...],
     tiny_base: Path,

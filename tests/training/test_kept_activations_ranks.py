@@ -13,7 +13,7 @@ from tests.core.test_kept_activations import CountForwards, batch, blocks_of, ch
 from tests.helpers.models import differing
 from tests.helpers.ranks import run_ranks
 from tests.training.tiny_runs import assert_same_bits, results_of
-from tests.training.train_runs import Case, Seen, on_a_rank
+from tests.training.train_runs import Case, Seen, on_two_ranks
 
 pytest.importorskip("deepspeed")
 pytestmark = pytest.mark.slow
@@ -35,8 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(tiny_base: Path, texts: Path, folder: Path) -> list[dict[str, Seen]]:
-    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    return run_ranks(on_a_rank, 2, CASES, str(tiny_base), str(texts), str(folder), env=env, timeout_s=300)
+    return on_two_ranks(CASES, tiny_base, texts, folder, timeout_s=300)
 
 
 @pytest.mark.parametrize(("method", "layout"), PAIRS)

@@ -6,27 +6,23 @@ import pytest
 from rich.console import Console
 
 import slivertune as st
+from slivertune.core.checkpointing import enable_checkpointing
 from slivertune.core.token_tiles import runs_in_tiles
 from slivertune.training.assemble import assemble
 from slivertune.training.options.parse import parse_train_arguments
 from slivertune.training.output.plan_line import request_of
-from tests.training.tiny_runs import assert_same_bits, results_of, train, train_arguments, write_texts
-
-CHECKPOINTED = ("--gradient_checkpointing", "true", "--max_steps", "8")
-LORA = ("--method", "lora", "--lora_rank", "4", "--lora_dropout", "0.1")
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(("--method", "hift"), id="hift"),
-        *(
-            pytest.param(words, marks=pytest.mark.slow, id=words[1])
-            for words in (("--method", "dense"), ("--method", "sft", "--density", "0.1"), LORA)
-        ),
-        pytest.param(("--method", "hift", "--token_ratio", "0.4"), marks=pytest.mark.slow, id="tokens"),
-    ],
+from tests.training.tiny_runs import (
+    CHECKPOINTED,
+    CHECKPOINTED_METHODS,
+    assert_same_bits,
+    results_of,
+    train,
+    train_arguments,
+    write_texts,
 )
+
+
+@CHECKPOINTED_METHODS
 def test_a_run_that_offloads_has_the_bits_of_plain_checkpointing(
     method: tuple[str, ...], tiny_base: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,6 +71,6 @@ def test_a_run_is_planned_as_it_was_asked_for_and_lets_go_at_its_end(tiny_base: 
     run.close()
     assert not any(map(runs_in_tiles, model.modules()))
     assert not any("forward" in vars(each) for each in model.modules())
-    model.activation_checkpointing_enable()
+    enable_checkpointing(model)
     st.offload_activations(model).remove()
     st.tile_tokens(model, 8).remove()

@@ -63,6 +63,21 @@ COMBINATIONS = {
 }
 """Methods and what goes with them, as typed."""
 
+CHECKPOINTED = ("--gradient_checkpointing", "true", "--max_steps", "8")
+LORA = ("--method", "lora", "--lora_rank", "4", "--lora_dropout", "0.1")
+CHECKPOINTED_METHODS = pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(("--method", "hift"), id="hift"),
+        *(
+            pytest.param(words, marks=pytest.mark.slow, id=words[1])
+            for words in (("--method", "dense"), ("--method", "sft", "--density", "0.1"), LORA)
+        ),
+        pytest.param(("--method", "hift", "--token_ratio", "0.4"), marks=pytest.mark.slow, id="tokens"),
+    ],
+)
+"""For what changes how blocks are checkpointed, and no bit: every method, of which make test has one."""
+
 
 def sentences(count: int) -> list[str]:
     """Texts that are alike and yet differ."""

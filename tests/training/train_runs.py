@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from slivertune.cli import main
 from slivertune.training import run as training_run
-from tests.helpers.ranks import free_port
+from tests.helpers.ranks import free_port, run_ranks
 from tests.interop.trainer_runs import whole
 from tests.training.tiny_runs import train_arguments
 
@@ -180,6 +180,14 @@ def run(case: Case, name: str, base: Path, data: Path, folder: Path) -> Seen:
         stack.enter_context(printed_to(words))
         code = main(["--debug", *arguments])
     return Seen(code=code, printed=words.read_text(encoding="utf-8"), batches=watch.batches, **watch.found)
+
+
+def on_two_ranks(
+    cases: dict[str, Case], base: Path, data: Path, folder: Path, timeout_s: float
+) -> list[dict[str, Seen]]:
+    """What each rank has seen of all runs; DeepSpeed's among them."""
+    env = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    return run_ranks(on_a_rank, 2, cases, str(base), str(data), str(folder), env=env, timeout_s=timeout_s)
 
 
 def on_a_rank(rank: int, world: int, cases: dict[str, Case], base: str, data: str, folder: str) -> dict[str, Seen]:

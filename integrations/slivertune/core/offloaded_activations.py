@@ -51,7 +51,8 @@ def offload_activations(model: nn.Module) -> OffloadedActivationsHandle:
         handle.remove()
         raise ValueError(
             f"checkpointing is off in {type(model).__name__}, and offload_activations moves what it keeps; call "
-            "model.activation_checkpointing_enable() before, or leave offload_activations out"
+            "model.activation_checkpointing_enable() (before transformers 5.23 gradient_checkpointing_enable) before "
+            "offload_activations, or leave it out"
         )
     return handle
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,34 +169,33 @@ def test_the_trainer_saves_links_and_resumes(tmp_path: Path) -> None:
 CASE = HiFTCase(dtype=torch.bfloat16, is_scheduled=False)
 
 
-def under_ddp(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with running(CASE, "ddp", rank) as run:
+def saved_and_resumed(layout: Any, rank: int, folder: Path, look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What differs from state on the host, straight on and resumed; and what is seen when it is saved."""
+    with running(CASE, layout, rank) as run:
         expected = whole_weights(run.train(0, 14).model)
     case = HiFTCase(dtype=torch.bfloat16, is_scheduled=False, settings={"state": "disk", "state_dir": folder / "state"})
-    with running(case, "ddp", rank) as run:
+    with running(case, layout, rank) as run:
         save_state(run.train(0, 7).optimizer, folder / "saved")
-        found["links"] = sorted({path.stat().st_nlink for path in (folder / "saved").glob("group-*")})
+        found = look()
         found["straight"] = differing(whole_weights(run.train(7, 14).model), expected)
-    with running(case, "ddp", rank, seed=4) as run:
+    with running(case, layout, rank, seed=4) as run:
         load_state(run.optimizer, folder / "saved")
         found["resumed"] = differing(whole_weights(run.train(7, 14).model), expected)
     return found
+
+
+def under_ddp(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
+    def look() -> dict[str, Any]:
+        return {"links": sorted({path.stat().st_nlink for path in (folder / "saved").glob("group-*")})}
+
+    return saved_and_resumed("ddp", rank, folder, look)
 
 
 def under_fsdp2(rank: int, num_ranks: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    with running(CASE, "fsdp2", rank) as run:
-        expected = whole_weights(run.train(0, 14).model)
-    case = HiFTCase(dtype=torch.bfloat16, is_scheduled=False, settings={"state": "disk", "state_dir": folder / "state"})
-    with running(case, "fsdp2", rank) as run:
-        save_state(run.train(0, 7).optimizer, folder / "saved")
-        found["files"] = [path.name for path in (folder / "state").rglob("*")]
-        found["straight"] = differing(whole_weights(run.train(7, 14).model), expected)
-    with running(case, "fsdp2", rank, seed=4) as run:
-        load_state(run.optimizer, folder / "saved")
-        found["resumed"] = differing(whole_weights(run.train(7, 14).model), expected)
-    return found
+    def look() -> dict[str, Any]:
+        return {"files": [path.name for path in (folder / "state").rglob("*")]}
+
+    return saved_and_resumed("fsdp2", rank, folder, look)
 
 
 def test_ranks_of_fsdp2_have_mapped_files_without_names_and_equal_host_state(tmp_path: Path) -> None:
