@@ -18,6 +18,7 @@ from slivertune.cli import _make_parser, main
 from slivertune.core.manifest import DamagedCheckpointError
 from slivertune.core.presets import preset_path
 from slivertune.planning.arguments import parse_plan_arguments
+from slivertune.training.comparison.arguments import parse_compare_arguments
 from slivertune.training.options.parser import given_values
 from tests.conftest import CHECKOUT
 from tests.helpers.models import VOCAB, tiny_llama
@@ -53,7 +54,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_verb_is_shown() -> None:
-    assert {each.values[0][0] for each in commands()} == {"train", "plan", "merge", "unmerge", "report"}
+    assert {each.values[0][0] for each in commands()} == {"train", "plan", "compare", "merge", "unmerge", "report"}
 
 
 @pytest.mark.parametrize("words", [each for each in commands() if "--help" not in each.values[0]])
@@ -62,7 +63,11 @@ def test_every_option_of_a_command_is_one_that_there_is(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text("seed: 1", encoding="utf-8")
-    parse: dict[str, Any] = {"train": given_values, "plan": parse_plan_arguments}
+    parse: dict[str, Any] = {
+        "train": given_values,
+        "plan": parse_plan_arguments,
+        "compare": lambda words: (given_values(parse_compare_arguments(words).common),),
+    }
     if words[0] in parse:
         assert parse[words[0]](words[1:])
     else:

@@ -39,32 +39,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     # `train` has a parser of its own, of two hundred arguments, for which torch and transformers are imported.
     if arguments[:1] == ["train"]:
         return _train(arguments[1:], debug=debug)
-    # So has `plan`, and what it plans with is torch.
-    is_plan = arguments[:1] == ["plan"]
-    options = argparse.Namespace(command="plan") if is_plan else _make_parser().parse_args(arguments)
+    # So have `plan` and `compare`, and what they plan and train with is torch.
+    reads_itself = arguments[:1] in (["plan"], ["compare"])
+    options = argparse.Namespace(command=arguments[0]) if reads_itself else _make_parser().parse_args(arguments)
     try:
         _act(options, arguments[1:])
     except KeyboardInterrupt:
         output = getattr(options, "output_dir", None)
         there = "is whole" if output is not None and Path(output).exists() else "was not written"
         end = "" if output is None else f"; {output} {there}"
+        if options.command == "compare":
+            end = "; the same command goes on with what is missing"
         _say(f"slivertune {options.command}: interrupted{end}")
         return _INTERRUPTED
     except Exception as error:
-        bad_arguments = (ValueError,) if is_plan else (ValueError, FileExistsError, FileNotFoundError)
+        bad_arguments = (ValueError,) if reads_itself else (ValueError, FileExistsError, FileNotFoundError)
         code = _BAD_ARGUMENTS if isinstance(error, bad_arguments) else _FAILED
         return _complain(options.command, error, code, debug=debug)
     return 0
 
 
 def _act(options: argparse.Namespace, arguments: list[str]) -> None:
-    """Do what a command other than `train` does; what it needs is imported now, and `plan` reads its own arguments."""
+    """Do what a command other than `train` does; what it needs is imported now.
+
+    `plan` and `compare` read their own arguments.
+    """
     if options.command == "path":
         print(preset_path(options.preset))
     elif options.command == "plan":
         from slivertune.planning.command import run_plan
 
         run_plan(arguments)
+    elif options.command == "compare":
+        _quiet_bitsandbytes()
+        from slivertune.training.comparison.command import run_compare
+
+        run_compare(arguments)
     elif options.command == "report":
         _quiet_bitsandbytes()
         from slivertune.training.run_report.command import run_report
@@ -113,6 +123,7 @@ def _make_parser() -> _CommandParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     commands.add_parser("train", add_help=False, help="fine-tune a causal language model or a classifier")
     commands.add_parser("plan", add_help=False, help="what a run will need before it runs; settings that fit a GPU")
+    commands.add_parser("compare", add_help=False, help="the same task by several methods, at an equal budget")
     path = commands.add_parser(
         "path",
         help="print where a preset lies",

@@ -38,6 +38,13 @@ def test_what_can_not_be_drawn_is_said_in_a_line(
     assert said.startswith(f"slivertune report: error: {text}") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("history", ["[]", '[{"eval_loss": 1, "step": 3}]'])
+def test_a_log_without_a_loss_is_not_drawn(history: str, tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(f'{{"global_step": 3, "log_history": {history}}}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"trainer_state\.json has no line with a loss: .*--logging_steps"):
+        run_report(tmp_path)
+
+
 def test_without_matplotlib_the_verb_fails_and_a_run_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,8 +28,10 @@ def run_report(folder: Path, output: Path | None = None) -> Path:
         OSError: If the file can't be written.
     """
     require_matplotlib("a picture of the run")
-    path = output or folder / REPORT_NAME
-    save(run_figure(read_run_log(folder)), path)
+    path, log = output or folder / REPORT_NAME, read_run_log(folder)
+    if not any("loss" in entry for entry in log.entries):
+        raise ValueError(f"{log.source} has no line with a loss: the run was over before --logging_steps updates")
+    save(run_figure(log), path)
     return path
 
 

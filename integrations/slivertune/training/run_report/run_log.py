@@ -72,7 +72,7 @@ def read_run_log(folder: Path) -> RunLog:
 
     Raises:
         FileNotFoundError: If there is no such folder.
-        ValueError: If it has no log, or one that is damaged or empty.
+        ValueError: If it has no log, or one that is damaged.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; name that of a run, such as runs/hift")
@@ -85,8 +85,6 @@ def read_run_log(folder: Path) -> RunLog:
         )
     state, source = max(found, key=lambda pair: pair[0]["global_step"])
     entries = [entry for entry in state["log_history"] if _is_number(entry.get("step"))]
-    if not any("loss" in entry for entry in entries):
-        raise ValueError(f"{source} has no line with a loss: the run was over before --logging_steps updates")
     results = read_results(folder) or {}
     if results and results["num_steps"] < state["global_step"]:
         results = {}  # the run was resumed since

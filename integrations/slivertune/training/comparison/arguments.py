@@ -1,0 +1,118 @@
+"""What `slivertune compare` is asked: its own options, and those of `slivertune train` for all rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from slivertune.core.option_help import HelpEntry, HelpGroup, render_help
+from slivertune.core.option_parser import OptionParser
+from slivertune.training.comparison.budget import Budget, parse_budget
+from slivertune.training.comparison.rows import DEFAULT_ROWS, NAMED_ROWS, Row, parse_rows
+
+DEFAULT_FOLDER = "runs/compare"
+_DESCRIPTION = (
+    "Fine-tune on one task by several methods or settings, at an equal budget, and hold them against the first: "
+    "evaluation, seconds, tokens a second, peak memory. Each row is a run of slivertune train; all options of that "
+    "command may be given, for all rows. Without any options: six methods on the embedded model and data, in under ten "
+    "minutes. The same command again goes on where it was stopped, and rows, rates and seeds may be added."
+)
+_RUN = "slivertune compare --model_name_or_path PATH --dataset data.jsonl --max_steps 400"
+_EXAMPLES = (
+    "slivertune compare",
+    f"{_RUN} --rows dense hift lora --budget seconds --search_rates 1e-5 5e-5 2e-4 --seeds 0 1 2",
+    "slivertune compare --rows dense 'm1:--method hift --layers_per_group 1' 'm4:--method hift --layers_per_group 4'",
+)
+_OWN = HelpGroup(
+    "what is compared",
+    [
+        HelpEntry(
+            "--rows ROW ...",
+            f"{', '.join(NAMED_ROWS)}; or any settings, as 'NAME:--option value'. By default "
+            f"{', '.join(DEFAULT_ROWS)}. The first is what the others are held against",
+        ),
+        HelpEntry(
+            "--budget steps|tokens|seconds[=N] [bytes=SIZE]",
+            "what is equal: updates, tokens read, or seconds of updates; without a number, as many as the first row "
+            "takes by --max_steps or --num_train_epochs. bytes is a limit on the device's peak: rows take smaller "
+            "forwards and accumulate, or are left out. By default steps",
+        ),
+        HelpEntry(
+            "--search_rates [RATE ...]",
+            "try each row at these learning rates, or at half, once and twice its own, with the first seed; the other "
+            "seeds train at its best. Without it each row trains at its own rate, and the table says so",
+        ),
+        HelpEntry("--seeds N ...", "train with each; the table has means and ranges. By default 42, the Trainer's"),
+        HelpEntry("--output_dir FOLDER", f"of the comparison, by default {DEFAULT_FOLDER}"),
+        HelpEntry("-h, --help", "this text"),
+    ],
+)
+
+
+class _Parser(OptionParser):
+    other_words: ClassVar[dict[str, str]] = {"methods": "rows", "rates": "search_rates", "output": "output_dir"}
+
+    def format_help(self) -> str:
+        """The text of `slivertune compare --help`."""
+        return render_help(
+            usage="slivertune compare [--option value ...] [options of slivertune train]",
+            description=_DESCRIPTION,
+            examples=_EXAMPLES,
+            groups=[_OWN],
+            notes=("slivertune train --help lists the other options.",),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareArguments:
+    """What was asked for."""
+
+    rows: tuple[Row, ...]
+    budget: Budget
+    rates: tuple[float, ...] | None
+    """To search among; empty for those around each row's own, None for no search."""
+    seeds: tuple[int, ...]
+    folder: Path
+    common: tuple[str, ...]
+    """Options of `slivertune train` for all rows."""
+
+
+def parse_compare_arguments(argv: Sequence[str]) -> CompareArguments:
+    """Read the command line; `--help` prints the help and exits.
+
+    Args:
+        argv: What follows `slivertune compare`.
+
+    Raises:
+        ValueError: If something is unknown or contradicts something else.
+    """
+    parser = _Parser(prog="slivertune compare")
+    parser.add_argument("--rows", nargs="+", default=DEFAULT_ROWS)
+    parser.add_argument("--budget", nargs="+", default=("steps",))
+    parser.add_argument("--search_rates", nargs="*", type=float)
+    parser.add_argument("--seeds", nargs="+", type=int, default=(42,))
+    parser.add_argument("--output_dir", type=Path, default=Path(DEFAULT_FOLDER))
+    own, common = parser.parse_known_args(argv)
+    for name, instead in (
+        ("--method", "--rows"),
+        ("--seed", "--seeds"),
+        ("--resume_from_checkpoint", "the same command again, which goes on"),
+    ):
+        if any(word.partition("=")[0].replace("-", "_").lstrip("_") == name.lstrip("-") for word in common):
+            raise ValueError(f"{name} differs from run to run here; take {instead}")
+    rates = None if own.search_rates is None else tuple(own.search_rates)
+    if rates is not None and any(not 0 < rate < float("inf") for rate in rates):
+        raise ValueError(f"--search_rates {' '.join(map(str, rates))}: rates are above 0")
+    if rates is not None and len(set(rates)) == 1:
+        raise ValueError(f"--search_rates {rates[0]:g}: one rate is no search; give three or more, or --learning_rate")
+    for name, values in (("--seeds", own.seeds), ("--search_rates", rates or ())):
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} {' '.join(map(str, values))}: one of them stands there twice")
+    return CompareArguments(
+        rows=parse_rows(own.rows),
+        budget=parse_budget(own.budget),
+        rates=rates,
+        seeds=tuple(own.seeds),
+        folder=own.output_dir.expanduser(),
+        common=tuple(common),
+    )

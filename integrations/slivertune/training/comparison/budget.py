@@ -1,0 +1,81 @@
+"""What is equal in a comparison: updates, tokens, seconds, or bytes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from slivertune.core.suggestions import did_you_mean
+from slivertune.planning.byte_text import format_bytes, parse_memory_size
+
+Length = Literal["steps", "tokens", "seconds"]
+LENGTHS: tuple[Length, ...] = get_args(Length)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What each row may spend."""
+
+    length: Length = "steps"
+    """In what the length of a run is counted."""
+    amount: float | None = None
+    """How much of it; None for as much as the first row takes."""
+    limit_bytes: int | None = None
+    """The most that an update may have alive on the device; None for no limit."""
+
+    def describe(self) -> str:
+        """In words."""
+        amount = "as many as the first row's" if self.amount is None else f"{self.amount:,.6g}"
+        limit = "" if self.limit_bytes is None else f", at most {format_bytes(self.limit_bytes)} on the device"
+        return f"{self.length}: {amount}{limit}"
+
+
+def parse_budget(words: Sequence[str]) -> Budget:
+    """Read a budget.
+
+    Args:
+        words: `steps`, `tokens` or `seconds`, alone or with an amount, as `seconds=60`; beside it, or alone,
+            `bytes=24GiB`.
+
+    Raises:
+        ValueError: If a word is none of these, an amount is no positive number, or two words contradict each other.
+    """
+    values: dict[str, str | None] = {}
+    for word in words:
+        name, equals, amount = word.partition("=")
+        known = (*LENGTHS, "bytes")
+        if name not in known:
+            raise ValueError(
+                f"--budget {word!r}: what can be equal is {', '.join(known)}{did_you_mean(name, known)}, alone or with "
+                "an amount: seconds=60"
+            )
+        values[name] = amount if equals else None
+    lengths = [name for name in LENGTHS if name in values]
+    if len(lengths) > 1:
+        raise ValueError(f"--budget {' '.join(words)}: a run has one length; keep {' or '.join(lengths)}")
+    length = lengths[0] if lengths else "steps"
+    return Budget(length=length, amount=_amount(length, values.get(length)), limit_bytes=_limit(values))
+
+
+def _amount(length: Length, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = 0.0
+    if not 0 < amount < float("inf") or (length == "steps" and amount != int(amount)):
+        kind = "a whole number" if length == "steps" else "a number"
+        raise ValueError(f"--budget {length}={text}: {kind} above 0 is needed, as {length}=200")
+    return amount
+
+
+def _limit(values: dict[str, str | None]) -> int | None:
+    if "bytes" not in values:
+        return None
+    text = values["bytes"]
+    if not text:
+        raise ValueError("--budget bytes needs the limit: bytes=24GiB")
+    limit = parse_memory_size(text)
+    if not limit:
+        raise ValueError(f"--budget bytes={text}: nothing fits 0 bytes")
+    return limit

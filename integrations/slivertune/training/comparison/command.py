@@ -1,0 +1,68 @@
+"""`slivertune compare`: train by all, say what each came to."""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from slivertune.planning.plot import save
+from slivertune.training.comparison.arguments import CompareArguments, parse_compare_arguments
+from slivertune.training.comparison.comparison import Comparison, as_json
+from slivertune.training.comparison.figure import comparison_figure
+from slivertune.training.comparison.record import Record
+from slivertune.training.comparison.table import comparison_table, notes
+from slivertune.training.output.display import make_console, one_voice
+from slivertune.training.output.report import platform_versions
+
+PICTURE_NAME = "compare.png"
+
+
+def run_compare(argv: Sequence[str]) -> None:
+    """Do what `slivertune compare` was asked for.
+
+    Args:
+        argv: What follows `slivertune compare`.
+
+    Raises:
+        ValueError: If what was asked for does not hold together, or the folder has another comparison.
+        RuntimeError: If a run failed; the others are whole.
+    """
+    arguments = parse_compare_arguments(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("compare starts its runs by itself, each on one device; start it without a launcher")
+    console = make_console()
+    with one_voice(console):
+        record = Record(arguments.folder)
+        comparison = Comparison(arguments, record, console, lambda line: console.print(line, markup=False))
+        results = comparison.run()
+        title = _title(arguments, comparison.amount)
+        remarks = notes(results, is_searched=arguments.rates is not None)
+        record.describe(
+            {
+                "title": title,
+                "common": list(arguments.common),
+                "rows": [as_json(each) for each in results],
+                "notes": remarks,
+                "versions": platform_versions(),
+            }
+        )
+        console.print()
+        console.print(comparison_table(results, title))
+        for remark in remarks:
+            console.print(f"note: {remark}", markup=False)
+        console.print(f"figures  {record.path}", markup=False, soft_wrap=True)
+        if importlib.util.find_spec("matplotlib") is None:
+            console.print("note: no picture: pip install 'slivertune[plot]' installs what draws it", markup=False)
+        elif any(each.outcomes for each in results):
+            picture = arguments.folder / PICTURE_NAME
+            save(comparison_figure(results, title), picture)
+            console.print(f"picture  {picture}", markup=False, soft_wrap=True)
+    failed = [each.row.name for each in results if each.failure]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(results)} rows failed: {', '.join(failed)}")
+
+
+def _title(arguments: CompareArguments, amount: float | None) -> str:
+    budget = arguments.budget
+    text = f"equal {replace(budget, amount=amount).describe()}"
+    return text if budget.amount is not None or budget.length == "steps" else f"{text}, as the first row took"

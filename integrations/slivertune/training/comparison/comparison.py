@@ -1,0 +1,253 @@
+"""The runs of a comparison, one after the other: how long each is, at which rates, and what each came to."""
+
+import json
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from slivertune.training.comparison.arguments import CompareArguments
+from slivertune.training.comparison.outcome import Outcome, best_of, mean, read_outcome
+from slivertune.training.comparison.processes import FailedError, run_process
+from slivertune.training.comparison.record import Record
+from slivertune.training.comparison.rows import Row
+from slivertune.training.comparison.trial import Trial
+from slivertune.training.options.parse import TrainArguments, parse_train_arguments
+from slivertune.training.options.parser import given_values
+
+Say = Callable[[str], None]
+
+_EMBEDDED_UPDATES = 120
+"""Of a row on the embedded data, where the user says nothing: all rows and the base model take under ten minutes."""
+_EVALUATIONS = 4
+"""In the course of a run, the one at its end among them."""
+_SEARCHED = (0.5, 1.0, 2.0)
+"""Times a row's own rate."""
+_OF_A_COMPARISON = {
+    "save_strategy": "no",
+    "sample_tokens": "0",
+    "report": "false",
+    "disable_tqdm": "true",
+}
+"""What a run does otherwise than `slivertune train` alone, unless it was given."""
+_OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowResult:
+    """What the runs of a row came to."""
+
+    row: Row
+    rates: dict[float, Outcome]
+    """By rate, with the first seed; more than one where rates were searched."""
+    outcomes: tuple[Outcome, ...]
+    """By seed, at the best rate."""
+    failure: str | None = None
+    """Why it is not whole."""
+
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether a search found its best at the largest or the smallest rate, beyond which there may be a better."""
+        return len(self.rates) > 1 and self.outcomes[0].rate in (min(self.rates), max(self.rates))
+
+
+class Comparison:
+    """Runs what the record lacks.
+
+    Args:
+        arguments: What was asked for.
+        record: Of what was measured before.
+        console: Where to show what is under way.
+        say: Told of each step.
+
+    Raises:
+        ValueError: If the options of a row don't hold together, naming the row.
+    """
+
+    def __init__(self, arguments: CompareArguments, record: Record, console: Console, say: Say) -> None:
+        self._arguments = arguments
+        self._record = record
+        self._console = console
+        self._say = say
+        self._parsed = {row.name: self._parse(row) for row in arguments.rows}
+        self._amount = arguments.budget.amount
+        num_updates = self._parsed[arguments.rows[0].name].training.max_steps
+        if self._amount is None and arguments.budget.length == "steps" and num_updates > 0:
+            self._amount = num_updates
+
+    @property
+    def amount(self) -> float | None:
+        """Updates, tokens or seconds of each row; None before it is known, and for updates that follow from epochs."""
+        return self._amount
+
+    def run(self) -> list[RowResult]:
+        """Train all rows that are not in the record; a row that fails does not stop the others.
+
+        Returns:
+            All rows, in their order.
+        """
+        results = []
+        for number, row in enumerate(self._arguments.rows, 1):
+            self._say(f"[{number}/{len(self._arguments.rows)}] {row.name}: {shlex.join(row.options)}")
+            results.append(self._run_row(row))
+            if number == 1 and self._amount is None and self._arguments.budget.length != "steps":
+                self._amount = self._spent(results[0])
+        return results
+
+    def _parse(self, row: Row) -> TrainArguments:
+        """The settings of a row's runs, checked before the first of them starts."""
+        try:
+            words = [*self._words(row), "--output_dir", str(self._arguments.folder / row.name / "run")]
+            return parse_train_arguments(words)
+        except ValueError as error:
+            raise ValueError(f"--rows {row.name}: {error}") from error
+
+    def _words(self, row: Row) -> list[str]:
+        """Options of `slivertune train` that are the same in all runs of a row."""
+        common = list(self._arguments.common)
+        given = given_values([*common, *row.options])
+        defaults = {name: value for name, value in _OF_A_COMPARISON.items() if name not in given}
+        if "dataset" not in given and not {"max_steps", "num_train_epochs"} & given.keys():
+            defaults["max_steps"] = str(_EMBEDDED_UPDATES)
+        return [*common, *(word for name, value in defaults.items() for word in (f"--{name}", value)), *row.options]
+
+    def _run_row(self, row: Row) -> RowResult:
+        rates, by_rate, outcomes = self._rates(row), dict[float, Outcome](), list[Outcome]()
+        first, *others = self._arguments.seeds
+        try:
+            words = self._sized(row)
+            words += self._length(row, words)
+            for rate in rates:
+                by_rate[rate] = self._run(row, words, rate, first)
+            best = best_of(list(by_rate.values()))
+            if best.badness == float("inf"):
+                raise FailedError("its evaluation is no number after any run; give lower --search_rates")
+            outcomes = [best]
+            if len(rates) > 1:
+                self._say(f"  the best rate of {', '.join(f'{rate:g}' for rate in rates)}: {best.rate:g}")
+            outcomes += [self._run(row, words, best.rate, seed) for seed in others]
+        except FailedError as error:
+            self._say(f"  failed: {error}")
+            return RowResult(row=row, rates=by_rate, outcomes=tuple(outcomes), failure=str(error))
+        return RowResult(row=row, rates=by_rate, outcomes=tuple(outcomes))
+
+    def _rates(self, row: Row) -> tuple[float, ...]:
+        own = self._parsed[row.name].training.learning_rate
+        if self._arguments.rates is None:
+            return (own,)
+        return tuple(sorted(self._arguments.rates or (own * factor for factor in _SEARCHED)))
+
+    def _sized(self, row: Row) -> list[str]:
+        """A row's options, with forwards so small that its peak is within the limit; measured."""
+        words, limit = self._words(row), self._arguments.budget.limit_bytes
+        if limit is None:
+            return words
+        training = self._parsed[row.name].training
+        num_rows = training.per_device_train_batch_size
+        whole = num_rows * training.gradient_accumulation_steps
+        for size in (size for size in range(num_rows, 0, -1) if whole % size == 0):
+            sized = [*words, "--per_device_train_batch_size", str(size)]
+            sized += ["--gradient_accumulation_steps", str(whole // size)]
+            try:
+                peak = self._trial(f"{row.name}, {size} rows a forward", sized).peak_bytes
+            except FailedError as error:
+                if _OUT_OF_MEMORY not in str(error):
+                    raise
+                continue
+            if peak is None:
+                raise FailedError("its peak is not measured with --memory_ledger off; leave that out")
+            if peak <= limit:
+                return sized
+        raise FailedError(f"does not fit {self._arguments.budget.describe()} even with one row a forward")
+
+    def _length(self, row: Row, words: Sequence[str]) -> list[str]:
+        """How many updates, and when to evaluate in between."""
+        training, length = self._parsed[row.name].training, self._arguments.budget.length
+        num_updates = training.max_steps
+        if self._amount is not None and length == "steps":
+            num_updates = int(self._amount)
+        elif self._amount is not None:
+            trial = self._trial(row.name, words)
+            one = trial.seconds_per_update if length == "seconds" else trial.tokens_per_update
+            if not one:
+                raise FailedError("batches have no input_ids, whose tokens could be counted; take --budget seconds")
+            num_updates = max(1, round(self._amount / one))
+        options = ["--max_steps", str(num_updates)] if num_updates > 0 else []
+        if "eval_strategy" not in self._parsed[row.name].given:
+            every = max(1, num_updates // _EVALUATIONS)
+            options += ["--eval_strategy", *(("steps", "--eval_steps", str(every)) if options else ("epoch",))]
+        return options
+
+    def _trial(self, name: str, words: Sequence[str]) -> Trial:
+        """A few updates, measured once."""
+        trial = self._record.trial(name, words)
+        if trial is None:
+            measured = self._record.folder / f"trial of {name}.json"
+            module = "slivertune.training.comparison.trial"
+            self._process(["-m", module, str(measured), *words], measured.with_suffix(".log"), f"  trial of {name}")
+            trial = Trial(**json.loads(measured.read_text(encoding="utf-8")))
+            measured.unlink()
+            self._record.keep_trial(name, words, trial)
+        return trial
+
+    def _run(self, row: Row, words: Sequence[str], rate: float, seed: int) -> Outcome:
+        words = [*words, "--learning_rate", repr(rate), "--seed", str(seed)]
+        name = f"{row.name}/rate{rate:g}-seed{seed}"
+        outcome = self._record.outcome(name, words)
+        if outcome is None:
+            folder = self._record.folder / name
+            place = ("--output_dir", str(folder), "--resume_from_checkpoint", "auto")
+            self._process(
+                ["-m", "slivertune", "train", *words, *place],
+                folder.with_name(f"{folder.name}.log"),
+                f"  rate {rate:g}, seed {seed}",
+            )
+            try:
+                outcome = read_outcome(folder)
+            except ValueError as error:
+                raise FailedError(str(error)) from error
+            self._record.keep_outcome(name, words, outcome)
+        self._say(f"  {describe(outcome)}")
+        return outcome
+
+    def _process(self, words: Sequence[str], log: Path, title: str) -> None:
+        try:
+            run_process(words, log, title, self._console)
+        except FailedError as error:
+            raise FailedError(f"{error} (see {log})") from error
+
+    def _spent(self, first: RowResult) -> float | None:
+        """What the first row took, which the others get."""
+        length = self._arguments.budget.length
+        spent = mean([each.seconds if length == "seconds" else each.num_tokens for each in first.outcomes])
+        if spent is None:
+            raise FailedError(
+                f"--budget {length}: the first row, {first.row.name}, has no {length} to share "
+                f"({first.failure or 'not counted'}); give a number: {length}=..."
+            )
+        return spent
+
+
+def describe(outcome: Outcome) -> str:
+    """A run in one line."""
+    name = outcome.metric.removeprefix("eval_")
+    seconds = "" if outcome.seconds is None else f" in {outcome.seconds:,.1f} s"
+    return (
+        f"rate {outcome.rate:g}, seed {outcome.seed}: {name} {outcome.before[outcome.metric]:.4f} -> "
+        f"{outcome.after[outcome.metric]:.4f}, {outcome.num_updates:,} updates{seconds}"
+    )
+
+
+def as_json(result: RowResult) -> dict[str, Any]:
+    """Plain JSON; the runs themselves stand in the record."""
+    return {
+        "name": result.row.name,
+        "options": list(result.row.options),
+        "runs": [f"{result.row.name}/rate{each.rate:g}-seed{each.seed}" for each in result.outcomes],
+        "is_searched": len(result.rates) > 1,
+        "is_at_edge": bool(result.outcomes) and result.is_at_edge,
+        "failure": result.failure,
+    }

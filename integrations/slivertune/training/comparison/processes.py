@@ -1,0 +1,66 @@
+"""Runs of a comparison, each a process of its own, whose output goes to a file beside its folder."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+_PATIENCE = 0.3
+"""Seconds between two looks at what a process has said."""
+_TAIL_BYTES = 4096
+_MARK = "error: "
+
+
+class FailedError(RuntimeError):
+    """A process of a comparison ended with an error, which is the message."""
+
+
+def run_process(words: Sequence[str], log: Path, title: str, console: Console) -> None:
+    """Run this Python with some arguments to its end.
+
+    Args:
+        words: The arguments.
+        log: Where its output goes; what stands there already is kept above.
+        title: What to call it on the screen, where the last line of its output stands beside.
+        console: Where to show that.
+
+    Raises:
+        FailedError: If it ends with another code than 0.
+        KeyboardInterrupt: After Ctrl-C, which the process gets from the terminal as well; it has ended by then.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output, console.status(title) as status:
+        process = subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None:
+                try:
+                    process.wait(_PATIENCE)
+                except subprocess.TimeoutExpired:
+                    status.update(f"{title}: {_last_line(log)}")
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+    if process.returncode:
+        raise FailedError(_complaint(log, process.returncode))
+
+
+def _tail(log: Path) -> list[str]:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        return file.read().decode("utf-8", "replace").splitlines()
+
+
+def _last_line(log: Path) -> str:
+    return next((line.strip() for line in reversed(_tail(log)) if line.strip()), "")
+
+
+def _complaint(log: Path, code: int) -> str:
+    """What the process said of its error; else its last line."""
+    lines = _tail(log)
+    for line in reversed(lines):
+        if _MARK in line:
+            return line.partition(_MARK)[2].strip()
+    return f"ended with code {code}: {_last_line(log)}"

@@ -1,0 +1,69 @@
+"""What is compared: methods and settings, each as options of `slivertune train`."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slivertune.core.suggestions import did_you_mean
+
+_TOKENS = ("--token_ratio", "0.3")
+_NAME = re.compile(r"[\w.+-]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One of what is compared."""
+
+    name: str
+    """Also that of its runs' folders."""
+    options: tuple[str, ...]
+    """Of `slivertune train`, beside those that all rows have."""
+
+
+NAMED_ROWS = {
+    "dense": ("--method", "dense"),
+    "hift": ("--method", "hift"),
+    "sft-ag": ("--method", "sft", "--selection", "accumulated_gradient"),
+    "sft-ma": ("--method", "sft", "--selection", "momentum"),
+    "tokentune": ("--method", "dense", *_TOKENS),
+    "hift+tokentune": ("--method", "hift", *_TOKENS),
+    "lora": ("--method", "lora"),
+    "qlora": ("--method", "lora", "--load_in_4bit"),
+}
+"""By the name that is typed."""
+DEFAULT_ROWS = tuple(NAMED_ROWS)[:6]
+"""Those that need no other library than torch and transformers; the first is what the others are held against."""
+
+
+def parse_rows(words: Sequence[str]) -> tuple[Row, ...]:
+    """Read what is to be compared.
+
+    Args:
+        words: Names of `NAMED_ROWS`, or `NAME:OPTIONS` such as `"m4:--method hift --layers_per_group 4"`; with the name
+            of one of `NAMED_ROWS`, the options are added to its own.
+
+    Returns:
+        A row for each word, in their order.
+
+    Raises:
+        ValueError: If a name is unknown, unfit for a folder, or stands there twice.
+    """
+    rows = tuple(_parse_row(word) for word in words)
+    names = [row.name for row in rows]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--rows names {name!r} twice; give settings a name of their own: 'NAME:--option value'")
+    return rows
+
+
+def _parse_row(word: str) -> Row:
+    name, colon, options = word.partition(":")
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"--rows {word!r}: a name has letters, digits, '.', '+', '_' and '-' alone, for its folder")
+    if not colon and name not in NAMED_ROWS:
+        raise ValueError(
+            f"--rows {name!r}: there are {', '.join(NAMED_ROWS)}{did_you_mean(name, NAMED_ROWS)}; any other is written "
+            "with its options: 'NAME:--option value'"
+        )
+    return Row(name=name, options=(*NAMED_ROWS.get(name, ()), *shlex.split(options)))

@@ -1,0 +1,46 @@
+"""The command line of `slivertune compare`."""
+
+from pathlib import Path
+
+import pytest
+
+from slivertune.training.comparison.arguments import parse_compare_arguments
+
+
+def test_what_is_not_its_own_belongs_to_train() -> None:
+    words = "run.yaml --rows dense hift --max_steps 9 --search_rates 1e-4 1e-3 --seeds 1 2 --output_dir here --bf16"
+    arguments = parse_compare_arguments(words.split())
+    assert [row.name for row in arguments.rows] == ["dense", "hift"]
+    assert (arguments.rates, arguments.seeds, arguments.folder) == ((1e-4, 1e-3), (1, 2), Path("here"))
+    assert arguments.common == ("run.yaml", "--max_steps", "9", "--bf16")
+
+
+def test_rates_may_be_left_to_the_rows() -> None:
+    assert parse_compare_arguments([]).rates is None
+    assert parse_compare_arguments(["--search_rates"]).rates == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--method hift", "--method differs from run to run here; take --rows"),
+        ("--seed=3", "take --seeds"),
+        ("--resume-from-checkpoint auto", "the same command again"),
+        ("--search_rates 1e-3", "one rate is no search"),
+        ("--search_rates 1e-3 -1", "rates are above 0"),
+        ("--seeds 1 1", "one of them stands there twice"),
+        ("--rows", "expected at least one argument"),
+    ],
+)
+def test_what_does_not_hold_together_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_compare_arguments(words.split())
+
+
+def test_the_help_has_each_option_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_compare_arguments(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(option in text for option in ("--rows", "--budget", "--search_rates", "--seeds", "--output_dir"))
+    assert "slivertune compare\n" in text

@@ -1,0 +1,38 @@
+"""What is equal in a comparison."""
+
+import pytest
+
+from slivertune.training.comparison.budget import Budget, parse_budget
+
+
+@pytest.mark.parametrize(
+    ("words", "budget"),
+    [
+        (["steps"], Budget()),
+        (["steps=200"], Budget(length="steps", amount=200)),
+        (["tokens=1e6"], Budget(length="tokens", amount=1e6)),
+        (["seconds=0.5", "bytes=24GiB"], Budget(length="seconds", amount=0.5, limit_bytes=24 * 2**30)),
+        (["bytes=200MB"], Budget(limit_bytes=200_000_000)),
+    ],
+)
+def test_a_budget_is_read(words: list[str], budget: Budget) -> None:
+    assert parse_budget(words) == budget
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["second"], "what can be equal is steps, tokens, seconds, bytes.*did you mean seconds"),
+        (["steps", "seconds"], "keep steps or seconds"),
+        (["steps=1.5"], "a whole number above 0"),
+        (["seconds=-1"], "a number above 0"),
+        (["seconds=nan"], "a number above 0"),
+        (["tokens=many"], "a number above 0"),
+        (["bytes"], "needs the limit"),
+        (["bytes=24"], "did you mean 24GiB"),
+        (["bytes=0"], "nothing fits 0 bytes"),
+    ],
+)
+def test_what_is_no_budget_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_budget(words)

@@ -1,0 +1,255 @@
+"""Comparisons of tiny runs, in this process: lengths, rates, limits, what is kept, what fails."""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slivertune.cli import main
+from slivertune.training.comparison import comparison as comparing
+from slivertune.training.comparison import trial as trials
+from slivertune.training.comparison.processes import FailedError
+from tests.training.tiny_runs import TINY_CYCLE, complaint, make_tiny_base, results_of, write_texts
+
+ROWS = 2
+"""Of a forward."""
+LENGTH = 16
+"""Tokens of each row, packed."""
+
+
+class Processes:
+    """Stands in for processes: runs what they would in this one, and keeps the words."""
+
+    def __init__(self) -> None:
+        self.ran: list[list[str]] = []
+        self.trial: Callable[[list[str]], dict[str, Any]] | None = None
+        """What a trial measures; None measures."""
+
+    def __call__(self, words: Sequence[str], log: Path, title: str, console: Any) -> None:
+        words = list(words)
+        self.ran.append(words)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if words[:2] == ["-m", "slivertune"]:
+            if code := main(words[2:]):
+                raise FailedError(f"ended with code {code}")
+        elif self.trial is None:
+            trials.main(words[2:])
+        else:
+            Path(words[2]).write_text(json.dumps(self.trial(words[3:])), encoding="utf-8")
+
+    def num_runs(self) -> int:
+        return sum(words[:2] == ["-m", "slivertune"] for words in self.ran)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    stand_in = Processes()
+    monkeypatch.setattr(comparing, "run_process", stand_in)
+    return stand_in
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_base(tmp_path_factory.mktemp("base") / "tiny")
+
+
+@pytest.fixture
+def words(base: Path, tmp_path: Path) -> list[str]:
+    """A comparison of dense and HiFT on forty sentences."""
+    return [
+        "compare",
+        *("--rows", "dense", "hift"),
+        *("--output_dir", str(tmp_path / "compared")),
+        *("--model_name_or_path", str(base), "--dataset", str(write_texts(tmp_path))),
+        *("--packing", "--max_length", str(LENGTH), "--max_steps", "6", "--learning_rate", "1e-2"),
+        *("--per_device_train_batch_size", str(ROWS), "--per_device_eval_batch_size", "4"),
+    ]
+
+
+def record(tmp_path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tmp_path / "compared" / "compare.json").read_text(encoding="utf-8"))
+    return found
+
+
+def measured(**values: Any) -> Callable[[list[str]], dict[str, Any]]:
+    """A trial that measures what is given."""
+    known = {"num_updates": 4, "seconds_per_update": 1.0, "tokens_per_update": 32.0, "peak_bytes": 100}
+    return lambda words: {**known, "num_rows": ROWS, "accumulation": 1, **values}
+
+
+def test_each_row_is_a_run_of_train_that_can_be_repeated_alone(
+    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    compared = record(tmp_path)
+    assert list(compared["runs"]) == ["dense/rate0.01-seed42", "hift/rate0.01-seed42"]
+    for name, run in compared["runs"].items():
+        alone = tmp_path / "alone" / name
+        assert main(["train", *run["command"], "--output_dir", str(alone)]) == 0
+        results, outcome = results_of(alone), run["outcome"]
+        assert (results["before"], results["after"]) == (outcome["before"], outcome["after"])
+        assert outcome["num_updates"] == results["num_steps"] == 6
+        assert outcome["peak_bytes"]["device"] == results["measured_peak_bytes"]
+        assert outcome["num_tokens"] == pytest.approx(6 * ROWS * LENGTH)
+        updates, losses = outcome["curve"]
+        assert updates == [0, 1, 2, 3, 4, 5, 6] and losses[-1] == results["after"]["eval_loss"]
+    text = capsys.readouterr().out
+    assert "equal steps: 6\n" in re.sub(r" +\n", "\n", text) and "were not searched" in text and "one seed" in text
+    assert (tmp_path / "compared" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_was_run_is_not_run_again_and_other_settings_are_refused(
+    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense, sft = [list(words), list(words)]
+    dense[1:4] = ["--rows", "dense"]
+    sft[1:4] = ["--rows", "dense", "sft:--method sft --density 0.1"]
+    assert main(dense) == 0 and processes.num_runs() == 1
+    assert main(sft) == 0 and processes.num_runs() == 2
+    assert main([*sft, "--seeds", "42", "43"]) == 0 and processes.num_runs() == 4
+    assert [len(row["runs"]) for row in record(tmp_path)["rows"]] == [2, 2]
+    before = record(tmp_path)
+    text = complaint(capsys, [*dense, "--max_steps", "7"])
+    assert "'dense/rate0.01-seed42' by another command" in text and "name another --output_dir" in text
+    assert record(tmp_path) == before
+
+
+def test_equal_tokens_are_as_many_updates_as_read_them(words: list[str], tmp_path: Path, processes: Processes) -> None:
+    words[1:4] = ["--rows", "dense", "half:--method dense --per_device_train_batch_size 1"]
+    assert main([*words, "--budget", "tokens"]) == 0
+    runs = record(tmp_path)["runs"].values()
+    assert [run["outcome"]["num_updates"] for run in runs] == [6, 12]
+    assert [run["outcome"]["num_tokens"] for run in runs] == pytest.approx([6 * ROWS * LENGTH] * 2)
+
+
+def test_equal_seconds_are_shared_out_by_what_a_trial_measured(
+    words: list[str], tmp_path: Path, processes: Processes
+) -> None:
+    processes.trial = measured(seconds_per_update=0.5)
+    assert main([*words, "--budget", "seconds=4"]) == 0
+    assert [run["outcome"]["num_updates"] for run in record(tmp_path)["runs"].values()] == [8, 8]
+    assert all(trial["measured"]["seconds_per_update"] == 0.5 for trial in record(tmp_path)["trials"].values())
+
+
+def test_without_a_number_all_get_the_seconds_of_the_first(
+    words: list[str], tmp_path: Path, processes: Processes
+) -> None:
+    processes.trial = measured(seconds_per_update=0.001)
+    assert main([*words, "--budget", "seconds"]) == 0
+    dense, hift = (run["outcome"] for run in record(tmp_path)["runs"].values())
+    assert dense["num_updates"] == 6
+    assert hift["num_updates"] == max(1, round(dense["seconds"] / 0.001))
+
+
+def test_a_limit_on_bytes_makes_forwards_smaller_and_leaves_the_update_as_it_is(
+    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def peak(options: list[str]) -> dict[str, Any]:
+        rows = int(options[len(options) - 1 - options[::-1].index("--per_device_train_batch_size") + 1])
+        return measured(peak_bytes=2**20 * (100 if "dense" in options else 1000) * rows)(options)
+
+    processes.trial = peak
+    words += ["--per_device_train_batch_size", "6", "--budget", "bytes=350MiB"]
+    assert main(words) == 1
+    dense, hift = record(tmp_path)["rows"]
+    command = record(tmp_path)["runs"][dense["runs"][0]]["command"]
+    assert command.index("--gradient_accumulation_steps") > 0
+    results = results_of(tmp_path / "compared" / dense["runs"][0])
+    assert results["settings"]["per_device_train_batch_size"] == 3
+    assert results["settings"]["gradient_accumulation_steps"] == 2
+    assert not hift["runs"] and "does not fit" in hift["failure"]
+    assert "1 of 2 rows failed: hift" in capsys.readouterr().err
+
+
+def test_a_trial_measures_whole_cycles_after_the_first(words: list[str], tmp_path: Path) -> None:
+    place = tmp_path / "trial.json"
+    trials.main([str(place), "--method", "hift", *words[6:]])
+    found = json.loads(place.read_text(encoding="utf-8"))
+    # Six updates, which are fewer than two cycles, are all that there are.
+    assert found["num_updates"] == 6 and found["tokens_per_update"] == ROWS * LENGTH
+    trials.main([str(place), "--method", "hift", *words[6:], "--max_steps", "50", "--logging_steps", str(TINY_CYCLE)])
+    found = json.loads(place.read_text(encoding="utf-8"))
+    # A line of HiFT's has as many cycles as make eight updates.
+    assert found["num_updates"] == 2 * TINY_CYCLE
+    assert found["seconds_per_update"] > 0 and found["peak_bytes"] > 0
+    assert (found["num_rows"], found["accumulation"]) == (ROWS, 1)
+
+
+def test_rates_are_searched_with_the_first_seed_and_the_best_trains_the_others(
+    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words[1:4] = ["--rows", "dense"]
+    assert main([*words, "--search_rates", "1e-5", "1e-2", "--seeds", "1", "2"]) == 0
+    assert list(record(tmp_path)["runs"]) == [
+        "dense/rate1e-05-seed1",
+        "dense/rate0.01-seed1",
+        "dense/rate0.01-seed2",
+    ]
+    assert record(tmp_path)["rows"][0]["is_at_edge"]
+    assert "the largest or the smallest tried: dense" in capsys.readouterr().out
+
+
+def test_a_search_without_rates_tries_those_around_the_rows_own(
+    words: list[str], tmp_path: Path, processes: Processes
+) -> None:
+    words[1:4] = ["--rows", "dense"]
+    assert main([*words, "--search_rates"]) == 0
+    rates = [run["outcome"]["rate"] for run in record(tmp_path)["runs"].values()]
+    assert rates == [0.005, 0.01, 0.02]
+
+
+def test_a_row_that_fails_leaves_the_others_whole(
+    words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words[1:4] = ["--rows", "bad:--method sft --density 0.1 --sft_target_modules nowhere", "dense"]
+    assert main(words) == 1
+    bad, dense = record(tmp_path)["rows"]
+    assert bad["failure"] and not bad["runs"] and dense["runs"] and dense["failure"] is None
+    captured = capsys.readouterr()
+    assert "note: bad failed" in captured.out and "1 of 2 rows failed: bad" in captured.err
+    assert processes.num_runs() == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--rows", "dense", "hift:--lora_rank 4"), "--rows hift: .*lora_rank"),
+        (("--maxsteps", "3"), "unrecognized arguments: --maxsteps"),
+        (("--budget", "second"), "did you mean seconds"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    more: tuple[str, ...], message: str, words: list[str], processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert re.search(message, complaint(capsys, [*words, *more]))
+    assert not processes.ran
+
+
+def test_ranks_are_refused(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start it without a launcher" in complaint(capsys, words)
+    assert not processes.ran
+
+
+@pytest.mark.parametrize("text", ["no json", "[]", '{"trials": {}}'])
+def test_a_damaged_record_is_refused_and_kept(
+    text: str, words: list[str], tmp_path: Path, processes: Processes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "compared" / "compare.json"
+    place.parent.mkdir()
+    place.write_text(text, encoding="utf-8")
+    assert str(place) in complaint(capsys, words)
+    assert place.read_text(encoding="utf-8") == text and not processes.ran
+
+
+def test_it_runs_in_processes_of_its_own(words: list[str], tmp_path: Path) -> None:
+    words[1:4] = ["--rows", "dense"]
+    assert main([*words, "--budget", "tokens=96"]) == 0
+    log = (tmp_path / "compared" / "dense" / "rate0.01-seed42.log").read_text(encoding="utf-8")
+    assert "evaluation before" in log
+    assert record(tmp_path)["runs"]["dense/rate0.01-seed42"]["outcome"]["num_updates"] == 3
