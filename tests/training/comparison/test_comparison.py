@@ -134,6 +134,7 @@ def test_equal_seconds_are_shared_out_by_what_a_trial_measured(
     assert all(trial["measured"]["seconds_per_update"] == 0.5 for trial in record(tmp_path)["trials"].values())
 
 
+@pytest.mark.slow
 def test_without_a_number_all_get_the_seconds_of_the_first(
     words: list[str], tmp_path: Path, processes: Processes
 ) -> None:
@@ -192,6 +193,7 @@ def test_rates_are_searched_with_the_first_seed_and_the_best_trains_the_others(
     assert "the largest or the smallest tried: dense" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_search_without_rates_tries_those_around_the_rows_own(
     words: list[str], tmp_path: Path, processes: Processes
 ) -> None:
