@@ -192,6 +192,15 @@ def test_the_table_of_host_weights_is_that_of_the_committed_result() -> None:
     assert done.stdout.strip() in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_waiting_layers_is_that_of_the_committed_result() -> None:
+    done = run_python(
+        "-c",
+        "import json, waiting; print(waiting.table(json.load(open('results/waiting.json'))))",
+        cwd=BENCHMARKS,
+    )
+    assert done.stdout.strip() in (CHECKOUT / "docs" / "hift.md").read_text(encoding="utf-8")
+
+
 def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path) -> None:
     folder = base_model_folder(BASE_RECIPE, tmp_path / "slivertune" / "base_models")
     tiny = BaseRecipe(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_steps=1, corpus_bytes=2_000)
