@@ -98,6 +98,15 @@ def test_reselections_come_when_the_paper_says(selection: str, interval: int, ga
     assert {end for t in range(TOTAL) for end in schedule.open_phases(t)} <= set(wanted)
 
 
+@pytest.mark.parametrize(("interval", "gamma"), [(20, 5), (6, 5), (7, 1), (9, 5), (10, 5)])
+def test_candidates_may_have_been_grown_where_phases_overlap(interval: int, gamma: int) -> None:
+    schedule = Schedule.of(SFTConfig(reselection_interval=interval, estimation_steps=gamma), TOTAL)
+    times = reselection_times("accumulated_gradient", TOTAL, interval, gamma)
+    for end in times:
+        assert schedule.grew_in_phase(end) == any(end - gamma < other < end for other in times)
+    assert any(schedule.grew_in_phase(end) for end in times) == (interval < 2 * gamma)
+
+
 def test_the_first_replaces_all_and_the_others_ever_fewer() -> None:
     schedule = Schedule.of(SFTConfig(replacement_rate=0.2), TOTAL)
     assert schedule.num_replaced(5, 1000) == 1000

@@ -11,8 +11,10 @@ from slivertune.sft.selection import (
     largest_entries,
     largest_of,
     largest_products,
+    leading_products,
     random_indices,
     spread_weights,
+    true_positions,
 )
 from tests.helpers.tolerance import assert_sums_close
 
@@ -86,6 +88,14 @@ def test_the_smallest_and_the_largest_break_ties_by_position() -> None:
         assert int(largest_of(values, count).sum()) == int(largest_of(-values, count).sum()) == count
 
 
+@pytest.mark.parametrize("size", [0, 1, 5000, 2 * PIECE + 77])
+def test_true_positions_are_those_of_nonzero(size: int) -> None:
+    mask = torch.rand(size) < 0.3
+    found = true_positions(mask)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, torch.nonzero(mask).view(-1))
+
+
 def test_contains_finds_members_alone() -> None:
     members = torch.tensor([2, 5, 9], dtype=torch.int32)
     values = torch.tensor([0, 2, 3, 9, 11], dtype=torch.int32)
@@ -134,6 +144,7 @@ KINDS = {
     "few values": lambda n: torch.randint(1, 4, (n,)).float(),
     "all equal": lambda n: torch.full((n,), 0.3),
     "tiny": lambda n: torch.rand(n) * 1e-30,
+    "nearly equal": lambda n: 1 + torch.rand(n) * 1e-6,
 }
 
 
@@ -147,6 +158,39 @@ def test_positions_are_those_of_the_whole_outer_product(kind: str, shape: tuple[
         positions, products = largest_products(rows, columns, count)
         assert positions.tolist() == sorted(order[:count].tolist())
         assert products.tolist() == dense[positions.numpy()].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(40, 1), (3, 35), (60, 47)])
+@pytest.mark.parametrize("are_leading", [False, True])
+def test_what_grows_by_products_is_the_same_as_from_all_of_them(
+    kind: str, shape: tuple[int, int], are_leading: bool
+) -> None:
+    """Of the 2k largest products those that are not trained, by the fourth root in fp32, ties to the lower position."""
+    rows, columns = KINDS[kind](shape[0]), KINDS[kind](shape[1])
+    dense = np.outer(rows.double().numpy(), columns.double().numpy()).reshape(-1)
+    scores = np.sqrt(np.sqrt(dense)).astype(np.float32)
+    for num_trained in {1, dense.size // 8, dense.size // 2, dense.size - 1}:
+        order = np.lexsort((np.arange(dense.size), -dense))
+        trained = order if are_leading else np.random.default_rng(0).permutation(dense.size)
+        barred = torch.from_numpy(np.sort(trained[:num_trained]))
+        count = min(2 * num_trained, dense.size)
+        free = np.sort(np.setdiff1d(order[:count], barred.numpy()))
+        for wanted in {1, num_trained // 5 + 1, num_trained}:
+            positions, products = leading_products(rows, columns, barred, wanted, count)
+            assert products.tolist() == dense[positions.numpy()].tolist()
+            assert set(positions.tolist()) <= set(free.tolist())
+            num_grown = min(wanted, free.size)
+            expected = free[np.lexsort((free, -scores[free]))[:num_grown]]
+            grown = positions[largest_of(products.pow(0.25).float(), num_grown)]
+            assert grown.tolist() == sorted(expected.tolist())
+
+
+def test_a_search_for_few_products_returns_few() -> None:
+    rows, columns, barred = torch.rand(300), torch.rand(200), torch.arange(0, 60_000, 6)
+    positions, _ = leading_products(rows, columns, barred, 500, 2 * barred.numel())
+    # The bisection stops within an eighth, which has some trained ones in it.
+    assert 500 <= positions.numel() <= 700
 
 
 def test_scores_are_the_fourth_root_of_the_product() -> None:

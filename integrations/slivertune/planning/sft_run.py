@@ -91,27 +91,30 @@ class SizedGrowthEstimator(GrowthEstimator):
 
     @override
     def _largest_positions(self, values: torch.Tensor, count: int) -> torch.Tensor:
-        real.largest_of(values, count)
+        _mark_largest(values)
         return torch.empty(count, dtype=torch.int64)
 
     @override
     def _largest_entries(self, flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """The numbers found follow from the counts: what a sample of the gradient lets through."""
-        total, num_barred = flat.numel(), sum(positions.numel() for positions in barred)
-        count = max(0, min(count, total - num_barred))
-        num_sampled = min(total, max(4096, total // 256))
-        sample = flat.new_empty(num_sampled)
-        rank = num_sampled * min(count + num_barred, total) / total
-        reached = min(total, int(total * (rank + 4.0 * rank**0.5 + 4.0) / num_sampled) + 1)
+        """The numbers found follow from the counts: few more round to the threshold than are wanted."""
+        count = max(0, min(count, flat.numel() - sum(positions.numel() for positions in barred)))
         # Pieces find their positions one after the other, and these are joined; masks are as large as a piece.
-        found = torch.empty(max(count, reached - num_barred), dtype=torch.int64)
-        piece = flat[: real.PIECE]
-        masks = [~(piece.abs() < sample[0]), piece != 0]
-        del masks
+        found = torch.empty(count, dtype=torch.int64)
+        real.magnitudes(flat[: real.PIECE])
         positions = found.clone()
         del found
-        magnitudes = flat.index_select(0, positions).abs_().float()
-        return self._largest_positions(magnitudes, count)
+        values = flat.index_select(0, positions)
+        real.magnitudes(values)
+        stay = torch.ones(count, dtype=torch.bool)
+        del stay
+        return torch.empty_like(positions)
+
+
+def _mark_largest(values: torch.Tensor) -> torch.Tensor:
+    """Take what `largest_of` takes; how many values are near the threshold follows from them, and they are few."""
+    values = torch.nan_to_num(values)
+    real.order_keys(values)
+    return values > 0
 
 
 class SizedReselection(Reselection):
@@ -132,14 +135,11 @@ class SizedReselection(Reselection):
             estimator, count = weight.estimators.pop(updates, None), weight.num_active
             num_proposed = count
             if isinstance(weight.moments, SM3Accumulators):
-                # Twice as many products are searched as weights are trained, and their positions.
-                products = torch.empty(2 * count, 2, dtype=torch.float64)
-                real.largest_of(products[:, 0], 2 * count - 1)
-                del products
-                # Of the positions found, which wait until all tensors are searched, few are active: as few as of any.
-                num_elements = weight.target.num_elements
-                num_found = min(2 * count, num_elements)
-                num_proposed = num_found - round(num_found * count / num_elements)
+                # A product of each trained weight, and those that are searched: as many in the first reselection.
+                trained = torch.empty(count, 2, dtype=torch.float64)
+                products = torch.empty(num_proposed, 5, dtype=torch.float64)
+                del trained, products
+                # The positions found wait until all tensors are searched.
                 scores = [torch.empty(num_proposed)]
             elif estimator is not None:
                 estimate = estimator.estimate()
@@ -148,7 +148,7 @@ class SizedReselection(Reselection):
             else:
                 continue
             proposals.append(
-                (torch.empty(num_proposed, dtype=torch.int32), scores, real.largest_of(-weight.phi.data.abs(), count))
+                (torch.empty(num_proposed, dtype=torch.int32), scores, _mark_largest(-weight.phi.data.abs()))
             )
 
 

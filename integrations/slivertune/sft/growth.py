@@ -15,7 +15,7 @@ import torch
 
 from slivertune.core.ledger import claim
 from slivertune.sft.communicator import ALONE, Communicator
-from slivertune.sft.selection import largest_entries, largest_of
+from slivertune.sft.selection import largest_entries, largest_positions
 
 POOL_FACTOR = 2
 """Entries of the pool for each trained weight."""
@@ -40,12 +40,12 @@ class Estimate:
         """The estimate of some of the candidates.
 
         Args:
-            chosen: bool, shape (m,).
+            chosen: int64, sorted: which of them.
         """
         return Estimate(
-            indices=self.indices.masked_select(chosen),
-            mean=self.mean.masked_select(chosen),
-            mean_square=self.mean_square.masked_select(chosen),
+            indices=self.indices.index_select(0, chosen),
+            mean=self.mean.index_select(0, chosen),
+            mean_square=self.mean_square.index_select(0, chosen),
             num_steps=self.num_steps,
         )
 
@@ -272,13 +272,11 @@ class GrowthEstimator:
     # What follows depends on values; planning, which has none, knows how many there will be.
 
     _largest_entries = staticmethod(largest_entries)
-
-    def _largest_positions(self, values: torch.Tensor, count: int) -> torch.Tensor:
-        """Sorted positions of the `count` largest values."""
-        return torch.nonzero(largest_of(values, count)).view(-1)
+    _largest_positions = staticmethod(largest_positions)
 
     def _within(self, indices: torch.Tensor, start: int, length: int) -> slice:
         """The part of some sorted positions that lies in a range."""
-        bounds = torch.tensor([start, start + length], device=indices.device)
-        first, last = torch.searchsorted(indices.long(), bounds).tolist()
-        return slice(first, last)
+        # A last position fits into int32, where the end of a range may not.
+        first = torch.searchsorted(indices, start)
+        last = torch.searchsorted(indices, start + length - 1, right=True)
+        return slice(*torch.stack([first, last]).tolist())

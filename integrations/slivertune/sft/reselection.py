@@ -16,7 +16,7 @@ from slivertune.sft.config import SFTConfig
 from slivertune.sft.delta_parameters import DeltaParameters
 from slivertune.sft.growth import POOL_FACTOR, Estimate, GrowthEstimator
 from slivertune.sft.moments import SM3Accumulators
-from slivertune.sft.selection import contains, largest_of, largest_products
+from slivertune.sft.selection import contains, largest_of, largest_positions, leading_products, true_positions
 from slivertune.sft.weight import SparseWeight
 
 LEAST_SHARE = 0.25
@@ -87,6 +87,10 @@ class Schedule:
             return num_active
         return int(self.replacement_rate * (max(0, self.total_steps - updates) / self.total_steps) * num_active)
 
+    def grew_in_phase(self, end: int) -> bool:
+        """Whether there was a reselection within the estimation phase that ends at `end`."""
+        return self.num_reselections(end - 1) > self.num_reselections(end - self.estimation_steps)
+
     def open_phases(self, updates: int) -> tuple[int, ...]:
         """The reselections to whose estimation phases the update after `updates` finished ones belongs.
 
@@ -115,7 +119,12 @@ class Proposal:
 
 
 def propose(
-    weight: SparseWeight, estimator: GrowthEstimator | None, num_replaced: int, breadth: int = 1
+    weight: SparseWeight,
+    estimator: GrowthEstimator | None,
+    num_replaced: int,
+    *,
+    grew_in_phase: bool,
+    breadth: int,
 ) -> Proposal | None:
     """Choose what to drop, and what may be grown in its place.
 
@@ -126,6 +135,7 @@ def propose(
         weight: The tensor.
         estimator: AG's estimation phase that has ended.
         num_replaced: k(i, t).
+        grew_in_phase: Whether candidates may have been grown since they were chosen.
         breadth: MA's candidates for each trained weight; more than one lets a tensor grow beyond what it dropped.
 
     Returns:
@@ -140,15 +150,18 @@ def propose(
             return None
         # The active ones may all be among the first.
         num_searched = min((1 + breadth) * weight.num_active, weight.target.num_elements)
-        positions, products = largest_products(moments.rows, moments.columns, num_searched)
-        frozen = ~contains(weight.indices, positions.int())
-        indices, scores = positions[frozen].int(), products[frozen].pow(0.25).float()
+        wanted = num_replaced if breadth == 1 else num_searched
+        positions, products = leading_products(
+            moments.rows, moments.columns, weight.indices.long(), wanted, num_searched
+        )
+        indices, scores = positions.int(), products.pow_(0.25).float()
     else:
         estimate = None if estimator is None else estimator.estimate()
         if estimate is None:
             return None
-        # Where two phases overlap, the first may have grown some.
-        estimate = estimate.select(~contains(weight.indices, estimate.indices))
+        if grew_in_phase:
+            is_frozen = ~contains(weight.indices, estimate.indices)
+            estimate = estimate.select(true_positions(is_frozen))
         indices, scores = estimate.indices, estimate.mean.abs()
     num_replaced = min(num_replaced, indices.numel())
     if num_replaced == 0:
@@ -232,16 +245,22 @@ class Reselection:
         breadth = POOL_FACTOR if self._config.redistribute else 1
         for weight in self._weights:
             num_replaced = self._schedule.num_replaced(updates, weight.num_active)
-            proposal = propose(weight, weight.estimators.pop(updates, None), num_replaced, breadth)
+            proposal = propose(
+                weight,
+                weight.estimators.pop(updates, None),
+                num_replaced,
+                grew_in_phase=self._schedule.grew_in_phase(updates),
+                breadth=breadth,
+            )
             if proposal is not None:
                 proposals.append((weight, proposal))
         for (weight, proposal), count in zip(proposals, self._num_grown(proposals), strict=True):
-            grown = largest_of(proposal.scores, count)
+            grown = largest_positions(proposal.scores, count)
             estimate = None if proposal.estimate is None else proposal.estimate.select(grown)
-            weight.replace(proposal.dropped, proposal.indices[grown], estimate, options)
+            weight.replace(proposal.dropped, proposal.indices.index_select(0, grown), estimate, options)
 
     def _num_grown(self, proposals: list[tuple[SparseWeight, Proposal]]) -> list[int]:
-        dropped = [int(proposal.dropped.sum()) for _, proposal in proposals]
+        dropped = [int(torch.count_nonzero(proposal.dropped)) for _, proposal in proposals]
         if not self._config.redistribute or not proposals:
             return dropped
         requests = [

@@ -5,15 +5,24 @@ cut, on the device or on the rank.
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 PIECE = 2**20
 """Elements looked at together; bounds the temporaries of a search in a dense tensor."""
+_NUM_MAGNITUDES = 2**15
+_MAGNITUDE = _NUM_MAGNITUDES - 1
+"""The bits of a bf16 that are not its sign."""
+_INFINITE = 0x7F80
+"""Those of an infinite one."""
+_NUM_KEYS = 2**13
 _BISECTIONS = 100
 _SLACK = 1e-12
 """Relative width around a threshold inside which fp64 quotients may misjudge fp64 products."""
+_SCORE_SLACK = 2.0**-19
+"""Products further apart than this have other fourth roots in fp32, too."""
 
 
 def spread_weights(sizes: Sequence[int], total: int) -> list[int]:
@@ -81,16 +90,58 @@ def largest_of(values: torch.Tensor, count: int) -> torch.Tensor:
     if count <= 0 or count >= values.numel():
         return torch.full(values.shape, count > 0, dtype=torch.bool, device=values.device)
     values = torch.nan_to_num(values, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    limit = torch.topk(values, count, sorted=False).values.min()
+    limit = _kth_largest(values, count)
     chosen = values > limit
-    chosen[torch.nonzero(values == limit).view(-1)[: count - int(chosen.sum())]] = True
+    chosen[true_positions(values == limit)[: count - int(torch.count_nonzero(chosen))]] = True
     return chosen
+
+
+def largest_positions(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Sorted int64 positions of the `count` largest values, as `largest_of` marks them."""
+    return true_positions(largest_of(values, count))
+
+
+def true_positions(mask: torch.Tensor) -> torch.Tensor:
+    """Sorted int64 positions of what is true in a mask of shape (n,).
+
+    On a CPU by numpy, whose loop has no branch to mispredict: a fifth of the time of `torch.nonzero`.
+    """
+    if mask.device.type != "cpu":
+        return torch.nonzero(mask).view(-1)
+    # What numpy allocates no ledger sees; it is copied piece by piece.
+    found = [torch.from_numpy(np.flatnonzero(piece.numpy())) + at * PIECE for at, piece in enumerate(mask.split(PIECE))]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _kth_largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count`-th largest value, without dimensions; none is NaN.
+
+    Values are counted in bins, 16 between a number and its double; few share that of the one in question.
+    """
+    keys = order_keys(values)
+    counts = torch.bincount(keys, minlength=_NUM_KEYS)
+    key = counts.numel() - 1 - _num_bins_reaching(counts, count)
+    rivals = values.index_select(0, true_positions(keys == key))
+    num_above = int(counts[key + 1 :].sum())
+    return torch.topk(rivals, count - num_above, sorted=False).values.min()
+
+
+def order_keys(values: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of some numbers, equal for numbers that are nearly equal: int16, in [0, 2^13)."""
+    bits = values.to(torch.bfloat16).view(torch.int16)
+    # Those of negative numbers run the other way.
+    return (bits >> 15).bitwise_and_(_MAGNITUDE).bitwise_xor_(bits).bitwise_right_shift_(3).add_(_NUM_KEYS // 2)
+
+
+def _num_bins_reaching(counts: torch.Tensor, count: int) -> int:
+    """How many of the last bins hold fewer than `count` together."""
+    return int(torch.searchsorted(counts.flip(0).cumsum_(0), count))
 
 
 def largest_entries(flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor] = ()) -> torch.Tensor:
     """Find the entries of largest magnitude in a dense tensor with no dense temporary.
 
-    A threshold is estimated from a sample; those above it are few, and the choice among them is exact.
+    Counts magnitudes rounded to bf16, which gives a threshold; the choice among the few that round to it is exact.
 
     Args:
         flat: Floating, shape (n,), contiguous.
@@ -104,45 +155,54 @@ def largest_entries(flat: torch.Tensor, count: int, barred: Sequence[torch.Tenso
     count = max(0, min(count, flat.numel() - num_barred))
     if count == 0:
         return torch.arange(0, device=flat.device)
-    for limit in _guessed_limits(flat, min(count + num_barred, flat.numel())):
-        positions = _positions(flat, limit, barred)
-        if positions.numel() >= count:
-            break
-    else:
-        positions = _positions(flat, None, barred)
-        if positions.numel() < count:
-            return _filled_with_zeros(flat, positions, count, barred)
-    return positions.masked_select(largest_of(flat.index_select(0, positions).abs_().float(), count))
+    least = _least_magnitude(flat, count, barred)
+    positions = _positions(flat, least, barred)
+    if positions.numel() < count:
+        return _filled_with_zeros(flat, positions, count, barred)
+    return _without_surplus(flat, positions, least, count)
 
 
-def _guessed_limits(flat: torch.Tensor, count: int) -> Iterator[torch.Tensor]:
-    """Magnitudes that about `count` entries reach, each lower than the one before; the last is the sample's least."""
-    total = flat.numel()
-    generator = torch.Generator(device=flat.device).manual_seed(0)
-    num_sampled = min(total, max(4096, total // 256))
-    places = torch.randint(total, (num_sampled,), generator=generator, device=flat.device)
-    sample = flat[places].abs().sort(descending=True).values
-    rank = num_sampled * count / total
-    for slack in (4.0, 16.0):
-        at = int(rank + slack * rank**0.5 + slack)
-        if at < num_sampled:
-            yield sample[at]
+def magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """Magnitudes rounded to bf16, as int16 of the same order; those of NaN are above `_INFINITE`."""
+    return values.to(torch.bfloat16).view(torch.int16).bitwise_and(_MAGNITUDE)
 
 
-def _positions(flat: torch.Tensor, limit: torch.Tensor | None, barred: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Positions of magnitudes of at least a positive `limit`; of all that are not zero if it is None or zero."""
+def _least_magnitude(flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor]) -> int:
+    """The rounded magnitude that at least `count` entries reach which are not barred, and no larger one does."""
+    counts = torch.zeros(_NUM_MAGNITUDES, dtype=torch.int32, device=flat.device)
+    for piece in flat.split(PIECE):
+        counts += torch.bincount(magnitudes(piece), minlength=_NUM_MAGNITUDES)
+    for positions in barred:
+        counts -= torch.bincount(magnitudes(flat.index_select(0, positions)), minlength=_NUM_MAGNITUDES)
+    return min(_NUM_MAGNITUDES - 1 - _num_bins_reaching(counts, count), _INFINITE)
+
+
+def _positions(flat: torch.Tensor, least: int, barred: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Positions of rounded magnitudes of at least a positive `least`; of all that are not zero if it is 0."""
     starts = list(range(0, flat.numel(), PIECE))
     edges = torch.tensor([*starts, flat.numel()], device=flat.device)
     cuts = [torch.searchsorted(positions, edges).tolist() for positions in barred]
     found = []
     for at, start in enumerate(starts):
         piece = flat[start : start + PIECE]
-        # NaN is not below the limit.
-        mask = piece != 0 if limit is None else ~(piece.abs() < limit) & (piece != 0)
+        mask = magnitudes(piece) >= least if least else piece != 0
         for positions, cut in zip(barred, cuts, strict=True):
             mask.index_fill_(0, positions[cut[at] : cut[at + 1]] - start, False)
-        found.append(torch.nonzero(mask).view(-1) + start)
+        found.append(true_positions(mask).add_(start))
     return torch.cat(found)
+
+
+def _without_surplus(flat: torch.Tensor, positions: torch.Tensor, least: int, count: int) -> torch.Tensor:
+    """Of positions of rounded magnitudes of at least `least` the `count` largest."""
+    num_surplus = positions.numel() - count
+    if num_surplus == 0:
+        return positions
+    values = flat.index_select(0, positions)
+    rivals = true_positions(magnitudes(values).clamp_(max=_INFINITE) <= least)
+    stay = torch.ones(positions.shape, dtype=torch.bool, device=flat.device)
+    contested = values.index_select(0, rivals).abs_().float()
+    stay.index_copy_(0, rivals, largest_of(contested, rivals.numel() - num_surplus))
+    return positions.index_select(0, true_positions(stay))
 
 
 def _filled_with_zeros(
@@ -175,8 +235,8 @@ def largest_products(rows: torch.Tensor, columns: torch.Tensor, count: int) -> t
     """Find the positions (i, j) of the largest r_i * c_j without their matrix (MA's growth; SFT, equation 10).
 
     MA's score, (r_i c_j)^(1/4), has the same order. Sorts c and bisects a threshold, counting in each row what reaches
-    it: O((rows + count) log columns) time and O(rows + columns + count) memory. Products of fp32 numbers are exact in
-    fp64, so the order is exact.
+    it; then compares the columns with each row's, some rows at a time. Takes O(rows + columns + count) memory. Products
+    of fp32 numbers are exact in fp64, so the order is exact.
 
     An accumulator of zero belongs to a row or column that no trained weight has met; it counts as the smallest one
     that was met, or nothing could ever grow there.
@@ -189,33 +249,115 @@ def largest_products(rows: torch.Tensor, columns: torch.Tensor, count: int) -> t
     Returns:
         Sorted int64 flat positions, shape (count,), and their products, fp64; ties go to the lower position.
     """
-    r, c = _without_zeros(rows.double()), _without_zeros(columns.double())
-    # For each row, r_i * c_j reaches a limit from searchsorted(ascending, limit / r_i) on.
-    ascending, column_of = c.sort()
-    low, high = (r.min() * c.min()) * (1 - _SLACK), (r.max() * c.max()) * (1 + _SLACK)
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        reached = int(torch.searchsorted(ascending, middle / r).neg().add(c.numel()).sum())
-        low, high = (middle, high) if reached >= count else (low, middle)
-    stops = torch.searchsorted(ascending, high * (1 + _SLACK) / r)
-    above = _in_sorted_columns(column_of, stops, c.numel() - stops)
-    starts = torch.searchsorted(ascending, low * (1 - _SLACK) / r)
-    num_ties = stops - starts
-    # All may tie in a young run: no rows after those that together have enough.
-    num_ties = torch.where(num_ties.cumsum(0) - num_ties < count, num_ties, 0)
-    positions = torch.cat([above, _in_sorted_columns(column_of, starts, num_ties)]).sort().values
-    products = r[positions // c.numel()] * c[positions % c.numel()]
+    r, c, ascending = _factors(rows, columns)
+    low, high, are_few = _bisected(r, ascending, lambda limit, reached: reached >= count, count // 8)
+    limits = (low * (1 - _SLACK) / r).expand(r.shape)
+    if not are_few:
+        # All may tie in a young run: no rows after those that together have enough.
+        above = high * (1 + _SLACK) / r
+        num_ties = torch.searchsorted(ascending, above) - torch.searchsorted(ascending, limits)
+        limits = torch.where(num_ties.cumsum(0) - num_ties < count, limits, above)
+    positions, products = _products_from(r, c, limits)
     chosen = largest_of(products, count)
     return positions[chosen], products[chosen]
+
+
+def leading_products(
+    rows: torch.Tensor, columns: torch.Tensor, barred: torch.Tensor, wanted: int, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the positions of the `count` largest products those that are not barred, as far as they may be grown.
+
+    Left out may be products whose scores, in fp32, are below the `wanted` largest. That makes the search as short as
+    what is grown.
+
+    Args:
+        rows: r, fp32, shape (num_rows,), not negative.
+        columns: c, fp32, shape (num_columns,), not negative.
+        barred: Sorted int64 flat positions, shape (n,).
+        wanted: How many are to be grown.
+        count: As many products are looked at, at most; those of barred positions are among them.
+
+    Returns:
+        Sorted int64 flat positions, at least `wanted` or all of those described, and their products, fp64.
+    """
+    r, c, ascending = _factors(rows, columns)
+    of_barred = _products_at(r, c, barred)
+
+    def is_enough(limit: torch.Tensor, reached: int) -> bool:
+        return reached >= count or (
+            reached >= wanted and reached - int(torch.count_nonzero(of_barred >= limit)) >= wanted
+        )
+
+    limit = _bisected(r, ascending, is_enough, wanted // 8)[0] * (1 - _SCORE_SLACK)
+    if _num_reaching(r, ascending, limit) <= count:
+        return _products_from(r, c, limit / r, barred)
+    positions, products = largest_products(rows, columns, count)
+    frozen = ~contains(barred, positions)
+    return positions[frozen], products[frozen]
+
+
+def _factors(rows: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The factors r and c, fp64 and positive, and c in ascending order."""
+    r, c = _without_zeros(rows.double()), _without_zeros(columns.double())
+    return r, c, c.sort().values
+
+
+def _num_reaching(r: torch.Tensor, ascending: torch.Tensor, limit: torch.Tensor) -> int:
+    """How many products are at least a limit: in row i, from searchsorted(ascending, limit / r_i) on."""
+    return r.numel() * ascending.numel() - int(torch.searchsorted(ascending, limit / r).sum())
+
+
+def _bisected(
+    r: torch.Tensor, ascending: torch.Tensor, is_enough: Callable[[torch.Tensor, int], bool], most_between: int
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Bisect a limit of the products.
+
+    Args:
+        r: Factors of the rows, fp64.
+        ascending: Factors of the columns, fp64.
+        is_enough: Says of a limit, and of the number of products that reach it, whether it is low enough.
+        most_between: So few products between two limits need not be told apart.
+
+    Returns:
+        A limit that is low enough, a higher one that is not, and whether so few products lie between them.
+    """
+    low, high = (r.min() * ascending[0]) * (1 - _SLACK), (r.max() * ascending[-1]) * (1 + _SLACK)
+    num_low, num_high = r.numel() * ascending.numel(), 0
+    for _ in range(_BISECTIONS):
+        if num_low - num_high <= most_between:
+            return low, high, True
+        middle = (low + high) / 2
+        reached = _num_reaching(r, ascending, middle)
+        if is_enough(middle, reached):
+            low, num_low = middle, reached
+        else:
+            high, num_high = middle, reached
+    return low, high, False
+
+
+def _products_from(
+    r: torch.Tensor, c: torch.Tensor, limits: torch.Tensor, barred: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions, sorted, at which c_j reaches the limit of row i, and r_i * c_j there; barred ones do not take part."""
+    num_rows = max(1, PIECE // c.numel())
+    starts = list(range(0, r.numel(), num_rows))
+    edges = torch.tensor([*starts, r.numel()], device=r.device) * c.numel()
+    cuts = [] if barred is None else torch.searchsorted(barred, edges).tolist()
+    found = []
+    for at, start in enumerate(starts):
+        mask = (c >= limits[start : start + num_rows, None]).view(-1)
+        if barred is not None:
+            mask.index_fill_(0, barred[cuts[at] : cuts[at + 1]] - start * c.numel(), False)
+        found.append(true_positions(mask).add_(start * c.numel()))
+    positions = torch.cat(found)
+    return positions, _products_at(r, c, positions)
+
+
+def _products_at(r: torch.Tensor, c: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    row = torch.div(positions, c.numel(), rounding_mode="floor")
+    return r.index_select(0, row).mul_(c.index_select(0, positions - row * c.numel()))
 
 
 def _without_zeros(accumulators: torch.Tensor) -> torch.Tensor:
     met = accumulators[accumulators > 0]
     return torch.where(accumulators > 0, accumulators, met.min() if met.numel() else accumulators.new_ones(()))
-
-
-def _in_sorted_columns(column_of: torch.Tensor, starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Flat positions of `counts` sorted columns of every row, from `starts` on."""
-    row = torch.repeat_interleave(torch.arange(starts.numel(), device=starts.device), counts)
-    offsets = torch.arange(row.numel(), device=starts.device) - (counts.cumsum(0) - counts)[row]
-    return row * column_of.numel() + column_of[starts[row] + offsets]

@@ -12,6 +12,7 @@ from slivertune.deltas.delta import SparseDelta, read_flat, write_flat
 from slivertune.sft.growth import Estimate, GrowthEstimator
 from slivertune.sft.moments import Moments, regrown
 from slivertune.sft.packing import Positions, rounded_at_random, rounding_generator
+from slivertune.sft.selection import true_positions
 from slivertune.sft.targets import Target
 
 
@@ -299,15 +300,21 @@ class SparseWeight:
             estimate: AG's moments of the grown positions.
             options: Those of the param group.
         """
-        self.write_base()
-        stay = torch.nonzero(~dropped).view(-1)
-        indices, order = torch.cat([self.indices.index_select(0, stay), grown]).sort()
+        former, stay = self.indices, true_positions(~dropped)
+        indices, order = torch.cat([former.index_select(0, stay), grown]).sort()
+        if self.kept_base is not None:
+            base = self.pretrained.read(grown)
+            if self.merged:
+                # Entries that stay hold their sums from this step's update.
+                gone = true_positions(dropped)
+                self.pretrained.write(former.index_select(0, gone), self.kept_base.index_select(0, gone))
+                # Adding a delta of zero, as every update does, turns -0.0 into 0.0.
+                self.pretrained.write(grown, (base.float() + 0.0).to(base.dtype))
+            self.kept_base = regrown(self.kept_base, stay, base, order)
         self._positions.set(indices)
         self.phi.grad = None
         self.phi.data = regrown(self.phi.data, stay, self.phi.data.new_zeros(grown.numel()), order)
-        self._keep_base()
         self.moments.replace(stay, estimate, order, options)
-        self.write()
         self.claim()
 
     def state_dict(self) -> dict[str, Any]:
