@@ -1,4 +1,4 @@
-"""The disk as a store of files knows it: a folder with room that is taken ahead, and two threads, a reader and a writer.
+"""The disk of a store of files: a folder with room that is taken ahead, and two threads, a reader and a writer.
 
 All that is read and written goes through one object of this kind, so that a simulator that stands in for it
 (`disks_made_by`) sees its order.

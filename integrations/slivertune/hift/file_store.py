@@ -268,9 +268,8 @@ class FileStore:
         for file in self._expected:
             if file.buffer is None and file.written is not None and not file.is_moving and file.failure is None:
                 size = file.written.num_bytes
-                return next(
-                    ((file, each) for each in self._buffers if self._is_free(each) and each.memory.numel() >= size), None
-                )
+                fitting = (each for each in self._buffers if self._is_free(each) and each.memory.numel() >= size)
+                return next(((file, each) for each in fitting), None)
         return None
 
     def _can_write(self) -> GroupFile | None:

@@ -72,6 +72,8 @@ class StreamedGroup(ResidentGroup):
         self._loaded: dict[int, LoadedPiece] = {}
         self._stored: dict[int, Event] = {}
         """By piece: when it has been written back."""
+        self._arriving: set[str] = set()
+        """Weights that `load_weight` brings, for whose copies the computation does not wait yet."""
 
     @property
     @override
@@ -237,8 +239,20 @@ class StreamedGroup(ResidentGroup):
                 part.copy_(tensor_at(slot.memory, 0, source).copy_(source, non_blocking=True))
                 ready = slots.streams.record("inbound")
             slots.give_back(slot, ready)
-        slots.shrink()
+        self._arriving.add(weight.name)
         return ready
+
+    def end_loading(self, weight: Weight) -> None:
+        """Say that the computation waits for the copies of a weight that `load_weight` has queued.
+
+        Once it does for all that are under way, it waits for nothing more by taking their slot back.
+
+        Args:
+            weight: The weight.
+        """
+        self._arriving.discard(weight.name)
+        if not self._arriving:
+            self._slots.shrink()
 
     @property
     def _slots(self) -> DeviceSlots:
