@@ -91,6 +91,8 @@ def simulate(
     for bandwidth, duplex in disks(rates["disk_bandwidth"]):
         times = schedule.cycle(card.rates(**{**rates, "disk_bandwidth": bandwidth, "disk_duplex": duplex}))
         played = figures(schedule, times)
+        if result["disks"]:
+            del played["groups"]  # each group's own stand at the first disk
         tokens_per_second = num_tokens / played["step_seconds"]
         result["disks"].append(
             {"bandwidth": bandwidth, "duplex": duplex, "tokens_per_second": tokens_per_second, **played}
