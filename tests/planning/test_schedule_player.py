@@ -1,18 +1,19 @@
-"""Schedules that can be worked out by hand: an operation a second is a second, and so is 4 bytes over the bus."""
+"""Schedules that can be worked out by hand: a second is an operation, 4 bytes over the bus, or 2 bytes of the disk."""
 
 from typing import Any
 
 import pytest
 
 from slivertune.planning.cards import Rates
-from slivertune.planning.schedule import Begin, Entry, Record, Synchronize, Transfer, Wait, Work
+from slivertune.planning.schedule import Begin, Entry, FileTransfer, Record, Synchronize, Transfer, Wait, Work
 from slivertune.planning.schedule_player import StepTime, exposed_share, play
 
 BUS = 4
+DISK = 2
 
 
 def rates(**changes: Any) -> Rates:
-    return Rates(**{"flops": 1, "memory_bandwidth": 10, "bus_bandwidth": BUS, **changes})
+    return Rates(**{"flops": 1, "memory_bandwidth": 10, "bus_bandwidth": BUS, "disk_bandwidth": DISK, **changes})
 
 
 def work(seconds: int, stream: Any = "computing") -> Work:
@@ -25,6 +26,14 @@ def load(num_bytes: int) -> Transfer:
 
 def store(num_bytes: int) -> Transfer:
     return Transfer("outbound", "outbound", num_bytes)
+
+
+def read(num_bytes: int) -> FileTransfer:
+    return FileTransfer("reader", num_bytes)
+
+
+def write(num_bytes: int) -> FileTransfer:
+    return FileTransfer("writer", num_bytes)
 
 
 def one_step(*entries: Entry, **changes: Any) -> StepTime:
@@ -149,6 +158,64 @@ def test_a_write_back_runs_under_the_next_step_and_counts_there_where_it_is_wait
     assert second.seconds == {"forward": 1, "step": 3}
     assert second.exposed_by == {("step", "outbound"): 2}
     assert exposed_share([first, second]) == 2 / 5
+
+
+def test_a_group_that_is_read_too_late_lets_the_computation_stand_still_for_the_disk_and_then_for_the_bus() -> None:
+    # Four seconds of reading, one of them under computation, then two of loading.
+    time = one_step(
+        *(read(8), Record("reader", 1), work(1), Synchronize("reader", 1)),
+        *(load(8), Record("inbound", 2), Wait("computing", 2), work(1)),
+    )
+    assert time.total == 4 + 2 + 1
+    assert time.exposed_by == {("step", "host after reader"): 3, ("step", "inbound"): 2}
+
+
+@pytest.mark.parametrize(("disk_duplex", "seconds"), [("half", [8, 7]), ("full", [5, 4])])
+def test_reading_and_writing_share_the_disk_unless_it_has_its_rate_for_each(
+    disk_duplex: str, seconds: list[int]
+) -> None:
+    # The write begins a second later. With half duplex the read has 2 of its 8 bytes by then, and the rest at a byte a
+    # second; when it ends at 7, the write has 6 of its 8, and the rest at 2 bytes a second.
+    both = [read(8), Record("reader", 1), work(1), Record("computing", 2), Wait("writer", 2), write(8)]
+    for event, expected in zip((3, 1), seconds, strict=True):
+        time = one_step(*(*both, Record("writer", 3), Wait("computing", event), work(0)), disk_duplex=disk_duplex)
+        assert time.total == expected and time.exposed == expected - 1
+
+
+def test_the_disk_and_the_bus_do_not_share_but_for_a_bound_on_the_hosts_memory() -> None:
+    both = (read(4), Record("reader", 1), load(8), Record("inbound", 2), Wait("computing", 1), Wait("computing", 2))
+    for host_bandwidth, seconds in ((None, 2), (BUS + DISK, 2), ((BUS + DISK) / 2, 4)):
+        assert one_step(*both, work(1), host_bandwidth=host_bandwidth).exposed == seconds
+
+
+def test_the_host_waits_for_an_event_and_not_for_what_is_queued_behind_it() -> None:
+    files = (read(2), Record("reader", 1), read(20), Record("reader", 2))
+    assert one_step(*files, Synchronize("reader", 1), work(1)).exposed == 1
+    assert one_step(*files, Synchronize("reader", 2), work(1)).exposed == 11
+    assert one_step(*files, Synchronize("reader"), work(1)).exposed == 11
+    assert one_step(*files, Synchronize("reader", 99), work(1)).exposed == 0
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4, 5, 12])
+@pytest.mark.parametrize("disk_duplex", ["half", "full"])
+def test_groups_that_pass_through_two_buffers_wait_for_what_the_disk_takes_longer(
+    num_bytes: int, disk_duplex: str
+) -> None:
+    """A turn computes 4 s; meanwhile the last group is written, and the next is read into its buffer."""
+    entries: list[Entry] = []
+    num_turns, computing = 30, 4
+    for turn in range(num_turns):
+        entries += [Begin(turn, turn, "step"), Synchronize("reader", 1000 + turn), work(computing)]
+        entries += [Record("computing", 2000 + turn), Wait("writer", 2000 + turn), write(num_bytes)]
+        entries += [Record("writer", 3000 + turn), Wait("reader", 3000 + turn), read(num_bytes)]
+        entries += [Record("reader", 1000 + turn + 2)]
+    times = play(entries, rates(disk_duplex=disk_duplex))[10:]
+    # Every second turn a buffer is computed from, written and read into. On a disk that is shared, something is at work
+    # all the time where that takes longer than to compute; else each way stands still while the other is at work.
+    moving = 2 * num_bytes / DISK
+    seconds = max(computing, moving if disk_duplex == "half" else (computing + moving) / 2)
+    assert sum(time.total for time in times) / len(times) == pytest.approx(seconds)
+    assert sum(time.exposed for time in times) / len(times) == pytest.approx(seconds - computing)
 
 
 def test_what_waits_for_itself_is_an_error_that_names_it() -> None:

@@ -45,6 +45,16 @@ def test_half_the_efficiency_takes_longer_and_fp32_longest(tmp_path: Path, capsy
     assert flops == pytest.approx([0.6 * card.peak_flops, 0.3 * card.peak_flops, 0.6 * card.fp32_flops])
 
 
+def test_a_slow_disk_is_waited_for_and_its_rate_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--gpu", "4090", "--state", "disk", "--disk_bandwidth", "1e8"]
+    time = json.loads(said([*words, "--json"], tmp_path, capsys))["time"]
+    assert time["rates"]["disk_bandwidth"] == 1e8 and time["rates"]["disk_duplex"] == "half"
+    # All of a cycle is read and written; nothing else takes as long.
+    written = time["disk_bytes_written_per_hour"] / 3600 * time["seconds_per_update"]
+    assert time["seconds_per_update"] == pytest.approx(2 * written / 1e8)
+    assert "0.1 GB/s of the disk (--disk_bandwidth)" in said(words, tmp_path, capsys)
+
+
 def test_fit_without_a_size_is_the_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads(said(["--fit", "--gpu", "4060Ti-16GB", "--json"], tmp_path, capsys))
     assert values["fit"]["limit_bytes"] == 16 * 2**30 and values["fit"]["steps"] == []
@@ -66,6 +76,7 @@ def test_what_does_not_fit_the_limit_has_no_seconds(tmp_path: Path, capsys: pyte
     ("words", "part"),
     [
         (["--efficiency", "1.5"], r"--efficiency 1\.5 must be in \(0, 1\]"),
+        (["--disk_bandwidth", "0"], r"--disk_bandwidth 0\.0 must be more than 0"),
         (["--num_train_epochs", "2"], "read with --tokens alone"),
         (["--tokens", "many"], "'many' is no number"),
         (["--tokens", "3e6"], "no CUDA device here"),

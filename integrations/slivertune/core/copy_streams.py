@@ -1,16 +1,18 @@
 """Side streams of a device, on which copies run beside its computation.
 
 All copies of waiting tensors go through one object of this kind, so that a test or a simulator that stands in for it
-(`streams_made_by`) sees their order.
+(`streams_made_by`) sees their order. What files hold goes through `hift/disk.py`, which is made likewise.
 """
 
 import mmap
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+
+from slivertune.core.maker import Maker
 
 Direction = Literal["inbound", "outbound"]
 """Into the device, or out of it."""
@@ -110,23 +112,8 @@ def _unpin(device: torch.device, address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-_makers: list[Callable[[torch.device], CopyStreams]] = [CopyStreams]
+copy_streams = Maker(CopyStreams)
+"""Makes new copy streams, of a device."""
 
-
-def copy_streams(device: torch.device) -> CopyStreams:
-    """New copy streams of a device: `CopyStreams`, or what stands in for them."""
-    return _makers[-1](device)
-
-
-@contextmanager
-def streams_made_by(maker: Callable[[torch.device], CopyStreams]) -> Iterator[None]:
-    """Let something else stand in for the copy streams that are made meanwhile.
-
-    Args:
-        maker: Makes it, of a device.
-    """
-    _makers.append(maker)
-    try:
-        yield
-    finally:
-        _makers.remove(maker)
+streams_made_by = copy_streams.replaced_by
+"""Lets something else stand in for the copy streams that are made meanwhile; takes what makes it, of a device."""

@@ -9,10 +9,11 @@ from typing_extensions import override
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.core.ledger import claim
+from slivertune.core.torch_internals import storage_key
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.disk_state import DiskState
 from slivertune.hift.group_file import GroupFile
-from slivertune.hift.group_image import Name, image_of, lies_plainly, mapped_tensors
+from slivertune.hift.group_image import Name, image_of, lies_plainly
 from slivertune.hift.masters import hash_of_bits, refresh_master
 from slivertune.hift.offload_buffer import (
     LOW,
@@ -214,7 +215,7 @@ class DiskGroup(StreamedGroup):
         if file.is_in_use:
             self._hand_over()
         self.files.store.settle(file)
-        return mapped_tensors(file.path, {name: self._places[name][1] for name in names})
+        return self.files.store.mapped(file, {name: self._places[name][1] for name in names})
 
     def _bind(self, memory: torch.Tensor) -> None:
         """Let the waiting tensors lie where the state has been read to."""
@@ -243,14 +244,11 @@ class DiskGroup(StreamedGroup):
         assert self._offloaded is not None
         assert self._bound is not None
         tensors = self._offloaded.waiting_tensors()
-        begin, end = self._bound.data_ptr(), self._bound.data_ptr() + self._bound.numel()
-        if not all(
-            begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end for tensor in tensors.values()
-        ):
+        of_buffer = storage_key(self._bound.untyped_storage())
+        if any(storage_key(tensor.untyped_storage()) != of_buffer for tensor in tensors.values()):
             tensors = self._gather(tensors)
-            begin = self._bound.data_ptr()
         self._places = {
-            name: (tensor.data_ptr() - begin, torch.empty_like(tensor, device="meta"))
+            name: (_first_byte(tensor) - _first_byte(self._bound), torch.empty_like(tensor, device="meta"))
             for name, tensor in tensors.items()
         }
 
@@ -277,3 +275,8 @@ class DiskGroup(StreamedGroup):
         present = [w for w in self.weights if w.name in self._bits and not w.is_waiting]
         now = {w.name: hash_of_bits(w.parameter) for w in present}
         return {name for name, bits in now.items() if int(bits) != int(self._bits[name])}
+
+
+def _first_byte(tensor: torch.Tensor) -> int:
+    """Where in its storage a tensor begins."""
+    return int(tensor.storage_offset()) * tensor.itemsize

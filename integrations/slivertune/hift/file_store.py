@@ -5,37 +5,27 @@
     writer:                      | write 0                    | write 1
 
 A file is always written anew under another name and then renamed, so that it is whole at every moment, and what links
-to an older one keeps that. All that the threads share is guarded by one lock.
+to an older one keeps that. All that the threads share is guarded by one lock. Who reads and writes is `hift/disk.py`;
+here is decided what, when and through which buffer.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from slivertune.core.atomic import partial_version
 from slivertune.core.copy_streams import CopyStreams, Event
-from slivertune.core.direct_files import read_file, write_file
-from slivertune.core.write_errors import explain_write_errors
-from slivertune.hift.disk_reserve import DiskReserve
+from slivertune.hift.disk import disk_of
 from slivertune.hift.group_file import GroupFile, HostBuffer
-from slivertune.hift.group_image import GroupImage
+from slivertune.hift.group_image import GroupImage, Name
 
 NUM_BUFFERS = 2
 """Groups in host memory: the one whose turn it is, and the last one until it is written, then the next."""
 _NAME = "hift"
 """Begins the hidden folder's name."""
-
-
-class _ClosedError(Exception):
-    """Ends a transfer."""
 
 
 class FileStore:
@@ -52,29 +42,13 @@ class FileStore:
     """
 
     def __init__(self, directory: Path, *, num_buffers: int, buffer_bytes: int, needs_bytes: int) -> None:
-        self._target = directory / _NAME
         self._num_buffers, self._buffer_bytes = num_buffers, buffer_bytes
         self._files: list[GroupFile] = []
         self._buffers: list[HostBuffer] = []
         self._expected: tuple[GroupFile, ...] = ()
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._process = os.getpid()
-        with ExitStack() as opened, explain_write_errors(self._target, needs_bytes):
-            directory.mkdir(parents=True, exist_ok=True)
-            self._folder = opened.enter_context(partial_version(self._target)).folder
-            self._reserve = DiskReserve(self._folder, needs_bytes)
-            opened.callback(self._reserve.close)
-            self._opened = opened.pop_all()
-        self._threads = [
-            threading.Thread(target=self._work, args=(choose, move), name=f"slivertune-{name}", daemon=True)
-            for name, choose, move in (
-                ("reader", self._next_to_read, self._read),
-                ("writer", self._next_to_write, self._write),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._disk = disk_of(directory / _NAME, needs_bytes)
+        self._changed = self._disk.changed
+        self._disk.start(reader=(self._next_to_read, self._read), writer=(self._next_to_write, self._write))
 
     def add(self, index: int) -> GroupFile:
         """A group's file, which is not there yet.
@@ -82,7 +56,7 @@ class FileStore:
         Args:
             index: Of the group.
         """
-        file = GroupFile(self._folder / f"group-{index:05d}.safetensors")
+        file = GroupFile(self._disk.path(f"group-{index:05d}.safetensors"))
         with self._changed:
             self._files.append(file)
         return file
@@ -127,7 +101,8 @@ class FileStore:
     def memory_of(self, file: GroupFile) -> torch.Tensor | None:
         """What a group's state lies in; None while it is not there."""
         with self._changed:
-            return None if file.buffer is None else file.buffer.memory
+            is_there = file.buffer is not None and self._disk.has_happened(file.arrived)
+            return file.buffer.memory if file.buffer is not None and is_there else None
 
     def use(self, file: GroupFile) -> torch.Tensor:
         """Have a group's state in memory, to be stepped: neither written nor given up until `hand_over`.
@@ -158,6 +133,7 @@ class FileStore:
                         self._changed.wait()
             while file.is_moving:
                 self._changed.wait()
+            self._disk.wait_on_host(file.arrived)
             return file.buffer.memory
 
     def note_copy(self, file: GroupFile, ended: Event) -> None:
@@ -212,27 +188,24 @@ class FileStore:
             if file.buffer is not None:
                 file.buffer.holder = None
             if file.written is not None:
-                file.path.unlink(missing_ok=True)
-                self._reserve.take_back(file.written.file_bytes)
+                self._disk.remove(file.path, file.written)
             file.buffer = file.written = file.unwritten = file.failure = None
             file.is_in_use = file.must_be_written = False
             self._changed.notify_all()
         file.size.num_bytes = 0
 
+    def mapped(self, file: GroupFile, models: Mapping[Name, torch.Tensor]) -> dict[Name, torch.Tensor]:
+        """Tensors of a group's file, which stay as they are when it is written again; after `settle`.
+
+        Args:
+            file: The group's.
+            models: What each tensor is like.
+        """
+        return self._disk.mapped(file.path, models)
+
     def close(self) -> None:
         """End the threads, and remove all files."""
-        if os.getpid() != self._process:
-            return  # a fork's memory is not the run
-        if threading.current_thread() in self._threads:
-            # The optimizer was collected there, wherever that thread was.
-            threading.Thread(target=self.close, daemon=True).start()
-            return
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._opened.close()
+        self._disk.close()
 
     # With the lock held.
 
@@ -245,6 +218,7 @@ class FileStore:
             if file.failure is not None:
                 raise _again(file.failure)
             self._changed.wait()
+        self._disk.wait_on_host(file.left)
 
     def _wait_for_buffer(self, streams: CopyStreams) -> HostBuffer:
         """A buffer that nobody holds."""
@@ -294,9 +268,8 @@ class FileStore:
         for file in self._expected:
             if file.buffer is None and file.written is not None and not file.is_moving and file.failure is None:
                 size = file.written.num_bytes
-                return next(
-                    ((file, each) for each in self._buffers if self._is_free(each) and len(each.view) >= size), None
-                )
+                fitting = (each for each in self._buffers if self._is_free(each) and each.memory.numel() >= size)
+                return next(((file, each) for each in fitting), None)
         return None
 
     def _can_write(self) -> GroupFile | None:
@@ -308,15 +281,6 @@ class FileStore:
         return None
 
     # The threads.
-
-    def _work(self, choose: Callable[[], Any], move: Callable[..., None]) -> None:
-        while True:
-            with self._changed:
-                while (chosen := choose()) is None and not self._is_closed:
-                    self._changed.wait()
-                if self._is_closed:
-                    return
-            move(*chosen)
 
     def _next_to_read(self) -> tuple[GroupFile, HostBuffer] | None:
         found = self._can_read()
@@ -332,9 +296,11 @@ class FileStore:
         failure: Exception | None = None
         try:
             assert file.written is not None
-            buffer.streams.wait_on_host(buffer.read_until)
+            for event in (buffer.read_until, buffer.written_until, file.left):
+                buffer.streams.wait_on_host(event)
             buffer.read_until = None
-            read_file(file.path, len(file.written.header), buffer.view[: file.written.num_bytes], self._watch)
+            memory = buffer.memory[: file.written.num_bytes]
+            file.arrived = self._disk.read(file.path, len(file.written.header), memory)
         except Exception as error:
             failure = _explained(error, f"{file.path} could not be read: {error}; continue from the last checkpoint")
         with self._changed:
@@ -357,18 +323,12 @@ class FileStore:
         assert image is not None
         assert buffer is not None
         failure: Exception | None = None
-        partial = file.path.with_suffix(".partial")
         try:
             for event in stored:
                 buffer.streams.wait_on_host(event)
-            with explain_write_errors(self._target, image.file_bytes):
-                self._reserve.lend(image.file_bytes)
-                write_file(partial, [image.header, buffer.view[: image.num_bytes]], self._watch)
-                partial.rename(file.path)
-            if file.written is not None:
-                self._reserve.take_back(file.written.file_bytes)
+            memory = buffer.memory[: image.num_bytes]
+            file.left = buffer.written_until = self._disk.write(file.path, image, memory, file.written)
         except Exception as error:
-            self._reserve.take_back(image.file_bytes)
             failure = _explained(
                 error, f"{error}. Nothing is lost: the newer state stays in host memory; free space, and go on"
             )
@@ -377,10 +337,6 @@ class FileStore:
                 file.written, file.unwritten, file.must_be_written = image, None, False
             file.is_moving, file.failure = False, failure
             self._changed.notify_all()
-
-    def _watch(self) -> None:
-        if self._is_closed:
-            raise _ClosedError
 
 
 def _empty(buffer: HostBuffer) -> None:

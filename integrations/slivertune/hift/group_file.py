@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+
+import torch
 
 from slivertune.core.copy_streams import CopyStreams, Event
 from slivertune.core.direct_files import PAGE_BYTES, in_pages
@@ -21,11 +22,12 @@ class HostBuffer:
         self.streams = streams
         whole = claimed_host_memory(streams, in_pages(num_bytes) + PAGE_BYTES, "state")
         start = -whole.data_ptr() % PAGE_BYTES
-        self.memory = whole[start : start + in_pages(num_bytes)]
-        self.view = memoryview(cast(Any, self.memory.numpy()))
+        self.memory: torch.Tensor = whole[start : start + in_pages(num_bytes)]
         self.holder: GroupFile | None = None
         self.read_until: Event = None
         """When copies to the device, of what is here beside the steps, have ended."""
+        self.written_until: Event = None
+        """When what was here is in its file."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,10 @@ class GroupFile:
     """A thread reads or writes it."""
     failure: Exception | None = None
     """Of the last read or write."""
+    arrived: Event = None
+    """When what was read is in the buffer."""
+    left: Event = None
+    """When the file has what was written."""
     stored: Sequence[Event] = ()
     """Moments at which what is unwritten has arrived in the buffer."""
 

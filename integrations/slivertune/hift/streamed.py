@@ -72,6 +72,8 @@ class StreamedGroup(ResidentGroup):
         self._loaded: dict[int, LoadedPiece] = {}
         self._stored: dict[int, Event] = {}
         """By piece: when it has been written back."""
+        self._arriving: set[str] = set()
+        """Weights that `load_weight` brings, for whose copies the computation does not wait yet."""
 
     @property
     @override
@@ -230,15 +232,30 @@ class StreamedGroup(ResidentGroup):
         master, target = self._offloaded.whole(weight, MASTER).view(-1), into.view(-1)
         slots, ready = self._slots, None
         length = self._meter.config.piece_bytes // master.element_size() or master.numel()
+        # One size for all: a slot that is too small for the next weight would be given up, and that waited for.
+        largest = max(each.parameter.numel() for each in self.weights)
+        slot_bytes = min(self._meter.config.piece_bytes // master.element_size() or largest, largest) * master.itemsize
         for source, part in zip(master.split(length), target.split(length), strict=True):
-            slot = slots.take(source.nbytes, at_least=_ALWAYS)
+            slot = slots.take(slot_bytes, at_least=_ALWAYS)
             assert slot is not None
             with slots.streams.on("inbound", slots.streams.record(), slot.free_after, *self._stored.values()):
                 part.copy_(tensor_at(slot.memory, 0, source).copy_(source, non_blocking=True))
                 ready = slots.streams.record("inbound")
             slots.give_back(slot, ready)
-        slots.shrink()
+        self._arriving.add(weight.name)
         return ready
+
+    def end_loading(self, weight: Weight) -> None:
+        """Say that the computation waits for the copies of a weight that `load_weight` has queued.
+
+        Once it does for all that are under way, it waits for nothing more by taking their slot back.
+
+        Args:
+            weight: The weight.
+        """
+        self._arriving.discard(weight.name)
+        if not self._arriving:
+            self._slots.shrink()
 
     @property
     def _slots(self) -> DeviceSlots:

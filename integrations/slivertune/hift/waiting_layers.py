@@ -307,6 +307,9 @@ class _Master(ExactSource):
     def load(self, into: torch.Tensor) -> Event:
         return self._group.load_weight(self._weight, into)
 
+    def end_loading(self) -> None:
+        self._group.end_loading(self._weight)
+
     def store(self, weight: torch.Tensor) -> Event:
         return None  # the step has stored its master
 
@@ -343,6 +346,9 @@ class _HostCopy(ExactSource):
         with streams.on("inbound", streams.record(), self._stored):
             into.copy_(self._copy, non_blocking=True)
             return streams.record("inbound")
+
+    def end_loading(self) -> None:
+        """Nothing: no memory of the device was taken beside the weight."""
 
     def store(self, weight: torch.Tensor) -> Event:
         self._follow(weight.device)

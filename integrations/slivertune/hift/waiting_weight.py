@@ -51,6 +51,10 @@ class ExactSource(ABC):
         """
 
     @abstractmethod
+    def end_loading(self) -> None:
+        """Note that the computing stream waits for the copy that `load` has queued."""
+
+    @abstractmethod
     def store(self, weight: torch.Tensor) -> Event:
         """Queue the copy of a weight that was trained to the host, unless it is there already.
 
@@ -146,6 +150,8 @@ class WaitingWeight:
             return
         dense, ready = self._arriving
         self._streams_of(dense.device).compute_after(ready)
+        assert self.source is not None
+        self.source.end_loading()
         self.parameter.data = dense
         self._codes, self._arriving, self.is_waiting = None, None, False
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_origin
 
 from slivertune.core.suggestions import did_you_mean
 from slivertune.planning.byte_text import parse_memory_size
-from slivertune.planning.cards import EFFICIENCY, known_cards
+from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, known_cards
 from slivertune.planning.largest import LargestField
 from slivertune.planning.parser import make_parser
 from slivertune.planning.request import KINDS, PlanRequest, kinds_of, option
@@ -94,6 +94,10 @@ class PlanArguments:
     efficiency: float = field(
         default=EFFICIENCY,
         metadata=option(_QUESTION, "share of the card's peak that matrix products are taken to reach, in (0, 1]"),
+    )
+    disk_bandwidth: float = field(
+        default=DISK_BANDWIDTH,
+        metadata=option(_QUESTION, "bytes a second that reading and writing share on the disk of --state disk"),
     )
     num_tokens: int | None = field(
         default=None,
@@ -209,6 +213,8 @@ class PlanArguments:
             )
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"--efficiency {self.efficiency} must be in (0, 1], a share of the card's peak")
+        if not 0 < self.disk_bandwidth < float("inf"):
+            raise ValueError(f"--disk_bandwidth {self.disk_bandwidth} must be more than 0, bytes a second")
         if not 0 < self.num_train_epochs < float("inf"):
             raise ValueError(f"--num_train_epochs {self.num_train_epochs} must be more than 0")
         if self.num_train_epochs != 1 and self.num_tokens is None:

@@ -46,6 +46,8 @@ class Rates:
     """Bytes a second each way between GPUs; None where they speak over the bus."""
     disk_bandwidth: float = DISK_BANDWIDTH
     """Bytes a second that the disk reads or writes."""
+    disk_duplex: Duplex = "half"
+    """Whether the disk has its rate for reading and for writing, or once for both together, as NVMe drives have."""
     is_compiled: bool = False
     """Whether forward and backward are compiled: what only passes over memory between matrix products is then taken to
     be fused into these, and to cost nothing, which is the least that it can."""
@@ -62,7 +64,8 @@ class Rates:
             value = getattr(self, name)
             if not (value is None and name in ("host_bandwidth", "link_bandwidth")) and not value > 0:
                 raise ValueError(f"{name}={value} must be greater than 0; give the card's rate a second")
-        check_choice("duplex", self.duplex, get_args(Duplex))
+        for name in ("duplex", "disk_duplex"):
+            check_choice(name, getattr(self, name), get_args(Duplex))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +99,7 @@ class Card:
         duplex: Duplex = "full",
         host_bandwidth: float | None = None,
         disk_bandwidth: float = DISK_BANDWIDTH,
+        disk_duplex: Duplex = "half",
         is_compiled: bool = False,
     ) -> Rates:
         """What a run is taken to reach on the card.
@@ -107,6 +111,7 @@ class Card:
             duplex: Whether the bus has its rate each way.
             host_bandwidth: Bytes a second of the host's memory; None where it bounds nothing.
             disk_bandwidth: Bytes a second that the disk reads or writes.
+            disk_duplex: Whether it has them for each.
             is_compiled: As in `Rates`.
         """
         return Rates(
@@ -117,6 +122,7 @@ class Card:
             host_bandwidth=host_bandwidth,
             link_bandwidth=None if self.link_bandwidth is None else BUS_EFFICIENCY * self.link_bandwidth,
             disk_bandwidth=disk_bandwidth,
+            disk_duplex=disk_duplex,
             is_compiled=is_compiled,
         )
 

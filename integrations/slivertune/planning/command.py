@@ -136,7 +136,7 @@ def _time(
     if card is None or limits is None or requirement.missing_device_bytes(limits):
         return None
     in_fp32 = requirement.plan.request.precision == "fp32"
-    rates = card.rates(efficiency=arguments.efficiency, in_fp32=in_fp32)
+    rates = card.rates(efficiency=arguments.efficiency, in_fp32=in_fp32, disk_bandwidth=arguments.disk_bandwidth)
     return plan_time(with_room_ahead(requirement, limits.device_bytes), model.config, rates)
 
 
@@ -185,7 +185,14 @@ def _largest(
 def _compare(
     arguments: PlanArguments, given: dict[str, Any], card: Card, limits: Limits, model: ModelFigures, tell: Tell
 ) -> Comparison:
-    question = Question(model=model, given=given, limits=limits, card=card, efficiency=arguments.efficiency)
+    question = Question(
+        model=model,
+        given=given,
+        limits=limits,
+        card=card,
+        efficiency=arguments.efficiency,
+        disk_bandwidth=arguments.disk_bandwidth,
+    )
     rows = []
     for row in compare(question):
         tell(describe_row(row))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slivertune import __version__
-from slivertune.planning.cards import Card, Rates
+from slivertune.planning.cards import DISK_BANDWIDTH, Card, Rates
 from slivertune.planning.configs import ModelFigures
 from slivertune.planning.largest import find_largest
 from slivertune.planning.layers_per_group import count_layers
@@ -144,10 +144,12 @@ class Question:
     card: Card
     efficiency: float
     """Share of the card's peak that matrix products reach."""
+    disk_bandwidth: float = DISK_BANDWIDTH
+    """Bytes a second that the disk reads or writes."""
 
     def rates(self) -> Rates:
         """Of the card; all rows compute in bf16."""
-        return self.card.rates(efficiency=self.efficiency)
+        return self.card.rates(efficiency=self.efficiency, disk_bandwidth=self.disk_bandwidth)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,18 +1,22 @@
 """The schedule of HiFT's steps, recorded from a run without data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedConfig
 
 from slivertune.core.copy_streams import streams_made_by
+from slivertune.hift.disk import disks_made_by
 from slivertune.hift.rotation import Group
 from slivertune.planning.alike_groups import alike
 from slivertune.planning.cards import Rates
 from slivertune.planning.fake import FakeOverrides
 from slivertune.planning.hift_optimizer import hift_over, meet_gradients
 from slivertune.planning.make import attached, built
+from slivertune.planning.recorded_disk import RecordedDisk
 from slivertune.planning.recorded_run import record_update
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule import Schedule
@@ -48,7 +52,7 @@ class HiFTSchedule(Schedule):
 
 
 def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm: float | None = None) -> HiFTSchedule:
-    """Record a cycle in which every group has met its batch before, so that all state waits on the host.
+    """Record a cycle in which every group has met its batch before, so that all state waits on the host or in files.
 
     Costs two or three times the steps of a plan, and seconds for each further group.
 
@@ -67,7 +71,7 @@ def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm
         )
     recorder = ScheduleRecorder()
     with built(request, config) as (model, forward):
-        turns = _Turns(request, model, forward, recorder, max_grad_norm=max_grad_norm)
+        turns = _Turns(request, model, forward, recorder, max_grad_norm=max_grad_norm, has_disk=True)
         shares = turns.record({group.index: 1 / len(turns.groups) for group in turns.groups}, every_micro_batch=True)
     return HiFTSchedule(
         entries=recorder.entries,
@@ -82,7 +86,8 @@ def record_sample(
     """Record steps of a cycle from which its mean follows.
 
     Of neighbours alike the first two and the last count. From one to the next the backward is a group shorter and all
-    else the same, so that between the second and the last a step's time is taken to fall evenly.
+    else the same, so that between the second and the last a step's time is taken to fall evenly. Files are left out:
+    what would wait in them lies on the host.
 
     Args:
         request: The run: HiFT on one GPU.
@@ -125,6 +130,7 @@ class _Turns:
         forward: Its forward.
         recorder: Writes.
         max_grad_norm: As in `HiFTConfig`.
+        has_disk: Whether `state="disk"` reads and writes; else state waits in host memory in place of files.
     """
 
     def __init__(
@@ -135,12 +141,19 @@ class _Turns:
         recorder: ScheduleRecorder,
         *,
         max_grad_norm: float | None = None,
+        has_disk: bool = False,
     ) -> None:
         self._request, self._model, self._forward, self._recorder = request, model, forward, recorder
-        with streams_made_by(recorder.streams):
-            self._optimizer = hift_over(model, request, max_grad_norm=max_grad_norm)
+        with self._recorded():
+            self._optimizer = hift_over(model, request, max_grad_norm=max_grad_norm, has_disk=has_disk)
         self.groups: Sequence[Group] = self._optimizer.groups
         """All groups, bottom of the model first."""
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Let the recorder see the copy streams and disks that are made inside."""
+        with streams_made_by(self._recorder.streams), disks_made_by(partial(RecordedDisk, self._recorder)):
+            yield
 
     def record(self, shares: Mapping[int, float], *, every_micro_batch: bool = False) -> dict[int, float]:
         """Record the turns of some groups and of those before them.
@@ -157,7 +170,7 @@ class _Turns:
         # Turns go from the bottom up.
         needed = {(index - before) % num_groups for index in shares for before in range(_NUM_BEFORE + 1)}
         by_step: dict[int, float] = {}
-        with attached(self._request, self._model), streams_made_by(self._recorder.streams):
+        with attached(self._request, self._model), self._recorded():
             for _ in range(num_groups):
                 self._turn_without_computing()
             for place in range(num_before + num_groups):

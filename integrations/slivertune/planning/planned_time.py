@@ -59,8 +59,9 @@ class PlannedTime:
             seconds = each.waited_for(self.update.seconds.get(each.phase, 0.0))
             if seconds > 0:
                 waits[each.reason] = waits.get(each.reason, 0.0) + seconds
-        # A group is read into the buffer from which another was written, all under the updates meanwhile.
-        moving = 2 * self.disk_bytes_per_update / self.rates.disk_bandwidth
+        # A group is read into the buffer from which another was written, all under the updates meanwhile. The few turns
+        # of a sample would not tell: what the disk does in one turn is waited for two turns later (`record_hift` does).
+        moving = (2 if self.rates.disk_duplex == "half" else 1) * self.disk_bytes_per_update / self.rates.disk_bandwidth
         if (seconds := moving - sum(self.computing.values()) - sum(waits.values())) > 0:
             waits["the disk"] = seconds
         return waits
@@ -106,6 +107,7 @@ class PlannedTime:
                 "host_bandwidth": self.rates.host_bandwidth,
                 "link_bandwidth": self.rates.link_bandwidth,
                 "disk_bandwidth": self.rates.disk_bandwidth,
+                "disk_duplex": self.rates.disk_duplex,
             },
         }
 

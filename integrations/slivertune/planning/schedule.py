@@ -1,4 +1,7 @@
-"""A schedule: what a run's host queues on the streams of a device, in its order. Recorded once, played on any card."""
+"""A schedule: what a run's host queues on the streams of a device and on the threads of its files, in its order.
+
+Recorded once, played on any card.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +10,10 @@ from typing import Literal
 from slivertune.core.copy_streams import Direction
 
 Phase = Literal["forward", "backward", "step"]
-Stream = Literal["computing", "inbound", "outbound"]
-"""The device's own stream, and its two copy streams."""
+Access = Literal["reader", "writer"]
+"""The threads that read and write files."""
+Stream = Literal["computing", "inbound", "outbound", Access]
+"""The device's own stream, its two copy streams, and the threads, which do one thing after the other as streams do."""
 Cost = tuple[int, int]
 """Of an operator: floating-point operations, and bytes of the device's memory that it reads and writes."""
 
@@ -43,6 +48,14 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class FileTransfer:
+    """A file that is read to the host's memory or written from there."""
+
+    stream: Access
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """An event that happens when all that was queued on a stream before is done."""
 
@@ -60,12 +73,14 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Synchronize:
-    """The host queues nothing more until all that was queued on a stream is done."""
+    """The host queues nothing more until all that was queued on a stream is done, or an event of it has happened."""
 
     stream: Stream
+    event: int | None = None
+    """One that is recorded nowhere has happened."""
 
 
-Entry = Begin | Work | Transfer | Record | Wait | Synchronize
+Entry = Begin | Work | Transfer | FileTransfer | Record | Wait | Synchronize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

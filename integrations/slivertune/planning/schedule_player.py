@@ -2,19 +2,21 @@
 
 Each stream does one thing at a time, in its order. An operator takes its operations at the card's rate or its bytes at
 that of the memory, whichever is longer. Copies that go the same way at once, with half duplex all that go at once,
-share the bus evenly; with a bound on the host's memory all are slowed alike to keep within it. Computation and copies
-do not slow each other on the device. The host queues everything at once, but for what it waits for itself.
+share the bus evenly; with a bound on the host's memory all are slowed alike to keep within it, and files that are read
+or written with them. Reading and writing share the disk evenly, too, unless it has its rate for each. Computation and
+copies do not slow each other on the device. The host queues everything at once, but for what it waits for itself.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
-from slivertune.core.copy_streams import Direction
-from slivertune.planning.cards import Rates
+from slivertune.planning.cards import Duplex, Rates
 from slivertune.planning.schedule import (
     Begin,
     Entry,
+    FileTransfer,
     Phase,
     Record,
     Schedule,
@@ -28,7 +30,7 @@ from slivertune.planning.schedule import (
 Cause = tuple[Phase, str]
 """The phase in which the computing stream stood still; and what it stood still for, from the stream that it waited for
 to the one that was at work: `inbound`, or `inbound after outbound` where a load waited for the room that a write-back
-was to free."""
+was to free; `host after reader` where nothing was queued while the host waited for a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def play(entries: Sequence[Entry], rates: Rates) -> list[StepTime]:
 @dataclass(slots=True)
 class _StreamState:
     queue: deque[Entry] = field(default_factory=deque)
-    running: Work | Transfer | None = None
+    running: Work | Transfer | FileTransfer | None = None
     rest: float = 0.0
     """Of what is running: seconds of work, bytes of a transfer."""
 
@@ -126,11 +128,7 @@ class _Player:
     def __init__(self, entries: Sequence[Entry], rates: Rates) -> None:
         self._rates = rates
         self._to_queue = deque(entries)
-        self._streams: dict[Stream, _StreamState] = {
-            "computing": _StreamState(),
-            "inbound": _StreamState(),
-            "outbound": _StreamState(),
-        }
+        self._streams: dict[Stream, _StreamState] = {name: _StreamState() for name in get_args(Stream)}
         self._recorded_by: dict[int, Stream] = {each.event: each.stream for each in entries if isinstance(each, Record)}
         self._happened: set[int] = set()
         first = entries[0]
@@ -160,7 +158,7 @@ class _Player:
         while self._to_queue:
             entry = self._to_queue[0]
             if isinstance(entry, Synchronize):
-                if not self._streams[entry.stream].is_idle:
+                if self._is_waited_for(entry):
                     break
             else:
                 self._streams["computing" if isinstance(entry, Begin) else entry.stream].queue.append(entry)
@@ -174,7 +172,7 @@ class _Player:
             while stream.queue and stream.running is None:
                 entry = stream.queue[0]
                 if isinstance(entry, Wait):
-                    if self._is_ahead(entry):
+                    if self._is_ahead(entry.event):
                         break
                 elif isinstance(entry, Record):
                     self._happened.add(entry.event)
@@ -183,13 +181,16 @@ class _Player:
                     self._steps[entry.step] = entry.group
                 elif isinstance(entry, Work):
                     stream.running, stream.rest = entry, self._duration(entry)
-                elif isinstance(entry, Transfer):
+                elif isinstance(entry, Transfer | FileTransfer):
                     stream.running, stream.rest = entry, entry.num_bytes
                 stream.queue.popleft()
         return sum(len(stream.queue) for stream in self._streams.values()) < before
 
-    def _is_ahead(self, wait: Wait) -> bool:
-        return wait.event in self._recorded_by and wait.event not in self._happened
+    def _is_waited_for(self, entry: Synchronize) -> bool:
+        return not self._streams[entry.stream].is_idle if entry.event is None else self._is_ahead(entry.event)
+
+    def _is_ahead(self, event: int) -> bool:
+        return event in self._recorded_by and event not in self._happened
 
     def _duration(self, work: Work) -> float:
         is_fused = self._rates.is_compiled and work.stream == "computing" and self._current.phase != "step"
@@ -220,18 +221,18 @@ class _Player:
     def _speeds(self) -> dict[Stream, float]:
         """By stream that is at work: how much of what it runs is done in a second."""
         running = {name: stream.running for name, stream in self._streams.items() if stream.running is not None}
-        copying = {name: each.direction for name, each in running.items() if isinstance(each, Transfer)}
+        ways = {name: each.direction for name, each in running.items() if isinstance(each, Transfer)}
+        files = {name: name for name, each in running.items() if isinstance(each, FileTransfer)}
+        rates = self._rates
         speeds: dict[Stream, float] = dict.fromkeys(running, 1.0)
-        for name, direction in copying.items():
-            speeds[name] = self._rates.bus_bandwidth / self._num_sharing(direction, copying.values())
-        total = sum(speeds[name] for name in copying)
-        if self._rates.host_bandwidth is not None and total > self._rates.host_bandwidth:
-            for name in copying:
-                speeds[name] *= self._rates.host_bandwidth / total
+        speeds |= _shared(rates.bus_bandwidth, ways, rates.duplex) | _shared(
+            rates.disk_bandwidth, files, rates.disk_duplex
+        )
+        total = sum(speeds[name] for name in (*ways, *files))
+        if rates.host_bandwidth is not None and total > rates.host_bandwidth:
+            for name in (*ways, *files):
+                speeds[name] *= rates.host_bandwidth / total
         return speeds
-
-    def _num_sharing(self, direction: Direction, copying: Iterable[Direction]) -> int:
-        return sum(self._rates.duplex == "half" or each == direction for each in copying)
 
     def _cause(self) -> str:
         """What the computing stream stands still for."""
@@ -253,3 +254,10 @@ class _Player:
         head = stream.queue[0]
         assert isinstance(head, Wait)
         return f"{name} after {self._behind(self._recorded_by[head.event])}"
+
+
+def _shared(bandwidth: float, ways: Mapping[Stream, str], duplex: Duplex) -> dict[Stream, float]:
+    """What each stream gets of a bandwidth that those of one way share, or with half duplex all."""
+    return {
+        name: bandwidth / sum(duplex == "half" or other == way for other in ways.values()) for name, way in ways.items()
+    }

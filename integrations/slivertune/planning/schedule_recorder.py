@@ -1,9 +1,10 @@
 """Records the schedule of real training steps: copies, events and waits by their streams, computation by its operators.
 
-What is recorded is the code that trains, on tensors without data: `RecordedStreams` stand in for the copy streams, and
-a dispatch mode sees every operator. An operator inside of `on(direction)` is one of that copy stream, any other is
-computation. Memory that the streams' `host_memory` returned lies on the host, all other on the device: a copy between
-the two passes the bus, and what touches host memory alone is the host's own work and takes no time here.
+What is recorded is the code that trains, on tensors without data: `RecordedStreams` stand in for the copy streams,
+`RecordedDisk` (`recorded_disk.py`) for the disk, and a dispatch mode sees every operator. An operator inside of
+`on(direction)` is one of that copy stream, any other is computation. Memory that the streams' `host_memory` returned
+lies on the host, all other on the device: a copy between the two passes the bus, and what touches host memory alone is
+the host's own work and takes no time here.
 
 Not seen: the time that the host takes to queue operators, and reads of tensors without dimensions, which on a plan's
 device lie on the host already (a GPU's fused optimizers keep step counts on the device).
@@ -13,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from typing_extensions import override
@@ -31,9 +32,11 @@ from slivertune.core.torch_internals import (
 )
 from slivertune.planning.kernels import attention_seen_by
 from slivertune.planning.schedule import (
+    Access,
     Begin,
     Cost,
     Entry,
+    FileTransfer,
     Phase,
     Record,
     Stream,
@@ -55,7 +58,8 @@ _HOST_WAITS = frozenset({READS_A_VALUE, torch.ops.aten.nonzero.default, FINDS_DI
 class ScheduleRecorder(TorchDispatchMode):
     """Writes down what is queued while `recording`.
 
-    Use `streams` as the maker of copy streams (`streams_made_by`) before the optimizer is built.
+    Use `streams` as the maker of copy streams (`streams_made_by`) before the optimizer is built, and for its files
+    `RecordedDisk` as that of disks (`disks_made_by`).
     """
 
     def __init__(self) -> None:
@@ -67,6 +71,10 @@ class ScheduleRecorder(TorchDispatchMode):
         """Of the work that is being gathered: it ends at the next entry of another kind."""
         self._operators_stream: Stream = "computing"
         self._num_events = 0
+        self._stream_of: dict[int, Stream] = {}
+        """Of events that are in the schedule."""
+        self._waited_for: dict[Stream, int] = {}
+        """By stream: the last event for which the host has waited."""
         self._num_steps = 0
         self._times = 1
         self._on_host: set[int] = set()
@@ -127,6 +135,7 @@ class ScheduleRecorder(TorchDispatchMode):
         """Record a new event on a stream; those outside of `recording` have happened when it begins."""
         self._num_events += 1
         if self._is_recording:
+            self._stream_of[self._num_events] = stream
             self.add(Record(stream, self._num_events))
         return self._num_events
 
@@ -136,15 +145,31 @@ class ScheduleRecorder(TorchDispatchMode):
             self.add(Wait(stream, event))
 
     def finish(self, event: int) -> None:
-        """Let the host wait for an event: here for all that is queued on its stream by now."""
-        stream = next((e.stream for e in reversed(self.entries) if isinstance(e, Record) and e.event == event), None)
-        if stream is not None:
-            self.synchronize(stream)
+        """Let the host wait for an event, or the thread whose work is being taken down."""
+        stream = self._stream_of.get(event)
+        if stream is None:
+            return  # it happened before
+        if self._stream in get_args(Access):
+            self.wait(self._stream, event)
+        elif self._is_recording:
+            self.add(Synchronize(stream, event))
+            self._waited_for[stream] = max(event, self._waited_for.get(stream, 0))
+
+    def has_finished(self, event: int) -> bool:
+        """Whether an event has happened at any rates when the host comes here: it has waited for it, or a later one."""
+        stream = self._stream_of.get(event)
+        return stream is None or event <= self._waited_for.get(stream, 0)
 
     def synchronize(self, stream: Stream) -> None:
-        """Let the host wait."""
+        """Let the host wait for all that is queued on a stream."""
         if self._is_recording:
             self.add(Synchronize(stream))
+            self._waited_for[stream] = self._num_events
+
+    def move_file(self, thread: Access, num_bytes: int) -> None:
+        """Let a thread read or write a file."""
+        if self._is_recording:
+            self.add(FileTransfer(thread, num_bytes))
 
     def note_host_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         """Remember that a tensor's memory is the host's, as long as it lives."""

@@ -49,7 +49,7 @@ def describe_rates(rates: Rates, *, uses_disk: bool = False) -> str:
         rates: Of the card, as they are taken to be reached.
         uses_disk: Whether state waits in files.
     """
-    disk = f", {rates.disk_bandwidth / 1e9:.3g} GB/s of the disk" if uses_disk else ""
+    disk = f", {rates.disk_bandwidth / 1e9:.3g} GB/s of the disk (--disk_bandwidth)" if uses_disk else ""
     return (
         f"note: taken to be reached are {rates.flops / 1e12:.3g} TFLOP/s (--efficiency) and "
         f"{rates.bus_bandwidth / 1e9:.3g} GB/s of the bus each way{disk}; assumptions, not measurements of your machine"
