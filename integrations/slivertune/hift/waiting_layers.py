@@ -85,7 +85,10 @@ class WaitingLayers:
         active = self._of(group)
         self._let_go()
         for each in self._by_parameter.values():
-            if not each.is_waiting and each not in active:
+            if each in active:
+                continue
+            each.cancel_turn()
+            if not each.is_waiting:
                 self._end_turn(each)
         for each in active:
             each.begin_turn()

@@ -149,6 +149,15 @@ class WaitingWeight:
         self.parameter.data = dense
         self._codes, self._arriving, self.is_waiting = None, None, False
 
+    def cancel_turn(self) -> None:
+        """Go on waiting: the turn is over before the weight has arrived."""
+        if self._arriving is None:
+            return
+        dense, ready = self._arriving
+        # Its memory is the computation's next.
+        self._streams_of(dense.device).compute_after(ready)
+        self._arriving = None
+
     def restore(self) -> None:
         """Let the parameter hold the exact weight, now."""
         self.begin_turn()
@@ -159,7 +168,7 @@ class WaitingWeight:
         if not is_without_data():  # a plan's codes have no values
             self._codes = None
         if self._arriving is not None:
-            self._arriving = None
+            self.cancel_turn()
             self.begin_turn()
 
     def make_codes(self) -> None:
