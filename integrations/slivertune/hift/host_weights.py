@@ -217,6 +217,21 @@ class HostWeights:
             self._drop(slot)
         self._kept = kept
 
+    def copy_to_host(self, index: int) -> dict[int, torch.Tensor]:
+        """What trains or has trained of a block, as it is now, where it is to wait; nothing of other blocks.
+
+        Returns:
+            Values in host memory by the weight's identity, each in a storage of its own.
+        """
+        slot = self._trained.get(index) or (self._brought.get(index) if index in self._kept else None)
+        if slot is None:
+            return {}
+        self.streams.compute_after(self._arrives.get(index))
+        block = self._blocks[index]
+        for source, target in zip(slot.views, block.waiting, strict=True):
+            target.copy_(source)
+        return {id(weight): target for weight, target in zip(block.parameters, block.waiting, strict=True)}
+
     def place_in_slot(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Whose weights a tensor is a view of, and the byte of the slot at which it begins; None of any other."""
         key = storage_key(tensor.untyped_storage())
