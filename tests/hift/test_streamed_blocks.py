@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -22,6 +23,7 @@ from tests.helpers.delayed_streams import delayed
 from tests.helpers.models import (
     assert_all_moved,
     assert_same_bits,
+    differing,
     seeded,
     tiny_bert,
     tiny_gpt2,
@@ -231,6 +233,25 @@ def test_the_trainer_trains_as_with_resident_weights(is_attached: bool, tmp_path
         trained.append(model)
     assert_same_bits(*trained)
     assert_all_moved(trained[0], weights(tiny_llama(torch.bfloat16, blocks=4)))
+
+
+@pytest.mark.parametrize("moment", ["in a turn", "after a step"])
+def test_programs_that_look_for_tied_weights_save_all_of_a_block(moment: str, tmp_path: Path) -> None:
+    with delayed(None):
+        first, resident, second, streamed = both()
+        train(first, resident, BATCHES, 2)
+        train(second, streamed, BATCHES, 2)
+        if moment == "in a turn":
+            second(**BATCHES[0]).loss.backward()
+        with one_device() as accelerator:
+            accelerator.save_model(second, str(tmp_path))
+        saved = load_file(tmp_path / "model.safetensors")
+        assert differing(saved, weights(first)) == [] and saved.keys() == weights(first).keys()
+        streamed.zero_grad()
+        resident.zero_grad()
+        train(first, resident, BATCHES, 6, start=2)
+        train(second, streamed, BATCHES, 6, start=2)
+        assert_same_bits(second, first)
 
 
 def test_compiled_blocks_are_refused() -> None:

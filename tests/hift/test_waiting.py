@@ -208,6 +208,18 @@ def test_a_run_goes_on_with_the_same_bits(form: str, dtype: torch.dtype, stop: i
     assert_exact(model, naive)
 
 
+def test_a_turn_that_ends_before_a_forward_leaves_its_weights_waiting() -> None:
+    batches = token_batches(8)
+    model, hift, naive = pair(tiny_llama(torch.bfloat16), layers_per_group=2)
+    train(model, hift, batches, 1)
+    train(naive.model, naive, batches, 1)
+    # Its first group has linear weights, which are on their way when another's turn is loaded.
+    model, other, _ = pair(tiny_llama(torch.bfloat16), layers_per_group=2)
+    other.load_state_dict(hift.state_dict())
+    assert train(model, other, batches, 4, start=1) == train(naive.model, naive, batches, 4, start=1)
+    assert_exact(model, naive)
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 def test_weights_that_are_loaded_count(steps: int) -> None:
     model, hift, _ = pair(tiny_llama(torch.bfloat16))

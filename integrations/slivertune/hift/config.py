@@ -78,12 +78,13 @@ class HiFTConfig:
     """Hold the linear weights of the blocks that are not training on the device in fewer bits: `int8` (8.25 bits a bf16
     weight) or `nf4` (4.13 bits, the extra bitsandbytes). The active group, embeddings, norms and heads are exact, what
     is saved is exact, and exact weights wait on the host, as fp32 masters where there are such. Forwards and the
-    gradients of inputs, evaluation too, run on what lies on the device. None holds all weights exact."""
+    gradients of inputs, evaluation too, run on what lies on the device. With `weights="host"` the codes wait on the
+    host, too. None holds all weights exact."""
     weights: WeightPlace = "device"
-    """Where blocks wait that neither run nor train. `host`: in (pinned) host memory, with their exact bits; each comes
-    to the device just ahead of its forward, and again, from the active group upward, ahead of its backward. The active
-    group's stay there through its turn. Embedding and head always stay. One device, or DDP; the state waits on the host
-    or on disk, and nothing is compiled."""
+    """Where blocks wait that neither run nor train. `host`: in (pinned) host memory, with their exact bits or as the
+    codes of `waiting`; each comes to the device just ahead of its forward, and again, from the active group upward,
+    ahead of its backward. The active group's stay there through its turn. Embedding and head always stay. One device,
+    or DDP; the state waits on the host or on disk, and nothing is compiled."""
     resident_bytes: int | Literal["auto"] = "auto"
     """With `weights="host"`, bytes of blocks that stay on the device all the same, beside the slots through which the
     others come (two blocks, and what the largest group trains). `auto` is 0 in the first cycle, and then, on a CUDA
@@ -165,11 +166,6 @@ class HiFTConfig:
             raise ValueError(
                 f'waiting="{self.waiting}" lets exact weights wait with their state off the device, which '
                 f'state="{self.state}" does not keep there; use state="host" or "disk"'
-            )
-        if self.weights == "host":
-            raise ValueError(
-                f'waiting="{self.waiting}" and weights="host" both say where weights wait, in fewer bits on the '
-                "device or exact on the host; take one of the two"
             )
         if self.master == "split":
             raise ValueError(

@@ -13,11 +13,11 @@ begins: until then others may write to it.
 """
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-from torch import nn
 
 from slivertune.core.copy_streams import CopyStreams, Event, copy_streams
 from slivertune.core.host_tensors import aligned, claimed_host_memory, tensor_at
@@ -28,19 +28,26 @@ NUM_WORKING_SLOTS = 2
 """Slots beside those of what trains: one is read while the other is loaded."""
 
 
+class Movable(Protocol):
+    """A parameter, or the codes of one."""
+
+    data: torch.Tensor
+    """Its values, wherever they lie."""
+
+
 @dataclass(slots=True, eq=False)
 class WaitingBlock:
     """A block whose weights wait on the host."""
 
     name: str
-    parameters: tuple[nn.Parameter, ...]
+    weights: tuple[Movable, ...]
     waiting: tuple[torch.Tensor, ...] = ()
-    """The parameters' values in host memory, each in its own; none of a block that stays on the device."""
+    """The weights' values in host memory, each in its own; none of a block that stays on the device."""
 
     @property
     def num_bytes(self) -> int:
         """Of a slot that it fits in."""
-        return sum(aligned(parameter.nbytes) for parameter in self.parameters)
+        return sum(aligned(weight.data.nbytes) for weight in self.weights)
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +66,7 @@ class HostWeights:
     """Brings the weights of blocks to the device, and takes back what was trained.
 
     Args:
-        blocks: The blocks; their parameters are moved, one after the other.
+        blocks: The blocks; each is asked for when the one before lies on the host, and moved.
         device: Where the model computes.
         num_trained: Blocks that train together at most.
         resident: Indices of blocks that stay on the device.
@@ -70,7 +77,7 @@ class HostWeights:
 
     def __init__(
         self,
-        blocks: Sequence[WaitingBlock],
+        blocks: Iterable[WaitingBlock],
         device: torch.device,
         *,
         num_trained: int,
@@ -79,8 +86,7 @@ class HostWeights:
         self.device = device
         self.streams: CopyStreams = copy_streams(device)
         """On which weights come and leave."""
-        self._blocks = blocks
-        self._slot_bytes = max(block.num_bytes for block in blocks)
+        self._blocks: list[WaitingBlock] = []
         self._num_slots = NUM_WORKING_SLOTS + num_trained
         self._resident: frozenset[int] = frozenset()
         self._slots: list[_WeightSlot] = []
@@ -92,8 +98,10 @@ class HostWeights:
         """By block: when what was trained of it is on the host, where it is on its way."""
         self._coming: list[int] = []
         for index, block in enumerate(blocks):
+            self._blocks.append(block)
             if index not in resident:
                 self._move_to_host(block)
+        self._slot_bytes = max(self.block_bytes)
         self.stay(resident)
         # The model may be dropped with copies on their way.
         weakref.finalize(self, self.streams.synchronize).atexit = False
@@ -102,6 +110,11 @@ class HostWeights:
     def streamed(self) -> list[int]:
         """Indices of the blocks that wait on the host, in order."""
         return [index for index in range(len(self._blocks)) if index not in self._resident]
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """Of a slot that each block fits in, in order."""
+        return [block.num_bytes for block in self._blocks]
 
     @property
     def waiting_bytes(self) -> int:
@@ -182,6 +195,13 @@ class HostWeights:
         for index in self._kept & self._trained.keys():
             self._brought[index] = self._trained.pop(index)
 
+    def begin_writing(self, index: int) -> None:
+        """Let a block lie where what is written to it stays: what trains in its slot, all else where it waits."""
+        self.put_back(index)
+        for slot in self._free_slots():
+            if slot.block == index:
+                self._empty(slot)
+
     def forget(self) -> None:
         """Load anew what is brought next: others may have written to what waits since it was loaded."""
         for slot in self._slots:
@@ -217,6 +237,21 @@ class HostWeights:
             self._drop(slot)
         self._kept = kept
 
+    def copy_to_host(self, index: int) -> dict[int, torch.Tensor]:
+        """What trains or has trained of a block, as it is now, where it is to wait; nothing of other blocks.
+
+        Returns:
+            Values in host memory by the weight's identity, each in a storage of its own.
+        """
+        slot = self._trained.get(index) or (self._brought.get(index) if index in self._kept else None)
+        if slot is None:
+            return {}
+        self.streams.compute_after(self._arrives.get(index))
+        block = self._blocks[index]
+        for source, target in zip(slot.views, block.waiting, strict=True):
+            target.copy_(source)
+        return {id(weight): target for weight, target in zip(block.weights, block.waiting, strict=True)}
+
     def place_in_slot(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """Whose weights a tensor is a view of, and the byte of the slot at which it begins; None of any other."""
         key = storage_key(tensor.untyped_storage())
@@ -236,22 +271,22 @@ class HostWeights:
 
     def _move_to_host(self, block: WaitingBlock) -> None:
         waiting = []
-        for parameter in block.parameters:
-            memory = claimed_host_memory(self.streams, parameter.nbytes, "parameters")
-            waiting.append(tensor_at(memory, 0, parameter.data).copy_(parameter.data))
-            parameter.data = waiting[-1]
+        for weight in block.weights:
+            memory = claimed_host_memory(self.streams, weight.data.nbytes, "parameters")
+            waiting.append(tensor_at(memory, 0, weight.data).copy_(weight.data))
+            weight.data = waiting[-1]
         block.waiting = tuple(waiting)
 
     def _move_to_device(self, block: WaitingBlock) -> None:
-        for parameter in block.parameters:
+        for weight in block.weights:
             with claimed_at_birth("parameters"):
-                parameter.data = torch.empty_like(parameter.data, device=self.device).copy_(parameter.data)
-            claim(parameter, "parameters")
+                weight.data = torch.empty_like(weight.data, device=self.device).copy_(weight.data)
+            claim(weight.data, "parameters")
         block.waiting = ()
 
     def _place(self, index: int, data: Sequence[torch.Tensor]) -> None:
-        for parameter, values in zip(self._blocks[index].parameters, data, strict=True):
-            parameter.data = values
+        for weight, values in zip(self._blocks[index].weights, data, strict=True):
+            weight.data = values
 
     def _slot_of(self, index: int) -> _WeightSlot | None:
         return next((slot for slot in self._slots if slot.block == index), None)

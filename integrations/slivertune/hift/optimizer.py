@@ -194,7 +194,8 @@ class HiFT(CheckpointedSliver):
         self._waiting: WaitingLayers | None = None
         if self.config.waiting is not None:
             self._check_host_memory()
-            self._waiting = WaitingLayers(model, self.config.waiting, self._prefetcher)
+            home = None if self._streamed is None else self._streamed.device
+            self._waiting = WaitingLayers(model, self.config.waiting, self._prefetcher, home)
         layers = [layer for group in self.groups for layer in group.layers]
         own = weakref.proxy(self)
         self._forward_updates: ForwardUpdates | None = None
@@ -215,24 +216,24 @@ class HiFT(CheckpointedSliver):
         self._attach()
 
     def _attach(self) -> None:
-        attached = ExitStack()
-        self._hooks.attach()
-        attached.callback(self._hooks.release)
-        if self._in_backward is not None:
-            self._in_backward.attach(self._hooks.model)
-            attached.callback(self._in_backward.release)
-        if self._forward_updates is not None:
-            self._forward_updates.attach(self._hooks.model)
-            attached.callback(self._forward_updates.release)
-        if self._waiting is not None:
-            self._waiting.attach([each for each in self._residencies if isinstance(each, StreamedGroup)])
-            attached.callback(self._waiting.remove)
-        if self._streamed is not None:
-            self._streamed.blocks.attach(self._hooks.model)
-            attached.callback(self._streamed.blocks.release)
-        take(self._parameters_of_state(), self)
-        # When the optimizer is dropped, too.
-        self._take_off = weakref.finalize(self, attached.close)
+        with ExitStack() as attached:
+            self._hooks.attach()
+            attached.callback(self._hooks.release)
+            if self._in_backward is not None:
+                self._in_backward.attach(self._hooks.model)
+                attached.callback(self._in_backward.release)
+            if self._forward_updates is not None:
+                self._forward_updates.attach(self._hooks.model)
+                attached.callback(self._forward_updates.release)
+            if self._waiting is not None:
+                self._waiting.attach([each for each in self._residencies if isinstance(each, StreamedGroup)])
+                attached.callback(self._waiting.remove)
+            if self._streamed is not None:
+                self._streamed.attach(self._hooks.model, self._waiting)
+                attached.callback(self._streamed.blocks.release)
+            take(self._parameters_of_state(), self)
+            # When the optimizer is dropped, too.
+            self._take_off = weakref.finalize(self, attached.pop_all().close)
         self._take_off.atexit = False
         self.is_detached = False
         self._activate()

@@ -1,6 +1,7 @@
 """Which blocks stay on the device where weights wait on the host, and how that is put on a model."""
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -8,10 +9,12 @@ from torch import nn
 
 from slivertune.core.layers import find_blocks
 from slivertune.core.torch_internals import set_buffer
-from slivertune.hift.host_weights import HostWeights, WaitingBlock
+from slivertune.hift.host_weights import HostWeights, Movable, WaitingBlock
 from slivertune.hift.prefetch import unused_bytes
 from slivertune.hift.rotation import Group
 from slivertune.hift.streamed_blocks import StreamedBlocks
+from slivertune.hift.streamed_codes import StreamedCodes
+from slivertune.hift.waiting_layers import WaitingLayers
 
 
 def choose_resident(num_bytes: Sequence[int], resident_bytes: int) -> frozenset[int]:
@@ -40,41 +43,70 @@ class StreamedModel:
     """A model whose blocks wait on the host, but for those that stay, and all else of which is on the device.
 
     Args:
-        model: The model, wherever it lies; moved.
+        model: The model, wherever it lies; moved by `attach`.
         groups: What trains together.
         resident_bytes: As in `HiFTConfig`.
 
     Raises:
         ValueError: If there are no blocks, they share weights with each other or with what is around them, hold other
             than floating-point weights, or are compiled.
-        RuntimeError: If host memory can't be pinned.
     """
 
+    blocks: StreamedBlocks
+    """Their hooks; there from `attach` on."""
+
     def __init__(self, model: nn.Module, groups: Sequence[Group], resident_bytes: int | Literal["auto"]) -> None:
-        found = find_blocks(model)
-        _check(model, found)
+        self._found = find_blocks(model)
+        _check(model, self._found)
         self.device = compute_device(model)
         """Where the model computes."""
-        blocks = [WaitingBlock(name, tuple(dict.fromkeys(module.parameters()))) for name, module in found]
-        self._num_bytes = [block.num_bytes for block in blocks]
-        self._trained = [blocks_of(group, found) for group in groups]
+        self._trained = [blocks_of(group, self._found) for group in groups]
         self._active: Sequence[int] = ()
         self._budget = ResidentBudget(resident_bytes)
-        in_blocks = {id(parameter) for block in blocks for parameter in block.parameters}
+
+    def attach(self, model: nn.Module, waiting: WaitingLayers | None) -> None:
+        """Move the model's weights to where they are to lie, and hook the blocks.
+
+        Args:
+            model: The model.
+            waiting: Holds some of the weights as codes, which are moved in their place.
+
+        Raises:
+            RuntimeError: If host memory can't be pinned.
+        """
+        if not hasattr(self, "blocks"):
+            self.blocks = StreamedBlocks([module for _, module in self._found], self._place(model, waiting))
+        self.blocks.attach(model)
+
+    def _place(self, model: nn.Module, waiting: WaitingLayers | None) -> HostWeights:
+        in_blocks = {id(parameter) for _, block in self._found for parameter in block.parameters()}
         for parameter in model.parameters():
             if id(parameter) not in in_blocks:
                 parameter.data = parameter.data.to(self.device)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 set_buffer(module, name, buffer.to(self.device))
-        weights = HostWeights(
-            blocks,
-            self.device,
-            num_trained=max((len(indices) for indices in self._trained), default=0),
-            resident=choose_resident(self._num_bytes, self._budget.num_bytes),
-        )
-        self.blocks = StreamedBlocks([module for _, module in found], weights)
-        """Their hooks."""
+        num_trained = max((len(indices) for indices in self._trained), default=0)
+        if waiting is None:
+            blocks = [WaitingBlock(name, tuple(dict.fromkeys(block.parameters()))) for name, block in self._found]
+            resident = choose_resident([block.num_bytes for block in blocks], self._budget.num_bytes)
+            return HostWeights(blocks, self.device, num_trained=num_trained, resident=resident)
+        # How many bytes there are of codes is known when they are made, one block after the other.
+        weights = HostWeights(self._blocks_of_codes(waiting), self.device, num_trained=num_trained)
+        weights.stay(choose_resident(weights.block_bytes, self._budget.num_bytes))
+        return weights
+
+    def _blocks_of_codes(self, waiting: WaitingLayers) -> Iterator[WaitingBlock]:
+        own = weakref.proxy(self)
+        for index, (name, block) in enumerate(self._found):
+            exact, codes = list[Movable](), list[Movable]()
+            for parameter in dict.fromkeys(block.parameters()):
+                held = waiting.weight_of(parameter)
+                if held is None:
+                    exact.append(parameter)
+                else:
+                    codes.append(StreamedCodes(held, lambda: own.blocks.weights, index))
+            yield WaitingBlock(name, (*exact, *codes))
 
     def begin_turn(self, group: int) -> None:
         """It is a group's turn.
@@ -106,7 +138,7 @@ class StreamedModel:
     def _stay(self) -> bool:
         weights = self.blocks.weights
         before = weights.streamed
-        weights.stay(choose_resident(self._num_bytes, self._budget.num_bytes))
+        weights.stay(choose_resident(weights.block_bytes, self._budget.num_bytes))
         return weights.streamed != before
 
 

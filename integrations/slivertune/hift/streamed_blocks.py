@@ -85,6 +85,7 @@ class StreamedBlocks:
             self._handles += [
                 module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True),
                 module.register_forward_hook(ModuleHook(after), always_call=True),
+                module.register_state_dict_post_hook(ModuleHook(partial(StreamedBlocks._show, own, index))),
             ]
         for module in (model, *self._modules):
             stand_in = _CheckedApply(apply_of(module), self.weights.device, self._modules, is_block=module is not model)
@@ -155,6 +156,14 @@ class StreamedBlocks:
             tensor.register_hook(partial(self._begin_backward, call))
         if outputs and is_in_forward:
             self._ran.append(index)
+
+    def _show(self, index: int, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
+        """Let a state dict have a storage for each weight: programs take those that share one for tied."""
+        on_host = self.weights.copy_to_host(index)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            key = f"{prefix}{name}"
+            if id(parameter) in on_host and not isinstance(state_dict.get(key, parameter), nn.Parameter):
+                state_dict[key] = on_host[id(parameter)]
 
     def _begin_backward(self, call: _Call, gradient: torch.Tensor) -> None:
         if call.begun_in != running_backward():

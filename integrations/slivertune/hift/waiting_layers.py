@@ -33,15 +33,20 @@ class WaitingLayers:
         model: The model.
         form: The kind of codes.
         prefetcher: Gives the slots of a device, and its copy streams.
+        home: Where the model computes whose codes wait on the host, with all else of their blocks; None for codes that
+            lie on the device, where the weights do.
 
     Raises:
         ImportError: If the form's package is not installed.
         ValueError: If no weight can wait so, or one can't, naming it and the way out.
     """
 
-    def __init__(self, model: nn.Module, form: WaitingForm, prefetcher: Prefetcher) -> None:
+    def __init__(
+        self, model: nn.Module, form: WaitingForm, prefetcher: Prefetcher, home: torch.device | None = None
+    ) -> None:
         check_available(form)
         self._model = model
+        self._home = home
         self._blocks = [block for _, block in find_blocks(model)]
         self._slots_of = prefetcher.slots_of
         self._by_parameter = {
@@ -70,7 +75,7 @@ class WaitingLayers:
                 sources[id(weight.parameter)] = _Master(group, weight)
             group.end_placing()
         for key, waiting in self._by_parameter.items():
-            hold(waiting, self._slots_of, sources.get(key))
+            hold(waiting, self._slots_of, sources.get(key), self._home)
 
     def weight_of(self, parameter: torch.Tensor) -> WaitingWeight | None:
         """What holds a parameter as codes between its turns; None of one that is exact throughout."""
@@ -85,7 +90,10 @@ class WaitingLayers:
         active = self._of(group)
         self._let_go()
         for each in self._by_parameter.values():
-            if not each.is_waiting and each not in active:
+            if each in active:
+                continue
+            each.cancel_turn()
+            if not each.is_waiting:
                 self._end_turn(each)
         for each in active:
             each.begin_turn()
@@ -118,27 +126,34 @@ class WaitingLayers:
     def remove(self) -> None:
         """Let all parameters hold their exact weights, and take everything off the model.
 
-        Where the device has no room for them, what waits goes on waiting, and a warning says so.
+        Where the device has no room for them, what waits goes on waiting, and a warning says so. If the codes wait on
+        the host, so do the exact weights then.
         """
         if isinstance(next(iter(self._by_parameter.values())).parameter, FakeTensor):
             return  # the mode in which they compute is over
         self._let_go()
-        waiting = [each for each in self._by_parameter.values() if each.is_waiting]
-        num_bytes = sum(each.parameter.numel() * each.parameter.element_size() for each in waiting)
-        device = next(iter(self._by_parameter.values())).parameter.device
-        room = free_bytes(device)
-        if room is not None and num_bytes > room:
-            warnings.warn(
-                f"{num_bytes:,} bytes of exact weights have no room on {device}, of which {room:,} bytes are free: the "
-                "layers go on waiting in fewer bits, and what is saved is exact",
-                UserWarning,
-                stacklevel=4,
-            )
+        if self._home is None and not self._has_room():
             return
         for each in self._by_parameter.values():
             each.restore()
             each.remove()
         self._groups = None
+
+    def _has_room(self) -> bool:
+        """Whether the device has it for the exact weights; warns where it has not."""
+        waiting = [each for each in self._by_parameter.values() if each.is_waiting]
+        num_bytes = sum(each.parameter.numel() * each.parameter.element_size() for each in waiting)
+        device = next(iter(self._by_parameter.values())).parameter.device
+        room = free_bytes(device)
+        if room is None or num_bytes <= room:
+            return True
+        warnings.warn(
+            f"{num_bytes:,} bytes of exact weights have no room on {device}, of which {room:,} bytes are free: the "
+            "layers go on waiting in fewer bits, and what is saved is exact",
+            UserWarning,
+            stacklevel=5,
+        )
+        return False
 
     def _end_turn(self, waiting: WaitingWeight) -> None:
         assert waiting.source is not None
@@ -200,6 +215,7 @@ def hold(
     waiting: WaitingWeight,
     slots_of: Callable[[torch.device], DeviceSlots],
     source: ExactSource | None = None,
+    home: torch.device | None = None,
 ) -> None:
     """Hold a weight as codes from now on.
 
@@ -207,9 +223,10 @@ def hold(
         waiting: What holds it; it may do so already, with another source.
         slots_of: Gives the slots of a device, and its copy streams.
         source: Where the exact weight waits; None for a copy in host memory.
+        home: As in `WaitingLayers`.
     """
-    source = source or _HostCopy(waiting.exact(), waiting.parameter.device, slots_of)
-    waiting.attach(source, lambda device: slots_of(device).streams)
+    source = source or _HostCopy(waiting.exact(), home or waiting.parameter.device, slots_of)
+    waiting.attach(source, lambda device: slots_of(device).streams, home)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -84,6 +84,8 @@ class WaitingWeight:
         """Where the exact weight waits."""
         self._module = module
         self._streams_of: Callable[[torch.device], CopyStreams] = CopyStreams
+        self._home: torch.device | None = None
+        self._keep: Callable[[BlockCodes], BlockCodes] = _claimed
         parameter: Any = module.weight
         self.parameter: nn.Parameter = parameter
         """The layer's weight."""
@@ -93,18 +95,45 @@ class WaitingWeight:
         self._arriving: tuple[torch.Tensor, Event] | None = None
         self._undo: list[Callable[[], None]] = []
 
-    def attach(self, source: ExactSource, streams_of: Callable[[torch.device], CopyStreams]) -> None:
+    @property
+    def device(self) -> torch.device:
+        """Where the layer computes."""
+        return self._home or self.parameter.device
+
+    @property
+    def exact_device(self) -> torch.device:
+        """Where the exact weight lies in a copy of the model, or once nothing waits any more."""
+        return self.parameter.device if self._home is None else torch.device("cpu")
+
+    def attach(
+        self,
+        source: ExactSource,
+        streams_of: Callable[[torch.device], CopyStreams],
+        home: torch.device | None = None,
+    ) -> None:
         """Put the stand-ins and hooks on the module, unless they are there, and begin to wait.
 
         Args:
             source: Where the exact weight waits from now on; it has it.
             streams_of: Gives the copy streams of a device.
+            home: Where the layer computes whose codes wait on the host; None: where its weight lies.
         """
-        self.source, self._streams_of = source, streams_of
+        self.source, self._streams_of, self._home = source, streams_of, home
         if not self._undo:
             self._put_on(self._module)
-        if not self.is_waiting:
+        if self.is_waiting:
+            self.follow()
+        else:
             self.hold()
+
+    def keep_codes(self, keep: Callable[[BlockCodes], BlockCodes], kept: BlockCodes) -> None:
+        """Let others keep the codes from now on.
+
+        Args:
+            keep: Takes new codes, and returns what stands for them.
+            kept: What stands for those that there are.
+        """
+        self._keep, self._codes = keep, kept
 
     def _put_on(self, module: nn.Module) -> None:
         stand_ins = {"forward": _Forward(module.forward, self), "_apply": _Apply(apply_of(module), self)}
@@ -134,7 +163,7 @@ class WaitingWeight:
 
     def quantized(self) -> BlockCodes:
         """New codes of the weight, which is exact."""
-        return _claimed(quantize(self.parameter.data, self.form))
+        return self._keep(quantize(self.parameter.data, self.form))
 
     def begin_turn(self) -> None:
         """Start to bring the exact weight to the device; the first forward, or `arrive`, waits for it."""
@@ -155,30 +184,52 @@ class WaitingWeight:
         self.parameter.data = dense
         self._codes, self._arriving, self.is_waiting = None, None, False
 
+    def cancel_turn(self) -> None:
+        """Go on waiting: the turn is over before the weight has arrived."""
+        if self._arriving is None:
+            return
+        dense, ready = self._arriving
+        # Its memory is the computation's next.
+        self._streams_of(dense.device).compute_after(ready)
+        self._arriving = None
+
     def restore(self) -> None:
-        """Let the parameter hold the exact weight, now."""
-        self.begin_turn()
-        self.arrive()
+        """Let the parameter hold the exact weight now, on the device or, if its codes wait on the host, there."""
+        if self._home is None:
+            self.begin_turn()
+            self.arrive()
+            return
+        self.cancel_turn()
+        self.parameter.data = self.exact().to("cpu")
+        self._codes, self.is_waiting = None, False
 
     def forget_codes(self) -> None:
         """The source was written to by others: what was made of it before is out of date."""
         if not is_without_data():  # a plan's codes have no values
             self._codes = None
         if self._arriving is not None:
-            self._arriving = None
+            self.cancel_turn()
             self.begin_turn()
 
     def make_codes(self) -> None:
         """Make the codes now that the next forward would, unless the exact weight is there or on its way."""
         if self.is_waiting and self._arriving is None:
-            self._codes_here()
+            self.codes()
+
+    def codes(self) -> BlockCodes:
+        """The codes of a weight that waits; made of the exact weight if there are none."""
+        if self._codes is None:
+            assert self.source is not None
+            with torch.no_grad():
+                self._codes = self._keep(quantize(self.source.read().to(self.device), self.form))
+        return self._codes
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the layer's own forward over the dense weight."""
         device = self.parameter.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.parameter.dtype
         # The weights of this moment: a backward later than the next turn belongs to them.
-        codes = self._codes_here()
+        codes = self.codes()
         dense = codes.dense().to(dtype)
         own = storage_key(dense.untyped_storage())
 
@@ -226,31 +277,24 @@ class WaitingWeight:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What the device holds: the codes, or the exact weight."""
-        return self._codes_here().tensors() if self.is_waiting else iter((self.parameter.detach(),))
+        return self.codes().tensors() if self.is_waiting else iter((self.parameter.detach(),))
 
     def follow(self) -> None:
         """The parameter was moved or cast: one NaN in its new form, and codes that the next forward makes."""
         if self.is_waiting:
-            if self._codes is not None and next(self._codes.tensors()).device != self.parameter.device:
+            if self._codes is not None and next(self._codes.tensors()).device != self.device:
                 self._codes = None
             self._leave()
 
     def _empty(self) -> torch.Tensor:
         with claimed_at_birth("parameters"):
-            dense = torch.empty(self.parameter.shape, dtype=self.parameter.dtype, device=self.parameter.device)
+            dense = torch.empty(self.parameter.shape, dtype=self.parameter.dtype, device=self.device)
         claim(dense, "parameters")
         return dense
 
-    def _codes_here(self) -> BlockCodes:
-        if self._codes is None:
-            assert self.source is not None
-            with torch.no_grad():
-                self._codes = _claimed(quantize(self.source.read().to(self.parameter.device), self.form))
-        return self._codes
-
     def _leave(self) -> None:
         form = self.parameter
-        self.parameter.data = torch.full((), torch.nan, dtype=form.dtype, device=form.device).expand(form.shape)
+        self.parameter.data = torch.full((), torch.nan, dtype=form.dtype, device=self.device).expand(form.shape)
 
     # Hooks of the module's state dict.
 
@@ -291,7 +335,7 @@ class _Forward(StandIn):
         copied = memo.get(id(self.weight.parameter))
         # A copy without values, such as one on the meta device, gets none.
         if copied is not None and self.weight.is_waiting and copied.device == self.weight.parameter.device:
-            copied.data = self.weight.exact().to(self.weight.parameter.device, copy=True)
+            copied.data = self.weight.exact().to(self.weight.exact_device, copy=True)
         return super().__deepcopy__(memo)
 
     def __reduce__(self) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 from slivertune import HiFT, HiFTConfig
@@ -15,10 +16,10 @@ def exact(model: Any) -> dict[str, torch.Tensor]:
     return {name: value + 0 for name, value in model.state_dict().items()}
 
 
-def two_cycles(rank: int, num_ranks: int) -> dict[str, Any]:
+def two_cycles(rank: int, num_ranks: int, weights: Any) -> dict[str, Any]:
     """From other weights on each rank; and one process's on the mean of both losses."""
     model = tiny_llama(torch.bfloat16, seed=rank)
-    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8"), **ADAMW)
+    hift = HiFT(model, torch.optim.AdamW, config=HiFTConfig(waiting="int8", weights=weights), **ADAMW)
     share_hift(model, hift)
     alone = tiny_llama(torch.bfloat16)
     lone = HiFT(alone, torch.optim.AdamW, config=HiFTConfig(waiting="int8"), **ADAMW)
@@ -33,8 +34,9 @@ def two_cycles(rank: int, num_ranks: int) -> dict[str, Any]:
     return {"first": first, "weights": exact(model), "alone": exact(alone)}
 
 
-def test_ranks_make_the_updates_of_one_process() -> None:
-    results = run_ranks(two_cycles, 2)
+@pytest.mark.parametrize("place", ["device", pytest.param("host", marks=pytest.mark.slow)])
+def test_ranks_make_the_updates_of_one_process(place: str) -> None:
+    results = run_ranks(two_cycles, 2, place)
     start = exact(tiny_llama(torch.bfloat16))
     for each in results:
         assert differing(each["first"], start) == [], "weights are those of rank 0"
