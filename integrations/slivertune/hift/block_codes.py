@@ -104,7 +104,8 @@ class Nf4Codes(BlockCodes):
         self._codes = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(-(-weight.numel() // _BLOCK), dtype=torch.float32, device=weight.device)
         flat = weight.detach().reshape(-1)
-        chunk = _CPU_CHUNK if weight.device.type == "cpu" else _CHUNK
+        # Without data its code does not run, and nothing bounds a plan's number of operators but this.
+        chunk = _CPU_CHUNK if weight.device.type == "cpu" and not is_without_data() else _CHUNK
         for start in range(0, flat.numel(), chunk):
             codes, state = functional.quantize_4bit(flat[start : start + chunk], blocksize=_BLOCK, quant_type="nf4")
             self._codes[start // 2 : start // 2 + len(codes)] = codes

@@ -121,7 +121,7 @@ class HiFTArguments:
         default=_DEFAULTS.weights,
         metadata={
             "help": "hift: where blocks wait that neither run nor train. device; host: in host memory, from which each "
-            "comes ahead of its use; on one device or by DDP, after a first moment in which all of the model is there."
+            "comes ahead of its use; on one device or by DDP."
         },
     )
     resident_bytes: str = field(
@@ -263,6 +263,11 @@ class HiFTMethod(SliverMethod):
     def steps_in_backward(self) -> bool:
         """As it was asked for."""
         return self.options.gradients == "stepped"
+
+    @property
+    def places_model(self) -> bool:
+        """Where blocks wait on the host, which the device may have no room for together."""
+        return self.options.weights == "host"
 
     def facts(self) -> dict[str, Any]:
         """What decides whose turn it is."""

@@ -98,6 +98,11 @@ class TrainingMethod:
         """Whether updates are made inside the backward, so that none can be skipped."""
         return False
 
+    @property
+    def places_model(self) -> bool:
+        """Whether `attach` brings the model to the device, so that the Trainer must not do so before."""
+        return False
+
     def facts(self) -> dict[str, Any]:
         """What a resumed run must share with the first, beside the method's name; plain JSON."""
         return {}

@@ -58,6 +58,15 @@ class TrainArguments:
     """The command line, for the hint how to resume."""
 
 
+class UnplacedArguments(TrainingArguments):
+    """Of a Trainer that leaves its model where it is: the method brings it to the device."""
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Never."""
+        return False
+
+
 def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | None = None) -> TrainArguments:
     """Read and check the arguments of `slivertune train`; `--help` prints them and exits.
 
@@ -107,7 +116,8 @@ def parse_train_arguments(argv: Sequence[str], coordinator: LaunchCoordinator | 
         "output_dir": str(folder.path),
         "resume_from_checkpoint": None if folder.checkpoint is None else str(folder.checkpoint),
     }
-    training = _build(TrainingArguments, values | device_values(values, coordinator.world_size))
+    kind = UnplacedArguments if method.places_model else TrainingArguments
+    training = _build(kind, values | device_values(values, coordinator.world_size))
     check_processes(training, coordinator.world_size, four_bit=model.load_in_4bit)
     training.mixed_precision = precision.autocast
     method.check(given, training)
