@@ -18,9 +18,12 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PreTrainedConfig, RobertaConfig
 
+from slivertune.planning.candidates import all_candidates
+from slivertune.planning.configs import find_model
 from slivertune.planning.make import make_plan
-from slivertune.planning.plan import Plan
+from slivertune.planning.plan import Limits, MemoryRequirement, Plan, add_allowance
 from slivertune.planning.request import PlanRequest
+from slivertune.planning.search import search, start_of_search
 
 pytestmark = pytest.mark.slow
 
@@ -67,6 +70,38 @@ def test_full_parameter_training_fits_where_it_must(config: Any, settings: Any, 
     num_groups = sum(len(group.indices) for group in plan.groups)
     assert num_groups * settings.get("layers_per_group", 1) == 34, "every layer trains"
     assert plan.peak_bytes <= limit
+
+
+@pytest.mark.parametrize(("model", "need"), [("llama-3.1-8b", 7.5), ("qwen3-32b", 21.4), ("llama-3.1-70b", 42.4)])
+def test_models_whose_layers_wait_in_nf4_need_what_docs_hift_md_says(model: str, need: float) -> None:
+    pytest.importorskip("bitsandbytes")
+    plan = make_plan(hift(seq_length=2048, waiting="nf4"), find_model(model).config)
+    assert round(add_allowance(plan).device_bytes / GIB, 1) == need
+
+
+@pytest.mark.parametrize(
+    ("model", "limit", "host", "expected"),
+    [
+        ("llama-3.1-8b", 12 * GIB, None, {"weights": "host"}),
+        ("qwen3-32b", 24 * GIB, None, {"weights": "host"}),
+        ("llama-3.1-70b", 48 * GIB, None, {"weights": "host"}),
+        # Where 13 GiB of weights wait, there is no room for the buffers of the disk.
+        ("llama-3.1-8b", 12 * GIB, 14 * GIB, {"waiting": "int8", "state": "disk"}),
+    ],
+)
+def test_a_model_larger_than_the_card_is_made_to_fit_in_a_few_plans(
+    model: str, limit: int, host: int | None, expected: dict[str, str]
+) -> None:
+    config = find_model(model).config
+
+    def estimate(request: PlanRequest) -> MemoryRequirement:
+        return add_allowance(make_plan(request, config))
+
+    limits = Limits(device_bytes=limit, host_bytes=host)
+    found = search(start_of_search({"seq_length": 2048}), all_candidates(), limits, estimate)
+    changes = {name: new for step in found.steps for name, (_, new) in step.changes.items()}
+    assert changes == {"gradient_checkpointing": True, **expected}
+    assert found.num_plans <= (3 if host is None else 25)
 
 
 def test_a_plan_of_70b_costs_blocks_times_that_of_8b_and_less_than_4_gb() -> None:

@@ -21,12 +21,17 @@ WEIGHTS = 10 * GIB
 def memory_of(request: PlanRequest) -> MemoryRequirement:
     """7B or so: activations by tokens, a group's gradients, pieces of state; all monotone in each setting."""
     tokens = request.batch_size * request.seq_length
-    activations = tokens * (MIB // 4 if request.gradient_checkpointing else 2 * MIB)
+    # Of a checkpointed token half are inputs of blocks; of all that blocks keep, MLPs have half.
+    inputs, inside = (MIB // 8, MIB // 8) if request.gradient_checkpointing else (0, 2 * MIB)
+    tile = min(tokens, request.token_tile_size or tokens)
+    activations = (tokens + tile) * inside // 2 + (0 if request.offload_activations else tokens * inputs)
     gradients = 64 * MIB if request.gradients != "device" else 512 * MIB
     state_bytes = {"adamw": 8, "adamw8bit": 2}.get(request.optimizer, 4)
     masters = {"fp32": 4, "split": 2, "none": 0}[request.master_kind]
     weights = WEIGHTS if request.precision in ("bf16", "mixed_hi") else 2 * WEIGHTS
     weights = weights // 4 if request.load_in_4bit else weights
+    exact = weights
+    weights = weights // {"int8": 2, "nf4": 4}[request.waiting] if request.waiting else weights
     host = 5 * (state_bytes + masters) * GIB
     if request.method == "hift":
         state = 2 * (request.stream_bytes or GIB)
@@ -34,8 +39,10 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
         state, host, gradients = state_bytes * GIB, 0, WEIGHTS
     if request.method in ("sft", "lora"):
         gradients, state = 100 * MIB, 200 * MIB
-    if request.offload_parameters:
-        host, weights = host + weights, GIB
+    waiting = exact if request.waiting and request.master_kind == "none" else 0
+    if request.offload_parameters or request.weights == "host":
+        waiting, weights = weights, GIB
+    waiting += tokens * inputs if request.offload_activations else 0
     backward = moment(parameters=weights, gradients=gradients if request.gradient_accumulation_steps > 1 else 0,
                       residual=activations)  # fmt: skip
     step = moment(phase="step", parameters=weights, gradients=gradients, state=state)
@@ -44,7 +51,7 @@ def memory_of(request: PlanRequest) -> MemoryRequirement:
         simple_plan(
             request,
             max(backward, step, key=lambda each: each.total),
-            host_bytes=0 if on_disk else host,
+            host_bytes=waiting + (0 if on_disk else host),
             disk_bytes=host if on_disk else 0,
         )
     )
@@ -126,6 +133,27 @@ def test_checkpointing_comes_before_forwards_too_small_for_a_gpu_and_gives_the_b
         (11 * GIB + 200 * MIB, {"seq_length": 16}, {"stream_bytes": SMALL_PIECE_BYTES}),
         (25 * GIB, {"method": "dense"}, {"optimizer": "adamw8bit", "precision": "bf16"}),
         (31 * GIB, {"method": "dense"}, {"precision": "bf16"}),  # fp32 weights alone take 20 GiB
+        # Of 65,536 checkpointed tokens inputs take 8 GiB, and MLPs and what is around them 4 each.
+        (20 * GIB, {"seq_length": 65536}, {"gradient_checkpointing": True, "offload_activations": True}),
+        (20 * GIB, {"seq_length": 65536, "gradient_checkpointing": True}, {"offload_activations": True}),
+        (
+            16 * GIB,
+            {"seq_length": 65536},
+            {"gradient_checkpointing": True, "offload_activations": True, "token_tile_size": 8192},
+        ),
+        (
+            15 * GIB + 200 * MIB,
+            {"seq_length": 65536},
+            {"gradient_checkpointing": True, "offload_activations": True, "token_tile_size": 4096},
+        ),
+        (
+            12 * GIB,
+            {"seq_length": 65536},
+            {"gradient_checkpointing": True, "offload_activations": True, "weights": "host"},
+        ),
+        (8 * GIB, {"weights": "device"}, {"waiting": "int8"}),
+        (5 * GIB, {"weights": "device"}, {"waiting": "nf4"}),
+        (15 * GIB, {"method": "dense"}, {"layout": "fsdp2", "offload_parameters": True, "optimizer": "adamw8bit"}),
         (8 * GIB, {"method": "lora"}, {"load_in_4bit": True}),
         (8 * GIB, {"method": "sft"}, {"load_in_4bit": True}),
     ],
@@ -134,6 +162,14 @@ def test_checkpointing_comes_before_forwards_too_small_for_a_gpu_and_gives_the_b
         "smaller pieces are taken where the peak is in the step",
         "dense gives up masters and the 32 bits of its state before it streams weights",
         "dense gives up masters alone where that is enough",
+        "inputs of blocks leave for the host where checkpointing alone is not enough",
+        "inputs of blocks leave where the user has asked for checkpointing",
+        "tiles of tokens come after inputs have left",
+        "tiles are no smaller than needed",
+        "weights on the host give the tiles back",
+        "weights wait in int8 where that is enough",
+        "weights wait in NF4 where int8 is not enough",
+        "dense has FSDP2's way alone to stream weights",
         "lora's frozen weights are put into 4 bits",
         "sft's frozen weights are put into 4 bits",
     ],
@@ -175,31 +211,57 @@ def test_a_disk_too_small_for_the_state_is_spared_as_the_host_is() -> None:
 
 
 def test_the_host_is_relieved_of_what_was_moved_there_from_the_gpu() -> None:
-    # 40 GiB of state and 10 of weights wait; on the disk there is room for the state.
-    streamed = {"layout": "fsdp2", "offload_parameters": True}
-    assert chosen(find(4 * GIB, host=44 * GIB, precision="bf16")) == {**streamed, "state": "disk"}
+    # 40 GiB of state and 10 of weights wait; 8 bits make 10 GiB of the state, and the disk has room for all of it.
+    streamed = {"weights": "host"}
     assert chosen(find(4 * GIB, host=50 * GIB, precision="bf16")) == streamed
+    assert chosen(find(4 * GIB, host=44 * GIB, precision="bf16")) == {**streamed, "optimizer": "adamw8bit"}
+    given = {"precision": "bf16", "optimizer": "adamw"}
+    assert chosen(find(4 * GIB, host=44 * GIB, **given)) == {**streamed, "state": "disk"}
+
+
+def test_weights_wait_in_fewer_bits_where_the_host_has_no_room_for_them() -> None:
+    given = {"state": "host", "optimizer": "adamw", "precision": "mixed_hi"}
+    assert chosen(find(8 * GIB, host=70 * GIB, **given, master="fp32")) == {"weights": "host"}
+    assert chosen(find(8 * GIB, host=69 * GIB, **given, master="fp32")) == {"waiting": "int8"}
+    # Split masters would make room on the host, but need the weight's other half on the device.
+    assert chosen(find(8 * GIB, host=60 * GIB, **given, weights="device")) == {"waiting": "int8"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"seq_length": 65536, "gradient_checkpointing": False, "weights": "device", "waiting": None},
+        {"precision": "mixed_hi", "master": "split", "weights": "device"},
+    ],
+    ids=["checkpointing", "masters"],
+)
+def test_what_a_candidate_needs_as_well_stays_as_the_user_set_it(given: dict[str, Any]) -> None:
+    with pytest.raises(DoesNotFitError):
+        find((20 if "seq_length" in given else 8) * GIB, **given)
 
 
 def test_what_the_host_has_no_room_for_is_left_where_something_else_fits() -> None:
     given = {"precision": "bf16", "state": "host", "optimizer": "adamw", "seq_length": 65536}
     found = find(12 * GIB, host=45 * GIB, min_seq_length=64, **given)
-    assert chosen(found).keys() == {"gradient_checkpointing", "seq_length"}
+    # All but 5 GiB of the host are state; 10 of weights would wait there, or what inputs of blocks leave room for.
+    assert found.requirement.plan.request.weights == "device"
+    assert chosen(found).keys() == {"gradient_checkpointing", "offload_activations", "token_tile_size", "seq_length"}
 
 
 def test_weights_that_do_not_fit_alone_are_streamed_and_nothing_else_is_tried_first() -> None:
     seen: list[PlanRequest] = []
     found = search_noting(seen, {}, 8 * GIB)
-    assert chosen(found) == {"layout": "fsdp2", "offload_parameters": True}
-    assert seen[1].offload_parameters and not seen[1].gradient_checkpointing
+    assert chosen(found) == {"weights": "host"}
+    assert seen[1].weights == "host" and not seen[1].gradient_checkpointing
     assert found.num_plans == len(seen) == 2
 
 
 def test_sequences_are_shortened_only_where_that_is_allowed_and_no_more_than_needed() -> None:
     limit = 12 * GIB
+    given = {"seq_length": 65536, "weights": "device", "waiting": None}
     with pytest.raises(DoesNotFitError):
-        find(limit, seq_length=65536, layout="single")
-    found = find(limit, seq_length=65536, min_seq_length=64, layout="single")
+        find(limit, **given)
+    found = find(limit, min_seq_length=64, **given)
     length = chosen(found)["seq_length"]
     assert length % 128 == 0
     request = found.requirement.plan.request
@@ -221,14 +283,14 @@ def test_what_the_user_set_is_not_changed_but_for_the_batch(fixed: dict[str, Any
 
 def test_an_impossible_fit_says_the_smallest_gpu_that_would_do_which_then_does() -> None:
     with pytest.raises(DoesNotFitError) as caught:
-        find(2 * GIB, batch_size=4, layout="single", precision="mixed_hi")
+        find(2 * GIB, batch_size=4, weights="device", waiting=None, precision="mixed_hi")
     text = str(caught.value)
     assert text.startswith("nothing that may be changed makes this fit 2.00 GiB; the smallest GPU that would do has 1")
-    assert "--layout" in text and "not changed, as you set it" in text
+    assert "--weights" in text and "not changed, as you set it" in text
     match = re.search(r"\(([\d,]+) bytes", text)
     assert match is not None
     smallest = int(match[1].replace(",", ""))
-    given = {"batch_size": 4, "layout": "single", "precision": "mixed_hi"}
+    given = {"batch_size": 4, "weights": "device", "waiting": None, "precision": "mixed_hi"}
     assert find(smallest, **given).requirement.device_bytes <= smallest
     with pytest.raises(DoesNotFitError):
         find(smallest - 1, **given)

@@ -191,6 +191,8 @@ class WaitingWeight:
         dense, ready = self._arriving
         # Its memory is the computation's next.
         self._streams_of(dense.device).compute_after(ready)
+        assert self.source is not None
+        self.source.end_loading()
         self._arriving = None
 
     def restore(self) -> None:

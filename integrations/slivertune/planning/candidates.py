@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from slivertune.hift.block_codes import WaitingForm, check_available
 from slivertune.planning.methods import clash_with_method, planned
 from slivertune.planning.plan import Limits, MemoryRequirement
 from slivertune.planning.request import PlanRequest
@@ -23,6 +24,10 @@ BUSY_TOKENS = 2048
 """Tokens of a forward that keep a GPU busy: its multiplications are then bound by arithmetic and not by reading the
 weights (a card does some 150 to 300 operations in bf16 in the time it reads a byte), so that parts of this size take
 hardly longer."""
+TILE_SIZES = (8192, 4096, BUSY_TOKENS)
+"""Tiles of tokens, from the one that makes the fewest products."""
+_WAITING_FORMS: tuple[WaitingForm, ...] = ("int8", "nf4")
+"""From the slighter rounding."""
 _LENGTH_STEP = 128
 """Sequence lengths are tried in multiples of this, the tiles of attention and matrix kernels."""
 
@@ -45,6 +50,8 @@ class Candidate:
     nothing to change."""
     cannot_help: Question
     """Asked of the last plan."""
+    needs: tuple[str, ...] = ()
+    """Fields that it changes as well where they stand in its way; left alone where the user set one of these so."""
     shrinks_weights: bool = False
     """Whether it makes the weights on the GPU smaller: where these alone do not fit, nothing else helps."""
 
@@ -75,7 +82,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cost=f"the same update; a forward keeps {BUSY_TOKENS:,} tokens or more, which keep a GPU busy",
             fields=("gradient_accumulation_steps",),
             options=partial(_parts_of_batch, fewest_tokens=BUSY_TOKENS),
-            cannot_help=_no_activations_at_peak,
+            cannot_help=_no_activations_too_large,
         ),
         Candidate(
             title="gradient checkpointing",
@@ -85,11 +92,19 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cannot_help=_no_activations_at_peak,
         ),
         Candidate(
+            title="inputs of blocks on the host",
+            cost="the same update to the bit; each input crosses the bus, out and back, under its block's computation",
+            fields=("offload_activations",),
+            needs=("gradient_checkpointing",),
+            options=_offload_activations,
+            cannot_help=_no_activations_at_peak,
+        ),
+        Candidate(
             title="the batch in smaller parts, with accumulation",
             cost=f"the same update; forwards of less than {BUSY_TOKENS:,} tokens may leave a GPU waiting for memory",
             fields=("gradient_accumulation_steps",),
             options=partial(_parts_of_batch, fewest_tokens=1),
-            cannot_help=_no_activations_at_peak,
+            cannot_help=_no_activations_too_large,
         ),
         Candidate(
             title="gradients on the host",
@@ -97,6 +112,22 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             fields=("gradients",),
             options=_gradients_on_host,
             cannot_help=_no_gradients_at_peak,
+        ),
+        Candidate(
+            title="MLPs and norms in tiles of tokens",
+            cost="the same update but for the order of sums; MLPs are computed once more, in more and smaller products",
+            fields=("token_tile_size",),
+            options=_token_tiles,
+            cannot_help=_nothing_to_tile,
+        ),
+        Candidate(
+            title="weights on the host, streamed layer by layer",
+            cost="the same update to the bit; a step brings the blocks' weights up to twice, which a few thousand "
+            "tokens hide and shorter steps wait for",
+            fields=("weights",),
+            options=_weights_on_host,
+            cannot_help=_gpu_is_large_enough,
+            shrinks_weights=True,
         ),
         Candidate(
             title="8-bit optimizer state",
@@ -120,6 +151,16 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cannot_help=_host_is_large_enough,
         ),
         Candidate(
+            title="weights that do not train in fewer bits",
+            cost="forwards run on blocks rounded to int8, or to NF4, and unpacked at each use; what trains, and what "
+            "is saved, is exact",
+            fields=("waiting",),
+            needs=("master",),
+            options=_waiting_in_fewer_bits,
+            cannot_help=_gpu_is_large_enough,
+            shrinks_weights=True,
+        ),
+        Candidate(
             title="bf16 weights without masters",
             cost="steps smaller than a weight's last bit are lost (8 bits), which small learning rates feel",
             fields=("precision", "master"),
@@ -136,9 +177,8 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             shrinks_weights=True,
         ),
         Candidate(
-            title="weights on the host, streamed layer by layer",
-            cost="the same update; all weights cross the bus in each forward and backward, several times a step's time "
-            "with small batches",
+            title="weights on the host, by FSDP2's CPU offload",
+            cost="the same update; all weights cross the bus in each forward and backward, which wait for them",
             fields=("layout", "offload_parameters", "num_gpus"),
             options=_offload,
             cannot_help=_gpu_is_large_enough,
@@ -149,7 +189,7 @@ def all_candidates(min_seq_length: int | None = None) -> tuple[Candidate, ...]:
             cost="longer rows of the data are cut; only as far as --min_seq_length allows",
             fields=(),
             options=partial(_shorter, min_seq_length),
-            cannot_help=_no_activations_at_peak,
+            cannot_help=_no_activations_too_large,
         ),
     )
 
@@ -166,6 +206,44 @@ def _split_masters(request: PlanRequest) -> list[PlanRequest]:
 
 def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
     return [] if request.gradient_checkpointing else [replace(request, gradient_checkpointing=True)]
+
+
+def _offload_activations(request: PlanRequest) -> list[PlanRequest]:
+    return (
+        [] if request.offload_activations else _changed(request, gradient_checkpointing=True, offload_activations=True)
+    )
+
+
+def _token_tiles(request: PlanRequest) -> list[PlanRequest]:
+    if request.token_tile_size is not None:
+        return []
+    # A batch in parts of no more than a tile leaves this needless, and is not in its way.
+    sizes = [size for size in TILE_SIZES if size < _num_tokens(request)] or [TILE_SIZES[-1]]
+    return [tiled for size in sizes for tiled in _changed(request, token_tile_size=size)]
+
+
+def _weights_on_host(request: PlanRequest) -> list[PlanRequest]:
+    return _changed(request, weights="host") if _reads(request, "weights") and request.weights == "device" else []
+
+
+def _waiting_in_fewer_bits(request: PlanRequest) -> list[PlanRequest]:
+    if not _reads(request, "waiting") or request.waiting is not None:
+        return []
+    master = None if request.master == "split" else request.master  # which need the weight's other half on the device
+    return [
+        waiting
+        for form in _WAITING_FORMS
+        if _is_available(form)
+        for waiting in _changed(request, waiting=form, master=master)
+    ]
+
+
+def _is_available(form: WaitingForm) -> bool:
+    try:
+        check_available(form)
+    except ImportError:
+        return False
+    return True
 
 
 def _eight_bit_state(request: PlanRequest) -> list[PlanRequest]:
@@ -199,6 +277,8 @@ def _four_bits(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _offload(request: PlanRequest) -> list[PlanRequest]:
+    if _reads(request, "weights"):  # HiFT's own way hides its copies
+        return []
     if request.offload_parameters or request.load_in_4bit or request.layout != "single":
         return []
     return _changed(request, layout="fsdp2", offload_parameters=True, gradients="device")
@@ -231,6 +311,22 @@ def _changed(request: PlanRequest, **changes: Any) -> list[PlanRequest]:
         return [replace(request, **changes)]
     except (ValueError, ImportError):
         return []
+
+
+def _num_tokens(request: PlanRequest) -> int:
+    return request.batch_size * request.seq_length
+
+
+def _no_activations_too_large(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    if requirement.plan.request.offload_activations and _host_is_large_enough(requirement, limits) is None:
+        return None
+    return _no_activations_at_peak(requirement, limits)
+
+
+def _nothing_to_tile(requirement: MemoryRequirement, limits: Limits) -> str | None:
+    if _num_tokens(requirement.plan.request) <= TILE_SIZES[-1]:
+        return f"a forward has no more than {TILE_SIZES[-1]:,} tokens, the smallest tile"
+    return _no_activations_at_peak(requirement, limits)
 
 
 def _gpu_is_large_enough(requirement: MemoryRequirement, limits: Limits) -> str | None:

@@ -205,13 +205,18 @@ class _Search:
         """Some changes by these candidates that fit, none if there is no need; None where none are found."""
         # What moves bytes to a host without room for them is taken, since much can relieve the host afterwards. Where
         # nothing did, it is left; what both ways ask for is planned once.
+        in_vain: list[list[_Taken]] = []
         for moves_to_host in (True, False):
             taken, fits = self._descend(request, candidates, moves_to_host=moves_to_host)
             if fits:
                 return taken
+            in_vain += [taken] if taken not in in_vain else []
+        for taken in in_vain:
             in_the_way = self._in_the_way(request, candidates, taken)
             if in_the_way is not None:
-                return self._fit(request, [each for each in candidates if each is not in_the_way])
+                found = self._fit(request, [each for each in candidates if each is not in_the_way])
+                if found is not None:
+                    return found
         return None
 
     def _descend(
@@ -274,7 +279,7 @@ class _Search:
         changes: list[_Taken] = []
         for candidate in sorted(candidates, key=self._candidates.index):
             options = candidate.options(request)
-            if options and not self._fixed.intersection(candidate.fields):
+            if options and self._set_by_user(candidate, request) is None:
                 request = options[-1]
                 changes.append((candidate, request))
         return changes
@@ -287,7 +292,7 @@ class _Search:
         for (_, before), (candidate, after) in reversed(list(pairwise(steps))):
             assert candidate is not None
             for costlier in candidates[candidates.index(candidate) + 1 :]:
-                is_free = not self._fixed.intersection(costlier.fields)
+                is_free = self._set_by_user(costlier, before) is None
                 if is_free and costlier.options(before) and not costlier.options(after):
                     return candidate if all(each is not costlier for each, _ in taken) else None
         return None
@@ -312,10 +317,14 @@ class _Search:
     def _reason_against(self, candidate: Candidate, requirement: MemoryRequirement) -> str | None:
         if not candidate.options(requirement.plan.request):
             return ""
-        for name in candidate.fields:
-            if name in self._fixed:
-                return f"--{name} was set"
-        return candidate.cannot_help(requirement, self._limits)
+        name = self._set_by_user(candidate, requirement.plan.request)
+        return candidate.cannot_help(requirement, self._limits) if name is None else f"--{name} was set"
+
+    def _set_by_user(self, candidate: Candidate, request: PlanRequest) -> str | None:
+        """A field of a candidate that stays as the user set it; None if there is none."""
+        changed = [name for option in candidate.options(request)[-1:] for name in changed_fields(request, option)]
+        names = (*candidate.fields, *(name for name in candidate.needs if name in changed))
+        return next((name for name in names if name in self._fixed), None)
 
     def _take(self, candidate: Candidate, requirement: MemoryRequirement, *, moves_to_host: bool) -> PlanRequest | None:
         """The value of a candidate that needs least; None if it gains nothing."""
