@@ -7,7 +7,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slivertune.cli import main
 from slivertune.core.manifest import find_damage, read_entries, write_manifest
@@ -67,17 +67,6 @@ def test_a_run_lowers_the_loss_leaves_a_loadable_model_and_a_whole_checkpoint_an
         assert 0 < most["gradients"] < weights
         # The pool rounds each tensor's place up.
         assert 2 * weights <= most["host"] < 2.1 * weights
-
-
-def test_a_model_whose_blocks_wait_on_the_host_is_never_on_the_device_as_a_whole(
-    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved: list[torch.device] = []
-    monkeypatch.setattr(Trainer, "_move_model_to_device", lambda self, model, device: moved.append(device))
-    train(tiny_base, texts, tmp_path / "host", "--weights", "host")
-    assert moved == []
-    train(tiny_base, texts, tmp_path / "device")
-    assert moved == [torch.device("cpu")]
 
 
 def test_tensorboard_finds_the_whole_run_in_its_folder(
