@@ -98,6 +98,7 @@ class SizedGrowthEstimator(GrowthEstimator):
     def _largest_entries(self, flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """The numbers found follow from the counts: few more round to the threshold than are wanted."""
         count = max(0, min(count, flat.numel() - sum(positions.numel() for positions in barred)))
+        _count_in_bins(real.magnitudes(flat[: real.PIECE]), real.NUM_MAGNITUDES, torch.int32)
         # Pieces find their positions one after the other, and these are joined; masks are as large as a piece.
         found = torch.empty(count, dtype=torch.int64)
         real.magnitudes(flat[: real.PIECE])
@@ -113,8 +114,17 @@ class SizedGrowthEstimator(GrowthEstimator):
 def _mark_largest(values: torch.Tensor) -> torch.Tensor:
     """Take what `largest_of` takes; how many values are near the threshold follows from them, and they are few."""
     values = torch.nan_to_num(values)
-    real.order_keys(values)
+    _count_in_bins(real.order_keys(values), real.NUM_KEYS, torch.int64)
     return values > 0
+
+
+def _count_in_bins(keys: torch.Tensor, num_bins: int, dtype: torch.dtype) -> None:
+    """Take what a histogram takes, with its sums in `dtype`, beside what it counts."""
+    sums = torch.zeros(num_bins, dtype=dtype)
+    if dtype != torch.int64:
+        torch.empty(num_bins, dtype=torch.int64)
+    del keys
+    sums.flip(0)
 
 
 class SizedReselection(Reselection):

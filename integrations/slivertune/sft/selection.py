@@ -12,12 +12,12 @@ import torch
 
 PIECE = 2**20
 """Elements looked at together; bounds the temporaries of a search in a dense tensor."""
-_NUM_MAGNITUDES = 2**15
-_MAGNITUDE = _NUM_MAGNITUDES - 1
+NUM_MAGNITUDES = 2**15
+_MAGNITUDE = NUM_MAGNITUDES - 1
 """The bits of a bf16 that are not its sign."""
 _INFINITE = 0x7F80
 """Those of an infinite one."""
-_NUM_KEYS = 2**13
+NUM_KEYS = 2**13
 _BISECTIONS = 100
 _SLACK = 1e-12
 """Relative width around a threshold inside which fp64 quotients may misjudge fp64 products."""
@@ -119,7 +119,7 @@ def _kth_largest(values: torch.Tensor, count: int) -> torch.Tensor:
     Values are counted in bins, 16 between a number and its double; few share that of the one in question.
     """
     keys = order_keys(values)
-    counts = torch.bincount(keys, minlength=_NUM_KEYS)
+    counts = torch.bincount(keys, minlength=NUM_KEYS)
     key = counts.numel() - 1 - _num_bins_reaching(counts, count)
     rivals = values.index_select(0, true_positions(keys == key))
     num_above = int(counts[key + 1 :].sum())
@@ -130,7 +130,7 @@ def order_keys(values: torch.Tensor) -> torch.Tensor:
     """Integers in the order of some numbers, equal for numbers that are nearly equal: int16, in [0, 2^13)."""
     bits = values.to(torch.bfloat16).view(torch.int16)
     # Those of negative numbers run the other way.
-    return (bits >> 15).bitwise_and_(_MAGNITUDE).bitwise_xor_(bits).bitwise_right_shift_(3).add_(_NUM_KEYS // 2)
+    return (bits >> 15).bitwise_and_(_MAGNITUDE).bitwise_xor_(bits).bitwise_right_shift_(3).add_(NUM_KEYS // 2)
 
 
 def _num_bins_reaching(counts: torch.Tensor, count: int) -> int:
@@ -169,12 +169,12 @@ def magnitudes(values: torch.Tensor) -> torch.Tensor:
 
 def _least_magnitude(flat: torch.Tensor, count: int, barred: Sequence[torch.Tensor]) -> int:
     """The rounded magnitude that at least `count` entries reach which are not barred, and no larger one does."""
-    counts = torch.zeros(_NUM_MAGNITUDES, dtype=torch.int32, device=flat.device)
+    counts = torch.zeros(NUM_MAGNITUDES, dtype=torch.int32, device=flat.device)
     for piece in flat.split(PIECE):
-        counts += torch.bincount(magnitudes(piece), minlength=_NUM_MAGNITUDES)
+        counts += torch.bincount(magnitudes(piece), minlength=NUM_MAGNITUDES)
     for positions in barred:
-        counts -= torch.bincount(magnitudes(flat.index_select(0, positions)), minlength=_NUM_MAGNITUDES)
-    return min(_NUM_MAGNITUDES - 1 - _num_bins_reaching(counts, count), _INFINITE)
+        counts -= torch.bincount(magnitudes(flat.index_select(0, positions)), minlength=NUM_MAGNITUDES)
+    return min(NUM_MAGNITUDES - 1 - _num_bins_reaching(counts, count), _INFINITE)
 
 
 def _positions(flat: torch.Tensor, least: int, barred: Sequence[torch.Tensor]) -> torch.Tensor:
