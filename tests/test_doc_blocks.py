@@ -174,7 +174,7 @@ def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("page", "number"),
     [
-        *[("hift", number) for number in range(1, 7)],
+        *[("hift", number) for number in range(1, 9)],
         ("long-sequences", 0),
         ("ranks", 0),
         ("sft", 0),
@@ -225,7 +225,7 @@ def test_deltas_are_saved_applied_and_summed_as_the_page_says(scope: dict[str, A
 
 
 def test_a_script_adds_its_own_numbers_to_the_log_as_the_page_says(scope: dict[str, Any]) -> None:
-    exec(compile(python_blocks("hift")[6].replace("trainer.train()", ""), "hift.md", "exec"), scope)
+    exec(compile(python_blocks("hift")[8].replace("trainer.train()", ""), "hift.md", "exec"), scope)
     scope["trainer"].args.logging_steps = 1
     scope["queue"] = [0] * 7
     exec(compile(python_blocks("watching")[0], "watching.md", "exec"), scope)
@@ -238,6 +238,6 @@ def test_each_block_of_python_is_run_by_a_test() -> None:
     found = {page.stem: len(python_blocks(page.stem)) for page in PAGES[1:] if python_blocks(page.stem)}
     assert found.pop("coming-from") == 8
     assert found == {
-        "hift": 7, "ranks": 2, "sft": 2, "trainers": 1, "tokentune": 2, "chunked_cross_entropy": 1, "watching": 1,
+        "hift": 9, "ranks": 2, "sft": 2, "trainers": 1, "tokentune": 2, "chunked_cross_entropy": 1, "watching": 1,
         "long-sequences": 1,
     }  # fmt: skip

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from slivertune.core.offloaded_activations import offload_activations
     from slivertune.core.token_tiles import tile_tokens
     from slivertune.deltas import SparseDelta
-    from slivertune.hift import HiFT, HiFTConfig, load_quantized, quantize_layers
+    from slivertune.hift import HiFT, HiFTConfig, keep_blocks_on_host, load_quantized, quantize_layers
     from slivertune.interop import attach
     from slivertune.parallel import initialize, prepare
     from slivertune.sft import SFT, SFTConfig
@@ -54,6 +54,7 @@ __all__ = [
     "find_layers",
     "initialize",
     "keep_activations",
+    "keep_blocks_on_host",
     "load_quantized",
     "offload_activations",
     "prepare",
@@ -82,6 +83,7 @@ _MODULE_OF_NAME = {
     "find_layers": "slivertune.core.layers",
     "initialize": "slivertune.parallel",
     "keep_activations": "slivertune.core.kept_activations",
+    "keep_blocks_on_host": "slivertune.hift",
     "load_quantized": "slivertune.hift",
     "offload_activations": "slivertune.core.offloaded_activations",
     "prepare": "slivertune.parallel",

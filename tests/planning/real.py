@@ -203,6 +203,8 @@ def real_optimizer(request: PlanRequest, model: nn.Module) -> torch.optim.Optimi
             gradients=request.gradients,
             update=request.update,
             waiting=request.waiting,
+            weights=request.weights,
+            resident_bytes=request.resident_bytes,
             prefetch_bytes=request.prefetch_bytes,
         ),
         **arguments,
@@ -216,6 +218,9 @@ class StreamsWithEvents(CopyStreams):
         return (direction,)
 
     def compute_after(self, event: Event) -> None:
+        assert event is None or isinstance(event, tuple)
+
+    def wait_on_host(self, event: Event) -> None:
         assert event is None or isinstance(event, tuple)
 
 

@@ -188,6 +188,7 @@ def test_hift_with_gradients_that_do_not_stay_and_with_prefetch_is_as_planned(se
     [
         {"precision": "mixed_hi"},
         {"precision": "mixed_hi", "layers_per_group": 2, "gradients": "host", "stream_bytes": 2**18},
+        {"precision": "mixed_hi", "layers_per_group": 2, "gradients": "host"},
         {"precision": "fp32", "layers_per_group": 2},
         {"precision": "bf16", "gradient_checkpointing": True},
         {"precision": "mixed_hi", "token_ratio": 0.5, "prefetch_bytes": 2**20},
@@ -199,9 +200,24 @@ def test_waiting_layers_in_fewer_bits_are_as_planned(waiting: Any, settings: dic
     check(PlanRequest(waiting=waiting, **settings, **SIZES), LLAMA, first=1)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_checkpointing": True, "resident_bytes": 2**17},
+        {"gradient_checkpointing": True, "layers_per_group": 2, "gradients": "host", "prefetch_bytes": 2**20},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("waiting", [None, "int8", "nf4"])
+def test_weights_that_wait_on_the_host_are_as_planned(waiting: Any, settings: dict[str, Any]) -> None:
+    check(PlanRequest(waiting=waiting, weights="host", precision="mixed_hi", **settings, **SIZES), LLAMA, first=1)
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
 @pytest.mark.parametrize("waiting", [None, "int8"])
-def test_what_waits_on_the_host_is_as_planned(waiting: Any) -> None:
-    request = PlanRequest(precision="mixed_hi", waiting=waiting, **SIZES)
+def test_what_waits_on_the_host_is_as_planned(waiting: Any, weights: Any) -> None:
+    request = PlanRequest(precision="mixed_hi", waiting=waiting, weights=weights, **SIZES)
     assert make_plan(request, LLAMA).host_bytes == pytest.approx(
         run_for_real(request, LLAMA).highest.host, rel=TOLERANCE
     )

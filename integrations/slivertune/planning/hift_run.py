@@ -1,7 +1,7 @@
 """HiFT's groups: which differ, and a step of each that does."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -98,7 +98,8 @@ class HiFTRun:
         # after each turn is never met again.
         throws_away = request.state == "discard" and request.steps_per_group == 1
         self._num_updates = 1 if throws_away or is_shared else 2
-        self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
+        with self._streams():
+            self.optimizer = hift_over(model, request, updates_a_turn=self._num_updates)
         self._learning_rate = self.optimizer.param_groups[0]["lr"]
         self._at_start = self.optimizer.state_dict()
         self._known: dict[int, _KnownTurn] = {}
@@ -115,12 +116,15 @@ class HiFTRun:
         Returns:
             The peak; `after` is of the last update, or of the first of a turn that throws its state away.
         """
-        # On the CPU copies are made in order, one after the other.
-        with streams_made_by(SlowStreams) if self._request.kernels == "gpu" else nullcontext():
+        with self._streams():
             if group.index in self._known:
                 return self._measure_again(group, forward, self._known[group.index])
             peak = self._measure_second(group, forward) if self._num_updates > 1 else None
             return peak or self._measure_all(group, forward)
+
+    def _streams(self) -> AbstractContextManager[None]:
+        """Those on which copies are made; on the CPU in order, one after the other."""
+        return streams_made_by(SlowStreams) if self._request.kernels == "gpu" else nullcontext()
 
     def _measure_all(self, group: Group, forward: Forward) -> StepPeak:
         self._begin_turn(group, self._at_start)
@@ -189,14 +193,14 @@ class HiFTRun:
         return [named[name] for name in group.parameter_names]
 
     def waiting_bytes(self, peak: StepPeak, group: Group) -> int:
-        """Host bytes of what waits of a group between its turns.
+        """Host bytes of what waits of a group's state between its turns.
 
         Args:
             peak: Of the group.
             group: Measured last.
         """
         if self._request.waiting is None:
-            return peak.after.host
+            return peak.after.host - self.optimizer.waiting_weight_bytes
         # Masters of other groups wait from the beginning, and those of the next are on their way.
         state: dict[str, dict[str, Any]] = self.optimizer.state_dict()["state"]
         tensors = [
@@ -268,7 +272,7 @@ class PlannedHiFT(PlannedMethod):
         if request.state == "device":
             groups = _with_state_of_others(groups)
         weights = run.optimizer.waiting_weight_bytes
-        host_bytes, disk_bytes = _waiting_bytes(request, [num_bytes - weights for num_bytes in waiting], layout)
+        host_bytes, disk_bytes = _waiting_bytes(request, waiting, layout)
         return MeasuredSteps(groups=groups, host_bytes=weights + host_bytes, disk_bytes=disk_bytes, notes=notes)
 
     def record(

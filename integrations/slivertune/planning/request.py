@@ -532,10 +532,6 @@ class PlanRequest:
                 f"waiting={self.waiting!r} needs whole masters, not the half that the weight lacks; take master='fp32'",
             ),
             (
-                self.waiting and self.weights == "host",
-                (f"waiting={self.waiting!r} and weights='host' both say where weights wait; take one of the two"),
-            ),
-            (
                 self.weights == "host" and "weights" not in method.settings,
                 f"weights='host' is HiFT's; method={self.method!r} keeps them on the device",
             ),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import Trainer
 
 from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
 from slivertune.training.methods.method import SliverMethod
@@ -126,6 +127,34 @@ def test_waiting_layers_in_fewer_bits_resume_with_the_same_bits_and_save_exact_w
     assert saved.keys() == other.keys() and all(each.isfinite().all() for each in saved.values())
     assert differing(saved, other) != [], "the gradients went through other layers"
     assert result["after"] != exact["after"]
+
+
+def test_everything_that_saves_memory_goes_together_and_blocks_are_never_moved_as_a_whole(
+    tiny_base: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = (
+        *("--max_length", "32", "--save_steps", "3", "--weights_dtype", "bf16", "--use_cpu", "--waiting", "nf4"),
+        *("--gradient_checkpointing", "true", "--token_tile_size", "16"),
+    )
+    train(tiny_base, texts, tmp_path / "device", *more)
+    lies: set[tuple[bool, str]] = set()
+
+    def stop(self: Trainer, model: Any, device: Any) -> None:
+        model.to("meta")  # in the device's place
+        lies.update((".layers." in name, each.device.type) for name, each in model.named_parameters())
+        raise RuntimeError("seen enough")
+
+    host = ("--weights", "host", "--gradients", "host", "--state", "disk", "--offload_activations", "true")
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_move_model_to_device", stop)
+        with pytest.raises(AssertionError):  # it did not return 0
+            train(tiny_base, texts, tmp_path / "stopped", *more, *host, "--state_dir", str(tmp_path / "stopped state"))
+    assert lies == {(True, "cpu"), (False, "meta")}
+    train(tiny_base, texts, tmp_path / "host", *more, *host, "--state_dir", str(tmp_path / "state"))
+    assert_same_bits(tmp_path / "host", tmp_path / "device")
+    resumed = ("--resume_from_checkpoint", str(tmp_path / "host" / "checkpoint-3"))
+    train(tiny_base, texts, tmp_path / "resumed", *more, *host, "--state_dir", str(tmp_path / "again"), *resumed)
+    assert_same_bits(tmp_path / "resumed", tmp_path / "device")
 
 
 def test_waiting_layers_do_not_go_with_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.setting_checks import integer_or_auto
-from slivertune.hift import quantize_layers
+from slivertune.hift import keep_blocks_on_host, quantize_layers
 from slivertune.hift.block_codes import WaitingForm
 from slivertune.hift.config import GradientPlace, HiFTConfig, MasterKind, Order, StatePlace, UpdateMoment, WeightPlace
 from slivertune.interop.methods import check_base_optimizer
@@ -121,7 +121,7 @@ class HiFTArguments:
         default=_DEFAULTS.weights,
         metadata={
             "help": "hift: where blocks wait that neither run nor train. device; host: in host memory, from which each "
-            "comes ahead of its use; on one device or by DDP, after a first moment in which all of the model is there."
+            "comes ahead of its use, in fewer bits with --waiting; on one device or by DDP."
         },
     )
     resident_bytes: str = field(
@@ -225,9 +225,11 @@ class HiFTMethod(SliverMethod):
             raise ValueError(f"--layers_per_group auto: {error}") from None
 
     def adapt(self, loaded: LoadedModel, task: Task) -> Any:
-        """Hold waiting layers in fewer bits before the Trainer moves the model to the GPU."""
+        """Hold layers in fewer bits, and keep blocks in host memory, before the Trainer moves the model to the GPU."""
         if self.options.waiting is not None:
             quantize_layers(loaded.model, self.options.waiting)
+        if self.options.weights == "host":
+            keep_blocks_on_host(loaded.model)
         return loaded.model
 
     def follow(self, facts: Mapping[str, Any]) -> None:

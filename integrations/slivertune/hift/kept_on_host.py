@@ -1,0 +1,70 @@
+"""Blocks that stay in host memory while the rest of a model is moved to a device, before HiFT streams them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slivertune.core.layers import find_blocks
+from slivertune.core.module_hook import ModelHandle, StandIn, put_stand_in
+from slivertune.core.torch_internals import apply_of
+
+
+class BlocksOnHost(ModelHandle):
+    """What lets a model's blocks lie where they are; made by `keep_blocks_on_host`.
+
+    Args:
+        model: The model.
+    """
+
+    refusal_to_copy = "a handle belongs to one model; a copy of the model is moved as any other"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for _, block in find_blocks(model):
+            self.on_remove(put_stand_in(block, "_apply", _StaysOnHost(apply_of(block))))
+
+
+def keep_blocks_on_host(model: nn.Module) -> BlocksOnHost:
+    """Let `model.to(device)` move all but the blocks, for `HiFTConfig(weights="host")` under a Trainer.
+
+    A Trainer moves its model to the device when it is made, before HiFT is there to say where blocks wait. Call this
+    before it, with the model in host memory: embedding, head and norms go to the device, the blocks never do as a
+    whole. The model can't run until HiFT is built over it. Casts (`model.bfloat16()`) are made where the weights lie.
+
+    Args:
+        model: In host memory.
+
+    Returns:
+        A handle; after `remove()`, before HiFT is built or after its `detach()`, the model is moved as any other.
+
+    Raises:
+        ValueError: If the model has no blocks, or one lies on a device already.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        >>> slivertune.keep_blocks_on_host(model)
+        >>> trainer = Trainer(model, ...)
+        >>> slivertune.attach(trainer, slivertune.HiFTConfig(weights="host"))
+    """
+    for path, block in find_blocks(model):
+        for name, parameter in block.named_parameters():
+            if parameter.device.type != "cpu":
+                raise ValueError(
+                    f"{path}.{name} is on {parameter.device}, where all blocks have had room; call "
+                    "keep_blocks_on_host(model) before the model is moved, or leave it out"
+                )
+    return BlocksOnHost(model)
+
+
+class _StaysOnHost(StandIn):
+    """The `_apply` of a block, which `to` and its like call on their way down a model."""
+
+    def __call__(self, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        def change_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            form = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            changed = change(form)
+            return change(tensor) if changed.device == form.device else tensor.to(changed.dtype)
+
+        return self.function(change_dtype, recurse)
