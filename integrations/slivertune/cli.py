@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from slivertune import __version__
 from slivertune.core.option_parser import OptionParser
-from slivertune.core.presets import example_names, preset_names, preset_path
+from slivertune.core.presets import example_names, preset_names, preset_path, run_file_names
 from slivertune.core.terminal_text import print_line
 
 _FAILED = 1
@@ -127,7 +127,8 @@ def _make_parser() -> _CommandParser:
     path = commands.add_parser(
         "path",
         help="print where a preset lies",
-        description="Print the path of a preset, as for accelerate launch --config_file $(slivertune path PRESET) ...",
+        description="Print the path of a preset, as for accelerate launch --config_file $(slivertune path PRESET) ...; "
+        f"{', '.join(run_file_names())} are for slivertune train $(slivertune path PRESET) ...",
     )
     presets, examples = ", ".join(preset_names()), ", ".join(example_names())
     path.add_argument(

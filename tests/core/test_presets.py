@@ -15,7 +15,8 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 
 from slivertune.core import presets
 
-LAUNCH_PRESETS = [name for name in presets.preset_names() if name.endswith(".yaml")]
+RUN_FILES = presets.run_file_names()
+LAUNCH_PRESETS = [name for name in presets.preset_names() if name.endswith(".yaml") and name not in RUN_FILES]
 DEEPSPEED_CONFIGS = [name for name in presets.preset_names() if name.endswith(".json")]
 
 
@@ -81,6 +82,31 @@ def test_a_launch_preset_opens_with_what_it_trains_on_what_and_the_command(name:
     assert re.search(r"^# Planned peak: \S", comment[0], re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", RUN_FILES)
+def test_a_run_file_opens_with_what_it_trains_on_what_and_the_command(name: str) -> None:
+    path = presets.preset_path(name)
+    text = path.read_text(encoding="utf-8")
+    comment = re.match(r"(?:#.*\n)+", text)
+    assert comment is not None
+    assert comment[0].startswith("# Trains: ")
+    command = f"slivertune train $(slivertune path {path.stem}) --model_name_or_path MODEL --dataset DATA.jsonl"
+    assert f"\n# Run: {command}\n" in comment[0]
+    for line in (r"^# On: one GPU with \d+ GB", r"^# Planned peak: \S", r"^#   config = st\.HiFTConfig\(|st\.HiFT\("):
+        assert re.search(line, comment[0], re.MULTILINE)
+    assert f"| `{path.stem}` |" in (path.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_run_files_are_those_for_models_larger_than_the_card_and_no_launch_presets() -> None:
+    assert RUN_FILES == (
+        "single_gpu_12g_8b.yaml",
+        "single_gpu_24g_13b.yaml",
+        "single_gpu_24g_32b.yaml",
+        "single_gpu_48g_70b.yaml",
+    )
+    with pytest.raises(ValueError, match="no preset is called"):
+        presets.preset_path("single_gpu_24g_32b.json")
+
+
 @pytest.mark.parametrize("name", LAUNCH_PRESETS)
 def test_a_launch_preset_has_a_twin_for_deepspeed_and_a_row_in_the_table(name: str) -> None:
     path = presets.preset_path(name)
@@ -119,7 +145,6 @@ def test_a_launch_preset_is_one_that_accelerate_reads_from_any_folder(
 
 ENGINES = {
     "single_gpu_24g": ("NO", 1, 1),
-    "single_gpu_24g_13b": ("DEEPSPEED", 1, 1),
     "ddp": ("MULTI_GPU", 1, 4),
     "fsdp2": ("FSDP", 1, 4),
     "zero1": ("DEEPSPEED", 1, 4),

@@ -45,7 +45,6 @@ def zero(stage: int, *offload: str) -> Report:
 WHOLE = {"engine": "LlamaForCausalLM", "engine_facts": {}, "is_sharded": False}
 EXPECTED: dict[str, Report] = {
     "single_gpu_24g": {**WHOLE, "layout": "single", "distributed_type": "NO", "world_size": 1},
-    "single_gpu_24g_13b": {**zero(3, "parameters"), "world_size": 1},
     "ddp": {**WHOLE, "layout": "ddp", "distributed_type": "MULTI_CPU"},
     "fsdp2": {
         "layout": "fsdp2",
@@ -101,7 +100,9 @@ def check(reports: list[Report], expected: Report) -> None:
 
 
 def test_every_preset_has_its_expectation_here() -> None:
-    assert set(EXPECTED) == {Path(name).stem for name in presets.preset_names() if name.endswith(".yaml")}
+    run_files = presets.run_file_names()
+    yaml_names = {name for name in presets.preset_names() if name.endswith(".yaml")}
+    assert set(EXPECTED) == {Path(name).stem for name in yaml_names.difference(run_files)}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -109,12 +110,9 @@ def test_a_preset_launches_the_engine_that_it_names(name: str, launched: Launche
     check(launched(name), EXPECTED[name])
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_presets_with_as_many_processes_make_the_same_updates_to_the_bit(processes: int, launched: Launched) -> None:
-    reports = {
-        name: launched(name)[0] for name, expected in EXPECTED.items() if expected.get("world_size", 2) == processes
-    }
-    assert len(reports) == {1: 2, 2: 7}[processes]
+def test_presets_with_two_processes_make_the_same_updates_to_the_bit(launched: Launched) -> None:
+    reports = {name: launched(name)[0] for name, expected in EXPECTED.items() if expected.get("world_size", 2) == 2}
+    assert len(reports) == 7
     # transformers 5.16 loads a model with rotary frequencies in bf16 under ZeRO-3.
     rounded = {name for name, each in reports.items() if each["buffers"] == ["torch.bfloat16"]}
     assert rounded in (set(), {name for name, each in EXPECTED.items() if each["layout"] == "zero3"} & set(reports))

@@ -1,4 +1,4 @@
-"""The figures of the launch presets: each fits 24 GiB, and what is written of it is what is planned.
+"""The figures of the presets: each fits its card, and what is written of it is what is planned.
 
 Every preset names the `slivertune plan` command that prints its peak; that command is read and planned here, as it is.
 """
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 
 GIB = 2**30
 STEMS = [name.removesuffix(".yaml") for name in presets.preset_names() if name.endswith(".yaml")]
+RUN_FILES = [name.removesuffix(".yaml") for name in presets.run_file_names()]
+LAUNCH_PRESETS = [stem for stem in STEMS if stem not in RUN_FILES]
 LAYOUTS = {"NO": {"single"}, "MULTI_GPU": {"ddp"}, "FSDP": {"fsdp2"}, "DEEPSPEED": {"zero1", "zero2", "zero3"}}
 """What runs under a preset, by accelerate's name of the engine."""
 
@@ -78,10 +80,11 @@ def in_gib(num_bytes: int) -> str:
 
 
 @pytest.mark.parametrize("stem", STEMS)
-def test_a_preset_fits_24_gib_with_its_allowance(stem: str, requirement: Callable[[str], MemoryRequirement]) -> None:
+def test_a_preset_fits_its_card_with_its_allowance(stem: str, requirement: Callable[[str], MemoryRequirement]) -> None:
     found = requirement(stem)
+    card = re.search(r"_(\d+)g(_|$)", stem)
     assert found.device_bytes > found.plan.peak_bytes
-    assert found.fits(Limits(device_bytes=24 * GIB))
+    assert found.fits(Limits(device_bytes=(int(card[1]) if card else 24) * GIB))
 
 
 @pytest.mark.parametrize("stem", STEMS)
@@ -91,13 +94,44 @@ def test_the_figures_in_the_table_and_in_the_preset_are_those_of_the_plan(
     found = requirement(stem)
     planned = (in_gib(found.plan.peak_bytes), in_gib(found.device_bytes))
     cell = re.match(r"([\d.]+) GiB, needs ([\d.]+)", table()[stem]["GPU memory planned"])
-    head = re.search(r"Planned peak: ([\d.]+) GiB, ([\d.]+) with its allowance, at 1 x 512 tokens", comment_of(stem))
+    head = re.search(r"Planned peak: ([\d.]+) GiB, ([\d.]+) with its allowance, at 1 x (\d+) tokens", comment_of(stem))
     assert cell is not None and head is not None
     assert cell.groups() == planned
-    assert head.groups() == planned
+    assert head.groups() == (*planned, str(found.plan.request.seq_length))
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", RUN_FILES)
+def test_what_a_run_file_says_of_host_and_disk_is_what_is_planned(
+    stem: str, requirement: Callable[[str], MemoryRequirement]
+) -> None:
+    found, text = requirement(stem), comment_of(stem)
+    host = re.search(r"(?:a host with|the run takes) ([\d.]+) GiB", text)
+    disk = re.search(r"([\d.]+) GiB on a fast local disk", text)
+    assert host is not None and host[1] == in_gib(found.host_bytes)
+    assert (disk[1] if disk else "0.0") == in_gib(found.disk_bytes)
+    loading = re.search(r"whole bf16 model there first: (\d+) GiB", text)
+    if loading is not None:
+        assert int(loading[1]) == round(2 * found.plan.num_parameters / GIB)
+
+
+@pytest.mark.parametrize("stem", RUN_FILES)
+def test_what_is_planned_is_what_a_run_file_says(stem: str) -> None:
+    """The command's options are the file's keys, without those that change no memory."""
+    arguments = arguments_of(stem)
+    settings = yaml.safe_load(presets.preset_path(stem).read_text(encoding="utf-8"))
+    options = [
+        word
+        for name, value in settings.items()
+        if name != "state_dir"
+        for word in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
+    ]
+    asked = PlanRequest(**parse_plan_arguments(["--model", arguments.model, *options]).given)
+    assert PlanRequest(**arguments.given) == asked
+    size = re.search(r"\d+b$", stem)
+    assert size is not None and arguments.model.endswith(size[0])
+
+
+@pytest.mark.parametrize("stem", LAUNCH_PRESETS)
 def test_what_is_planned_is_what_the_preset_runs(stem: str) -> None:
     """The command's layout, GPUs and offload are the preset's own, its model and checkpointing those of the table."""
     arguments = arguments_of(stem)

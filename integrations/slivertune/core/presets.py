@@ -1,4 +1,4 @@
-"""Where the launch presets and the DeepSpeed configurations lie.
+"""Where the launch presets, the run files and the DeepSpeed configurations lie.
 
 A wheel carries `launch/` and `ds_configs/` inside the package; a checkout has them at its top, two folders above it.
 """
@@ -9,18 +9,34 @@ from slivertune.core.suggestions import did_you_mean
 
 _SUFFIX_OF_FOLDER = {"launch": ".yaml", "ds_configs": ".json"}
 _EXAMPLE_SUFFIXES = (".slurm", ".hostfile")
+_KEY_OF_ACCELERATE = "\ncompute_environment:"
+"""Stands in every launch preset, and in no run file, whose keys are options of `slivertune train`."""
 
 
 def preset_names() -> tuple[str, ...]:
     """List the presets by file name.
 
     Returns:
-        The launch presets (`*.yaml`), then the DeepSpeed configurations (`*.json`), each in alphabetical order.
+        The launch presets and run files (`*.yaml`), then the DeepSpeed configurations (`*.json`), each in alphabetical
+        order.
 
     Raises:
         FileNotFoundError: If neither the package nor the checkout around it has a preset folder.
     """
     return tuple(path.name for path in _find_presets())
+
+
+def run_file_names() -> tuple[str, ...]:
+    """List the presets that `slivertune train` reads as its config file, by file name.
+
+    Raises:
+        FileNotFoundError: If neither the package nor the checkout around it has a preset folder.
+    """
+    return tuple(
+        path.name
+        for path in _find_presets()
+        if path.suffix == ".yaml" and _KEY_OF_ACCELERATE not in path.read_text(encoding="utf-8")
+    )
 
 
 def example_names() -> tuple[str, ...]:
