@@ -101,7 +101,7 @@ def test_a_model_larger_than_the_card_is_made_to_fit_in_a_few_plans(
     found = search(start_of_search({"seq_length": 2048}), all_candidates(), limits, estimate)
     changes = {name: new for step in found.steps for name, (_, new) in step.changes.items()}
     assert changes == {"gradient_checkpointing": True, **expected}
-    assert found.num_plans <= (3 if host is None else 25)
+    assert found.num_plans <= (3 if host is None else 30)
 
 
 def test_a_plan_of_70b_costs_blocks_times_that_of_8b_and_less_than_4_gb() -> None:
