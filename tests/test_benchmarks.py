@@ -310,11 +310,32 @@ def test_sst2_writes_every_run_and_the_comparison(tmp_path: Path) -> None:
     assert 0 <= result["summary"]["hift"]["dev_accuracy"] <= 1
 
 
-def test_dial_shares_out_the_time_and_takes_the_best_rate_of_every_setting(tmp_path: Path) -> None:
-    folder = base_model_folder(BASE_RECIPE, tmp_path / "slivertune" / "base_models")
+def make_tiny_embedded(cache: Path) -> Any:
+    """A tiny model in the place of the embedded one, for what runs with that cache."""
+    folder = base_model_folder(BASE_RECIPE, cache / "slivertune" / "base_models")
     tiny = BaseRecipe(hidden_size=16, intermediate_size=16, num_layers=6, num_heads=2, num_steps=1, corpus_bytes=2_000)
     model = train_base_model(tiny, ["def f(): pass\n" * 200], lambda step, loss: None)
     save_base_model(model, tiny, folder)
+    return model
+
+
+def test_quality_searches_a_rate_and_trains_the_other_seeds_at_it(tmp_path: Path) -> None:
+    make_tiny_embedded(tmp_path)
+    words = ["language", "--updates=2", "--rows", "hift-4", "--seeds", "0", "1", "--folder", str(tmp_path / "runs")]
+    part = run("quality.py", tmp_path / "quality.json", *words, name="--results", XDG_CACHE_HOME=str(tmp_path))
+    assert_names_the_machine(part["language"]["environment"])
+    (row,) = part["language"]["rows"]
+    assert row["name"] == "hift-4" and row["options"] == "--method hift --layers_per_group 4"
+    first, second = row["runs"]
+    assert (first["seed"], second["seed"]) == (0, 1) and first["rate"] == second["rate"] and row["failure"] is None
+    losses = {float(rate): after["eval_loss"] for rate, after in row["searched"].items()}
+    assert losses[first["rate"]] == min(losses.values()) == first["after"]["eval_loss"]
+    assert row["is_at_edge"] == (first["rate"] in (min(losses), max(losses))) and 3 <= len(losses) <= 7
+    assert str(tmp_path) not in json.dumps(part)
+
+
+def test_dial_shares_out_the_time_and_takes_the_best_rate_of_every_setting(tmp_path: Path) -> None:
+    model = make_tiny_embedded(tmp_path)
     output, words = tmp_path / "dial.json", ("language", "--updates=20", "--rounds=1", "--seeds", "0", "1")
 
     def dial(*options: str, **settings: Any) -> Any:

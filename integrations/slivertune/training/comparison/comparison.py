@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ _EMBEDDED_UPDATES = 120
 _EVALUATIONS = 4
 """In the course of a run, the one at its end among them."""
 _SEARCHED = (0.5, 1.0, 2.0)
-"""Times a row's own rate."""
+"""Times a row's own rate; further ones follow while the best is at the edge of what was tried."""
+_MOST_RATES = 7
+"""That a search tries which chooses them itself."""
 _OF_A_COMPARISON = {
     "save_strategy": "no",
     "sample_tokens": "0",
@@ -123,11 +125,14 @@ class Comparison:
             for rate in rates:
                 by_rate[rate] = self._run(row, words, rate, first)
             best = best_of(list(by_rate.values()))
+            while self._arguments.rates == () and (further := _beyond(by_rate, best)) is not None:
+                by_rate[further] = self._run(row, words, further, first)
+                best = best_of(list(by_rate.values()))
             if best.badness == float("inf"):
                 raise FailedError("its evaluation is no number after any run; give lower --search_rates")
             outcomes = [best]
-            if len(rates) > 1:
-                self._say(f"  the best rate of {', '.join(f'{rate:g}' for rate in rates)}: {best.rate:g}")
+            if len(by_rate) > 1:
+                self._say(f"  the best rate of {', '.join(f'{rate:g}' for rate in sorted(by_rate))}: {best.rate:g}")
             outcomes += [self._run(row, words, best.rate, seed) for seed in others]
         except FailedError as error:
             self._say(f"  failed: {error}")
@@ -229,6 +234,15 @@ class Comparison:
                 f"({first.failure or 'not counted'}); give a number: {length}=..."
             )
         return spent
+
+
+def _beyond(by_rate: Mapping[float, Outcome], best: Outcome) -> float | None:
+    """The rate to try next, where the best is at the edge of those tried."""
+    if len(by_rate) >= _MOST_RATES or best.badness == float("inf"):
+        return None
+    if best.rate == max(by_rate):
+        return 2 * best.rate
+    return best.rate / 2 if best.rate == min(by_rate) else None
 
 
 def describe(outcome: Outcome) -> str:
