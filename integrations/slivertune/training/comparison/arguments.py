@@ -21,7 +21,7 @@ _RUN = "slivertune compare --model_name_or_path PATH --dataset data.jsonl --max_
 _EXAMPLES = (
     "slivertune compare",
     f"{_RUN} --rows dense hift lora --budget seconds --search_rates 1e-5 5e-5 2e-4 --seeds 0 1 2",
-    "slivertune compare --rows dense 'm1:--method hift --layers_per_group 1' 'm4:--method hift --layers_per_group 4'",
+    "slivertune compare --rows dense 'm4:--method hift --layers_per_group 4'",
 )
 _OWN = HelpGroup(
     "what is compared",
