@@ -185,6 +185,9 @@ def combinations(asked: Asked) -> Iterator[PlanRequest]:
         # Weights in 4 bits are not streamed, and weights that have no masters have none to split.
         if changes["offload_parameters"] and changes["load_in_4bit"]:
             continue
+        # A search takes one of both.
+        if changes["waiting"] and changes["weights"] == "host":
+            continue
         if (changes["token_tile_size"] or 0) >= changes["batch_size"] * changes["seq_length"]:
             continue
         try:

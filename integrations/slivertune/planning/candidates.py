@@ -223,11 +223,13 @@ def _token_tiles(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _weights_on_host(request: PlanRequest) -> list[PlanRequest]:
-    return _changed(request, weights="host") if _reads(request, "weights") and request.weights == "device" else []
+    # They go together; a search takes one of them.
+    may = _reads(request, "weights") and request.weights == "device" and request.waiting is None
+    return _changed(request, weights="host") if may else []
 
 
 def _waiting_in_fewer_bits(request: PlanRequest) -> list[PlanRequest]:
-    if not _reads(request, "waiting") or request.waiting is not None:
+    if not _reads(request, "waiting") or request.waiting is not None or request.weights == "host":
         return []
     master = None if request.master == "split" else request.master  # which need the weight's other half on the device
     return [
