@@ -247,6 +247,20 @@ def test_what_nothing_leads_to_is_an_error_and_no_endless_wait() -> None:
         disk.changed.wait()
 
 
+def test_what_was_read_is_there_once_the_host_has_waited_for_it() -> None:
+    recorder = ScheduleRecorder()
+    disk, memory = RecordedDisk(recorder, Path("state"), 0), torch.empty(4)
+    assert disk.has_happened(disk.read(Path("before"), 0, memory)), "all of it was before the recording"
+    with recorder.recording("step", 0):
+        first, second = (disk.read(Path(name), 0, memory) for name in ("first", "second"))
+        assert not disk.has_happened(first) and not disk.has_happened(second)
+        disk.wait_on_host(first)
+        assert disk.has_happened(first) and not disk.has_happened(second)
+        disk.wait_on_host(second)
+        assert disk.has_happened(second)
+    assert disk.has_happened(None)
+
+
 def test_nothing_is_made_on_the_real_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     record_hift(request_of(), TINY)
