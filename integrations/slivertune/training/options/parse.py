@@ -222,7 +222,7 @@ def _check_kept(run: RunArguments, training: TrainingArguments) -> None:
 
 def _check_long(run: RunArguments, training: TrainingArguments) -> None:
     """Refuse offloading where nothing is checkpointed, and what offloading and tiles can't go with."""
-    if run.offload_activations and not training.activation_checkpointing:
+    if run.offload_activations and not training.gradient_checkpointing:
         raise ValueError(offloading_without_checkpointing())
     if run.offload_activations and run.num_kept == "auto":
         raise ValueError(
