@@ -156,7 +156,7 @@ def test_on_the_machine_that_trains_its_free_memory_is_a_limit(
 def test_an_impossible_fit_is_code_2_and_the_size_that_it_names_fits(
     tiny: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", "--model", str(tiny), *SMALL, "--layout", "single"]
+    words = ["plan", "--model", str(tiny), *SMALL, "--weights", "device"]
     assert main([*words, "--fit", "500MiB", "--json"]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -164,7 +164,7 @@ def test_an_impossible_fit_is_code_2_and_the_size_that_it_names_fits(
     assert error.startswith(
         "slivertune plan: error: nothing that may be changed makes this fit 500.0 MiB; the smallest"
     )
-    assert error.endswith("; not changed, as you set it: --layout")
+    assert error.endswith("; not changed, as you set it: --weights")
     smallest = error.partition("(")[2].partition(" bytes")[0].replace(",", "")
     assert main([*words, "--fit", smallest]) == 0
 

@@ -72,7 +72,7 @@ def test_full_parameter_training_fits_where_it_must(config: Any, settings: Any, 
     assert plan.peak_bytes <= limit
 
 
-@pytest.mark.parametrize(("model", "need"), [("llama-3.1-8b", 7.4), ("qwen3-32b", 21.4), ("llama-3.1-70b", 42.4)])
+@pytest.mark.parametrize(("model", "need"), [("llama-3.1-8b", 7.2), ("qwen3-32b", 21.4), ("llama-3.1-70b", 42.4)])
 def test_models_whose_layers_wait_in_nf4_need_what_docs_hift_md_says(model: str, need: float) -> None:
     pytest.importorskip("bitsandbytes")
     plan = make_plan(hift(seq_length=2048, waiting="nf4"), find_model(model).config)
