@@ -507,7 +507,7 @@ def test_a_host_without_room_is_an_error_before_it_is_filled(monkeypatch: pytest
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(
     not hasattr(PreTrainedModel, "activation_checkpointing_enable"),
-    reason="transformers before 5.23 checkpoints outside of what is compiled, where offloading works as it does without",
+    reason="transformers before 5.23 checkpoints outside of what is compiled, where offloading works",
 )
 def test_a_compiled_model_is_refused_with_the_reason() -> None:
     model = checkpointed(lambda: llama(dropout=0.0))

@@ -145,9 +145,11 @@ class SizedReselection(Reselection):
             estimator, count = weight.estimators.pop(updates, None), weight.num_active
             num_proposed = count
             if isinstance(weight.moments, SM3Accumulators):
-                # A product of each trained weight, and those that are searched: as many in the first reselection.
+                # A product of each trained weight, and those that are found, as many as are grown and up to an eighth
+                # more; most are grown in the first reselection.
+                num_proposed = count + count // 8
                 trained = torch.empty(count, 2, dtype=torch.float64)
-                products = torch.empty(num_proposed, 5, dtype=torch.float64)
+                products = torch.empty(num_proposed, 6, dtype=torch.float64)
                 del trained, products
                 # The positions found wait until all tensors are searched.
                 scores = [torch.empty(num_proposed)]
