@@ -40,10 +40,16 @@ def _by_rate(part: Part, m: str) -> dict[float, list[dict[str, Any]]]:
     }
 
 
-def _show(figure: str, values: Sequence[float]) -> str:
-    """A loss in nats, or an accuracy in percent: the mean, and of several seeds the least and the largest."""
+def mean_and_range(figure: str, values: Sequence[float], *, digits: int = 3) -> str:
+    """A loss in nats, or an accuracy in percent: the mean, and of several seeds the least and the largest.
+
+    Args:
+        figure: `loss` or `accuracy`.
+        values: By seed.
+        digits: Of a loss.
+    """
     every = (*values, statistics.fmean(values))
-    words = [f"{value:.3f}" if figure == "loss" else f"{100 * value:.1f}" for value in every]
+    words = [f"{value:.{digits}f}" if figure == "loss" else f"{100 * value:.1f}" for value in every]
     unit = "" if figure == "loss" else " %"
     low, high = (words[values.index(each(values))] for each in (min, max))
     return f"{words[-1]}{unit}" + (f" ({low} to {high})" if len(values) > 1 else "")
@@ -67,7 +73,7 @@ def summary(content: dict[str, Part]) -> str:
             best = best_runs(part, m)
             figure = part["fixed"]["figure"]
             cells += [
-                _show(figure, [run[figure] for run in best]) if best else "none yet",
+                mean_and_range(figure, [run[figure] for run in best]) if best else "none yet",
                 f"{best[0]['learning_rate']:g}" if best else "",
                 str(part["calibration"]["num_updates"][m]),
                 _megabytes(part["bytes"][m]["device"]),
@@ -88,12 +94,12 @@ def details(name: str, part: Part) -> str:
             if num_diverged:
                 rates.append(f"{rate:g}: {num_diverged} of {len(runs)} diverged")
             else:
-                mean = _show(figure, [statistics.fmean(run[figure] for run in runs)])
+                mean = mean_and_range(figure, [statistics.fmean(run[figure] for run in runs)])
                 rates.append(
                     f"{rate:g}: {mean}" + (f" ({len(runs)} of {num_seeds} seeds)" if len(runs) < num_seeds else "")
                 )
         cells = [
-            f"{m}: {_show(figure, [run[figure] for run in best])}" if best else f"{m}: none yet",
+            f"{m}: {mean_and_range(figure, [run[figure] for run in best])}" if best else f"{m}: none yet",
             f"{statistics.fmean(run['cpu_seconds'] for run in best):.0f}" if best else "",
             " + ".join(_megabytes(counted[kind]) for kind in ("weights", "gradients", "state")),
             _megabytes(counted["host"]),

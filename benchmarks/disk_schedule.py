@@ -19,18 +19,15 @@ turn, embedding and head included.
     OMP_NUM_THREADS=1 python benchmarks/disk_schedule.py --quick --output trial.json   # a tiny model
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from environment import record_environment
-from result_files import RESULTS, read_json, write_json
 from schedule import TINY, figures
+from simulated_rows import add_host_bandwidth, make_parser, simulate_rows
 from transformers import PreTrainedConfig
 
-from slivertune.planning.cards import DISK_BANDWIDTH, EFFICIENCY, Card, Duplex, card_named, known_cards
+from slivertune.planning.cards import DISK_BANDWIDTH, Card, Duplex, card_named
 from slivertune.planning.configs import find_model
 from slivertune.planning.hift_schedule import HiFTSchedule, record_hift
 from slivertune.planning.make import make_plan
@@ -138,34 +135,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Simulate, write the result after every row, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="a part; all by default")
-    parser.add_argument("--card", choices=sorted(known_cards()), default="4090")
-    parser.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of the peak that is reached")
-    parser.add_argument("--bus_bandwidth", type=float, default=25e9, help="bytes a second each way")
-    parser.add_argument("--host_bandwidth", type=float, help="bytes a second of the host's memory; no bound by default")
+    parser = make_parser(__doc__, ROWS)
+    add_host_bandwidth(parser)
     parser.add_argument("--disk_bandwidth", type=float, default=DISK_BANDWIDTH, help="bytes a second of the disk")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see whether it runs; needs --output")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    if arguments.quick and arguments.output is None:
-        parser.error("--quick needs --output FILE: a trial is not written among the results")
-    output = arguments.output or RESULTS / "disk_schedule.json"
-    rates = {
-        name: getattr(arguments, name) for name in ("efficiency", "bus_bandwidth", "host_bandwidth", "disk_bandwidth")
-    }
+    names = ("efficiency", "bus_bandwidth", "host_bandwidth", "disk_bandwidth")
+    rates = {name: getattr(arguments, name) for name in names}
     about = {"model": "tiny" if arguments.quick else MODEL, "card": arguments.card, "rates": rates}
-    kept = read_json(output)
-    if kept and {name: kept[name] for name in about} != about:
-        parser.error(f"{output} has rows of other rates, {[kept[name] for name in about]}; name another --output")
     config = TINY if arguments.quick else find_model(MODEL).config
-    by_name = {row["name"]: row for row in kept.get("rows", [])}
-    for name in arguments.rows or ROWS:
-        by_name[name] = simulate(name, config, card_named(arguments.card), rates, is_quick=arguments.quick)
-        rows = [by_name[each] for each in ROWS if each in by_name]
-        write_json(output, {"environment": record_environment(), **about, "rows": rows})
-        print(name, "done", flush=True)
-    print(table([by_name[each] for each in ROWS if each in by_name]))
+
+    def row(name: str) -> dict[str, Any]:
+        return simulate(name, config, card_named(arguments.card), rates, is_quick=arguments.quick)
+
+    print(table(simulate_rows(parser, arguments, "disk_schedule.json", list(ROWS), about, row)))
 
 
 if __name__ == "__main__":

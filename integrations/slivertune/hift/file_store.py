@@ -101,8 +101,9 @@ class FileStore:
     def memory_of(self, file: GroupFile) -> torch.Tensor | None:
         """What a group's state lies in; None while it is not there."""
         with self._changed:
-            is_there = file.buffer is not None and self._disk.has_happened(file.arrived)
-            return file.buffer.memory if file.buffer is not None and is_there else None
+            if file.buffer is None or not self._disk.has_happened(file.arrived):
+                return None
+            return file.buffer.memory
 
     def use(self, file: GroupFile) -> torch.Tensor:
         """Have a group's state in memory, to be stepped: neither written nor given up until `hand_over`.

@@ -231,12 +231,11 @@ class StreamedGroup(ResidentGroup):
         assert self._offloaded is not None
         master, target = self._offloaded.whole(weight, MASTER).view(-1), into.view(-1)
         slots, ready = self._slots, None
-        length = self._meter.config.piece_bytes // master.element_size() or master.numel()
         # One size for all: a slot that is too small for the next weight would be given up, and that waited for.
         largest = max(each.parameter.numel() for each in self.weights)
-        slot_bytes = min(self._meter.config.piece_bytes // master.element_size() or largest, largest) * master.itemsize
+        length = min(self._meter.config.piece_bytes // master.itemsize or largest, largest)
         for source, part in zip(master.split(length), target.split(length), strict=True):
-            slot = slots.take(slot_bytes, at_least=_ALWAYS)
+            slot = slots.take(length * master.itemsize, at_least=_ALWAYS)
             assert slot is not None
             with slots.streams.on("inbound", slots.streams.record(), slot.free_after, *self._stored.values()):
                 part.copy_(tensor_at(slot.memory, 0, source).copy_(source, non_blocking=True))

@@ -175,25 +175,24 @@ class WaitingWeight:
 
     def arrive(self) -> None:
         """Let the parameter hold the exact weight, from the next operator on; only where `begin_turn` was called."""
-        if self._arriving is None:
-            return
-        dense, ready = self._arriving
-        self._streams_of(dense.device).compute_after(ready)
-        assert self.source is not None
-        self.source.end_loading()
-        self.parameter.data = dense
-        self._codes, self._arriving, self.is_waiting = None, None, False
+        dense = self._arrived()
+        if dense is not None:
+            self.parameter.data = dense
+            self._codes, self.is_waiting = None, False
 
     def cancel_turn(self) -> None:
         """Go on waiting: the turn is over before the weight has arrived."""
+        self._arrived()  # its memory is the computation's next
+
+    def _arrived(self) -> torch.Tensor | None:
+        """The exact weight that was on its way, for which the computation waits now; None where none was."""
         if self._arriving is None:
-            return
-        dense, ready = self._arriving
-        # Its memory is the computation's next.
+            return None
+        (dense, ready), self._arriving = self._arriving, None
         self._streams_of(dense.device).compute_after(ready)
         assert self.source is not None
         self.source.end_loading()
-        self._arriving = None
+        return dense
 
     def restore(self) -> None:
         """Let the parameter hold the exact weight now, on the device or, if its codes wait on the host, there."""

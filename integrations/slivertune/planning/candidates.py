@@ -209,9 +209,9 @@ def _checkpointing(request: PlanRequest) -> list[PlanRequest]:
 
 
 def _offload_activations(request: PlanRequest) -> list[PlanRequest]:
-    return (
-        [] if request.offload_activations else _changed(request, gradient_checkpointing=True, offload_activations=True)
-    )
+    if request.offload_activations:
+        return []
+    return _changed(request, gradient_checkpointing=True, offload_activations=True)
 
 
 def _token_tiles(request: PlanRequest) -> list[PlanRequest]:

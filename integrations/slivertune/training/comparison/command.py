@@ -1,11 +1,10 @@
 """`slivertune compare`: train by all, say what each came to."""
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slivertune.planning.plot import save
+from slivertune.planning.plot import require_matplotlib, save
 from slivertune.training.comparison.arguments import CompareArguments, parse_compare_arguments
 from slivertune.training.comparison.comparison import Comparison, as_json
 from slivertune.training.comparison.figure import comparison_figure
@@ -51,12 +50,14 @@ def run_compare(argv: Sequence[str]) -> None:
         for remark in remarks:
             console.print(f"note: {remark}", markup=False)
         console.print(f"figures  {record.path}", markup=False, soft_wrap=True)
-        if importlib.util.find_spec("matplotlib") is None:
-            console.print("note: no picture: pip install 'slivertune[plot]' installs what draws it", markup=False)
-        elif any(each.outcomes for each in results):
+        if any(each.outcomes for each in results):
             picture = arguments.folder / PICTURE_NAME
-            save(comparison_figure(results, title), picture)
-            console.print(f"picture  {picture}", markup=False, soft_wrap=True)
+            try:
+                require_matplotlib("a picture of the comparison")
+                save(comparison_figure(results, title), picture)
+                console.print(f"picture  {picture}", markup=False, soft_wrap=True)
+            except ImportError as error:
+                console.print(f"note: no {PICTURE_NAME}: {error}", markup=False)
     failed = [each.row.name for each in results if each.failure]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(results)} rows failed: {', '.join(failed)}")

@@ -188,20 +188,20 @@ class Comparison:
 
     def _trial(self, name: str, words: Sequence[str]) -> Trial:
         """A few updates, measured once."""
-        trial = self._record.trial(name, words)
+        trial = self._record.trials.get(name, words)
         if trial is None:
             measured = self._record.folder / f"trial of {name}.json"
             module = "slivertune.training.comparison.trial"
             self._process(["-m", module, str(measured), *words], measured.with_suffix(".log"), f"  trial of {name}")
             trial = Trial(**json.loads(measured.read_text(encoding="utf-8")))
             measured.unlink()
-            self._record.keep_trial(name, words, trial)
+            self._record.trials.keep(name, words, trial)
         return trial
 
     def _run(self, row: Row, words: Sequence[str], rate: float, seed: int) -> Outcome:
         words = [*words, "--learning_rate", repr(rate), "--seed", str(seed)]
-        name = f"{row.name}/rate{rate:g}-seed{seed}"
-        outcome = self._record.outcome(name, words)
+        name = _run_name(row, rate, seed)
+        outcome = self._record.outcomes.get(name, words)
         if outcome is None:
             folder = self._record.folder / name
             place = ("--output_dir", str(folder), "--resume_from_checkpoint", "auto")
@@ -214,7 +214,7 @@ class Comparison:
                 outcome = read_outcome(folder)
             except ValueError as error:
                 raise FailedError(str(error)) from error
-            self._record.keep_outcome(name, words, outcome)
+            self._record.outcomes.keep(name, words, outcome)
         self._say(f"  {describe(outcome)}")
         return outcome
 
@@ -245,6 +245,11 @@ def _beyond(by_rate: Mapping[float, Outcome], best: Outcome) -> float | None:
     return best.rate / 2 if best.rate == min(by_rate) else None
 
 
+def _run_name(row: Row, rate: float, seed: int) -> str:
+    """What a run is called in the record; also its folder, in that of the comparison."""
+    return f"{row.name}/rate{rate:g}-seed{seed}"
+
+
 def describe(outcome: Outcome) -> str:
     """A run in one line."""
     name = outcome.metric.removeprefix("eval_")
@@ -260,7 +265,7 @@ def as_json(result: RowResult) -> dict[str, Any]:
     return {
         "name": result.row.name,
         "options": list(result.row.options),
-        "runs": [f"{result.row.name}/rate{each.rate:g}-seed{each.seed}" for each in result.outcomes],
+        "runs": [_run_name(result.row, each.rate, each.seed) for each in result.outcomes],
         "is_searched": len(result.rates) > 1,
         "is_at_edge": bool(result.outcomes) and result.is_at_edge,
         "failure": result.failure,

@@ -5,13 +5,57 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from slivertune.core import atomic
 from slivertune.training.comparison.outcome import Outcome
 from slivertune.training.comparison.trial import Trial
 
 RECORD_NAME = "compare.json"
+_Measured = TypeVar("_Measured")
+
+
+class Kept(Generic[_Measured]):
+    """What was measured of one kind, by name, each with the command that it came of.
+
+    Args:
+        record: Keeps it.
+        kind: The name of all of it in the file.
+        field: The name of what was measured, beside the command.
+        measured_class: Its class.
+    """
+
+    def __init__(self, record: "Record", kind: str, field: str, measured_class: type[_Measured]) -> None:
+        self._record, self._kind, self._field = record, kind, field
+        self._class: Any = measured_class
+
+    def get(self, name: str, words: Sequence[str]) -> _Measured | None:
+        """What was measured; None where it was not.
+
+        Args:
+            name: Of the run or trial.
+            words: Its command.
+
+        Raises:
+            ValueError: If one of that name had another command.
+        """
+        found = self._record.values[self._kind].get(name)
+        if found is None:
+            return None
+        if found["command"] != list(words):
+            raise ValueError(
+                f"{self._record.path} has {name!r} by another command, {shlex.join(found['command'])}, and this would "
+                f"be {shlex.join(words)}; their figures don't belong in one table: name another --output_dir, or give "
+                "the old settings"
+            )
+        measured: _Measured = self._class(**found[self._field])
+        return measured
+
+    def keep(self, name: str, words: Sequence[str], measured: _Measured) -> None:
+        """Keep what was measured."""
+        value: Any = measured
+        self._record.values[self._kind][name] = {"command": list(words), self._field: asdict(value)}
+        self._record.write()
 
 
 class Record:
@@ -27,7 +71,12 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / RECORD_NAME
-        self._values = self._read()
+        self.values = self._read()
+        """Plain containers, as they are written."""
+        self.trials = Kept(self, "trials", "measured", Trial)
+        """By row."""
+        self.outcomes = Kept(self, "runs", "outcome", Outcome)
+        """What runs came to, by run."""
 
     def _read(self) -> dict[str, Any]:
         empty: dict[str, Any] = {"trials": {}, "runs": {}}
@@ -44,55 +93,9 @@ class Record:
     def write(self) -> None:
         """Write what is known."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        atomic.write_json(self.path, self._values)
+        atomic.write_json(self.path, self.values)
 
     def describe(self, values: Mapping[str, Any]) -> None:
         """Keep what was asked for and what is said of it, in place of what was kept before."""
-        self._values |= values
+        self.values |= values
         self.write()
-
-    def trial(self, name: str, words: Sequence[str]) -> Trial | None:
-        """What was measured of a trial; None where it was not.
-
-        Args:
-            name: Of the trial.
-            words: Its command.
-
-        Raises:
-            ValueError: If a trial of that name had another command.
-        """
-        found = self._find("trials", name, words)
-        return None if found is None else Trial(**found["measured"])
-
-    def keep_trial(self, name: str, words: Sequence[str], trial: Trial) -> None:
-        """Keep what was measured."""
-        self._values["trials"][name] = {"command": list(words), "measured": asdict(trial)}
-        self.write()
-
-    def outcome(self, name: str, words: Sequence[str]) -> Outcome | None:
-        """What a run came to; None where it has not ended.
-
-        Args:
-            name: Of the run.
-            words: Its command.
-
-        Raises:
-            ValueError: If a run of that name had another command.
-        """
-        found = self._find("runs", name, words)
-        return None if found is None else Outcome(**found["outcome"])
-
-    def keep_outcome(self, name: str, words: Sequence[str], outcome: Outcome) -> None:
-        """Keep what a run came to."""
-        self._values["runs"][name] = {"command": list(words), "outcome": asdict(outcome)}
-        self.write()
-
-    def _find(self, kind: str, name: str, words: Sequence[str]) -> Any:
-        found = self._values[kind].get(name)
-        if found is not None and found["command"] != list(words):
-            raise ValueError(
-                f"{self.path} has {name!r} by another command, {shlex.join(found['command'])}, and this would be "
-                f"{shlex.join(words)}; their figures don't belong in one table: name another --output_dir, or give the "
-                "old settings"
-            )
-        return found

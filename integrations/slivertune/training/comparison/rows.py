@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slivertune.core.suggestions import did_you_mean
+from slivertune.planning.compare import TOKEN_RATIO
 
-_TOKENS = ("--token_ratio", "0.3")
+_TOKENS = ("--token_ratio", str(TOKEN_RATIO))
 _NAME = re.compile(r"[\w.+-]+")
 
 

@@ -24,7 +24,7 @@ from slivertune.training.output.plan_line import DevicePeak
 
 _MEASURED_CYCLES = 2
 """At the end of the last one a trial ends; the first makes the state, and is not timed."""
-_QUIET = ("--eval_strategy", "no", "--save_strategy", "no", "--report", "false", "--sample_tokens", "0")
+_QUIET = ("--eval_strategy", "no", "--save_strategy", "no")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
