@@ -1,6 +1,7 @@
 """Comparisons of tiny runs, in this process: lengths, rates, limits, what is kept, what fails."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from slivertune.cli import main
 from slivertune.training.comparison import comparison as comparing
 from slivertune.training.comparison import trial as trials
+from slivertune.training.comparison.outcome import Outcome
 from slivertune.training.comparison.processes import FailedError
 from tests.training.tiny_runs import TINY_CYCLE, complaint, make_tiny_base, results_of, write_texts
 
@@ -27,13 +29,15 @@ class Processes:
         self.ran: list[list[str]] = []
         self.trial: Callable[[list[str]], dict[str, Any]] | None = None
         """What a trial measures; None measures."""
+        self.is_dry = False
+        """Whether runs are left out."""
 
     def __call__(self, words: Sequence[str], log: Path, title: str, console: Any) -> None:
         words = list(words)
         self.ran.append(words)
         log.parent.mkdir(parents=True, exist_ok=True)
         if words[:2] == ["-m", "slivertune"]:
-            if code := main(words[2:]):
+            if not self.is_dry and (code := main(words[2:])):
                 raise FailedError(f"ended with code {code}")
         elif self.trial is None:
             trials.main(words[2:])
@@ -191,6 +195,58 @@ def test_rates_are_searched_with_the_first_seed_and_the_best_trains_the_others(
     ]
     assert record(tmp_path)["rows"][0]["is_at_edge"]
     assert "the largest or the smallest tried: dense" in capsys.readouterr().out
+
+
+def outcome(rate: float, seed: int, loss: float) -> Outcome:
+    """A run that ended with this loss."""
+    return Outcome(
+        rate=rate,
+        seed=seed,
+        num_updates=6,
+        seconds=1.0,
+        num_tokens=None,
+        before={"eval_loss": 2.0},
+        after={"eval_loss": loss},
+        peak_bytes={"device": 1},
+        curve=([0, 6], [2.0, loss]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("losses", "rate", "num_runs"),
+    [
+        # What is best with the first seed alone diverges with the others: the next rate has the best mean.
+        ({1e-3: (1.5, 1.5, 1.5), 2e-3: (1.4, 3.0, 3.0)}, 1e-3, 6),
+        ({1e-3: (1.5, 1.5, 1.5), 2e-3: (1.4, math.nan, 1.4)}, 1e-3, 6),
+        # It was luck, but the next rate has worse, and the last is not tried: its first figure is above the mean.
+        ({1e-3: (1.45, 1.6, 1.6), 2e-3: (1.4, 1.5, 1.5), 4e-3: (1.5, 1.0, 1.0)}, 2e-3, 7),
+        # No rate can be better than this mean.
+        ({1e-3: (1.5, 1.3, 1.3), 2e-3: (1.4, 1.5, 1.5)}, 2e-3, 4),
+    ],
+)
+def test_the_best_rate_has_the_best_mean_over_the_seeds(
+    losses: dict[float, tuple[float, ...]],
+    rate: float,
+    num_runs: int,
+    words: list[str],
+    tmp_path: Path,
+    processes: Processes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words[1:4] = ["--rows", "dense"]
+    processes.is_dry = True
+    monkeypatch.setattr(comparing, "read_outcome", lambda folder: outcome(*found(folder, losses)))
+    rates = [f"{each:g}" for each in losses]
+    assert main([*words, "--search_rates", *rates, "--seeds", "0", "1", "2"]) == 0
+    (row,) = record(tmp_path)["rows"]
+    assert [name.partition("/")[2] for name in row["runs"]] == [f"rate{rate:g}-seed{seed}" for seed in range(3)]
+    assert processes.num_runs() == num_runs
+
+
+def found(folder: Path, losses: dict[float, tuple[float, ...]]) -> tuple[float, int, float]:
+    """Rate, seed and loss of a run, by its folder."""
+    rate, _, seed = folder.name.removeprefix("rate").partition("-seed")
+    return float(rate), int(seed), losses[float(rate)][int(seed)]
 
 
 @pytest.mark.slow

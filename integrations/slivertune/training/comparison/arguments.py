@@ -39,9 +39,10 @@ _OWN = HelpGroup(
         ),
         HelpEntry(
             "--search_rates [RATE ...]",
-            "try each row at these learning rates, with the first seed; the other seeds train at its best. Without a "
-            "rate: half, once and twice the row's own, and on until the best lies between others. Without the option "
-            "each row trains at its own rate, and the table says so",
+            "try each row at these learning rates, with the first seed; the other seeds train at its best, and at the "
+            "next best where their mean is worse than that. Without a rate: half, once and twice the row's own, and on "
+            "until the best lies between others. Without the option each row trains at its own rate, and the table "
+            "says so",
         ),
         HelpEntry("--seeds N ...", "train with each; the table has means and ranges. By default 42, the Trainer's"),
         HelpEntry("--output_dir FOLDER", f"of the comparison, by default {DEFAULT_FOLDER}"),

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from slivertune.training.comparison.arguments import CompareArguments
-from slivertune.training.comparison.outcome import Outcome, best_of, mean, read_outcome
+from slivertune.training.comparison.outcome import Outcome, best_of, mean, mean_badness, read_outcome
 from slivertune.training.comparison.processes import FailedError, run_process
 from slivertune.training.comparison.record import Record
 from slivertune.training.comparison.rows import Row
@@ -117,8 +117,10 @@ class Comparison:
         return [*common, *(word for name, value in defaults.items() for word in (f"--{name}", value)), *row.options]
 
     def _run_row(self, row: Row) -> RowResult:
-        rates, by_rate, outcomes = self._rates(row), dict[float, Outcome](), list[Outcome]()
+        rates, by_rate = self._rates(row), dict[float, Outcome]()
         first, *others = self._arguments.seeds
+        by_seed: list[list[Outcome]] = []
+        failure = None
         try:
             words = self._sized(row)
             words += self._length(row, words)
@@ -130,14 +132,19 @@ class Comparison:
                 best = best_of(list(by_rate.values()))
             if best.badness == float("inf"):
                 raise FailedError("its evaluation is no number after any run; give lower --search_rates")
-            outcomes = [best]
+            for candidate in sorted(by_rate.values(), key=lambda each: each.badness):
+                if by_seed and candidate.badness >= min(map(mean_badness, by_seed)):
+                    break  # with the first seed alone it is worse than the best mean
+                by_seed.append([candidate])
+                by_seed[-1] += [self._run(row, words, candidate.rate, seed) for seed in others]
+            by_seed.sort(key=mean_badness)
             if len(by_rate) > 1:
-                self._say(f"  the best rate of {', '.join(f'{rate:g}' for rate in sorted(by_rate))}: {best.rate:g}")
-            outcomes += [self._run(row, words, best.rate, seed) for seed in others]
+                tried = ", ".join(f"{rate:g}" for rate in sorted(by_rate))
+                self._say(f"  the best rate of {tried}: {by_seed[0][0].rate:g}")
         except FailedError as error:
             self._say(f"  failed: {error}")
-            return RowResult(row=row, rates=by_rate, outcomes=tuple(outcomes), failure=str(error))
-        return RowResult(row=row, rates=by_rate, outcomes=tuple(outcomes))
+            failure = str(error)
+        return RowResult(row=row, rates=by_rate, outcomes=tuple(by_seed[0]) if by_seed else (), failure=failure)
 
     def _rates(self, row: Row) -> tuple[float, ...]:
         own = self._parsed[row.name].training.learning_rate

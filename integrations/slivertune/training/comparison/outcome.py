@@ -81,6 +81,15 @@ def best_of(outcomes: Sequence[Outcome]) -> Outcome:
     return min(outcomes, key=lambda each: each.badness)
 
 
+def mean_badness(outcomes: Sequence[Outcome]) -> float:
+    """Of a row's seeds at one rate; infinite where one of them came to no number.
+
+    Args:
+        outcomes: One a seed.
+    """
+    return statistics.fmean(each.badness for each in outcomes)
+
+
 def mean(values: Sequence[float | None]) -> float | None:
     """Of what was measured; None where something was not."""
     known = [value for value in values if value is not None]
