@@ -12,41 +12,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dial_table import best_runs
-from result_files import RESULTS, read_json
+from measured import picture
+from result_files import RESULTS
 
 PICTURE = RESULTS.parents[1] / "docs" / "images" / "measured.png"
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#999999"
-LAYOUTS = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
-
-
-def figures() -> dict[str, Any]:
-    """What is drawn: shares of dense training, and the dial's losses and megabytes."""
-    tokens = read_json(RESULTS / "tokentune.json")["variants"]
-    sft = read_json(RESULTS / "sft.json")["plain"]["times"]["variants"]
-    language, layouts = read_json(RESULTS / "dial.json")["language"], read_json(RESULTS / "ranks.json")["layouts"]
-    seconds = {
-        name: sft[name]["plain_seconds"] / sft["dense"]["plain_seconds"] for name in ("lora", "sft_ma", "sft_ag")
-    }
-    losses = {m: [run["loss"] for run in best_runs(language, m)] for m in language["bytes"]}
-    return {
-        "step": {
-            "LoRA, rank 64": seconds["lora"],
-            "SFT (MA)": seconds["sft_ma"],
-            "SFT (AG)": seconds["sft_ag"],
-            "HiFT, 1 layer": read_json(RESULTS / "overhead.json")["cycle"]["median_ratio"]["cpu"],
-            "TokenTune, 30 %": tokens["30%"]["median_ratio"]["cpu"],
-        },
-        "dial": {
-            m: {"loss": sum(each) / len(each), "megabytes": language["bytes"][m]["device"] / 1e6}
-            for m, each in losses.items()
-        },
-        "sent": {
-            title: {name: layouts[layout][name]["bytes_per_step"] / layouts[layout]["dense"]["bytes_per_step"]
-                    for name in ("hift", "sft_ag")}
-            for layout, title in LAYOUTS.items()
-        },
-    }  # fmt: skip
 
 
 def draw(shown: dict[str, Any]) -> Any:
@@ -93,7 +63,7 @@ def main() -> None:
     )
     parser.add_argument("--figures", action="store_true", help="print what is drawn, and draw nothing")
     arguments = parser.parse_args()
-    text = json.dumps(figures(), indent=1)
+    text = json.dumps(picture(), indent=1)
     if arguments.figures:
         print(text)
         return

@@ -322,9 +322,11 @@ def table(groups: list[dict[str, Any]]) -> str:
     lines = ["| Source | Run | published | planned | error |", "|---|---|---|---|---|"]
     for group in groups:
         for row in group["rows"]:
-            error = f"{row['error']:+.1%}" if not row["is_fitted"] else f"fitted, {group['efficiency']:.0%} of the peak"
+            error = f"{100 * row['error']:+.1f} %"
+            if row["is_fitted"]:
+                error = f"fitted: {100 * group['efficiency']:.0f} % of the peak"
             if row["is_met"] is not None:
-                error += f" (<= {TARGET:.0%}{'' if row['is_met'] else ', missed'})"
+                error += f" ({'within' if row['is_met'] else 'not within'} {100 * TARGET:.0f} %)"
             speeds = f"{row['published_tokens_per_second']:,.0f} | {row['planned_tokens_per_second']:,.0f}"
             lines.append(f"| {group['source']} | {row['name']} | {speeds} | {error} |")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,17 @@ def measure(row: Row, config: LlamaConfig, batch: dict[str, torch.Tensor], num_r
     period = row.period(config.num_hidden_layers + 2)
     rounds = [[trainee.update() for _ in range(period)] for _ in range(num_rounds + 1)][1:]
     return [[statistics.median(each[place][part] for each in rounds) for part in range(2)] for place in range(period)]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows that dense training does not calibrate, in Markdown."""
+    lines = ["| | measured | planned | error |", "|---|---|---|---|"]
+    for row in rows:
+        if row["is_met"] is not None:
+            seconds = (sum(row[part].values()) for part in ("measured_seconds", "planned_seconds"))
+            cells = [row["name"], *(f"{each:.3f} s" for each in seconds), f"{100 * row['error']:+.1f} %"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -196,24 +196,6 @@ def test_host_weights_writes_what_both_ways_lose(tmp_path: Path) -> None:
     assert result["verdict"]["needs_a_streamer"] == (fsdp2["lost_to_copies"] > result["verdict"]["limit"])
 
 
-def test_the_table_of_host_weights_is_that_of_the_committed_result() -> None:
-    done = run_python(
-        "-c",
-        "import json, host_weights; print(host_weights.table(json.load(open('results/host_weights.json'))['rows']))",
-        cwd=BENCHMARKS,
-    )
-    assert done.stdout.strip() in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_table_of_waiting_layers_is_that_of_the_committed_result() -> None:
-    done = run_python(
-        "-c",
-        "import json, waiting; print(waiting.table(json.load(open('results/waiting.json'))))",
-        cwd=BENCHMARKS,
-    )
-    assert done.stdout.strip() in (CHECKOUT / "docs" / "hift.md").read_text(encoding="utf-8")
-
-
 def test_token_gradients_writes_a_row_for_each_pattern_and_ratio(tmp_path: Path) -> None:
     folder = base_model_folder(BASE_RECIPE, tmp_path / "slivertune" / "base_models")
     tiny = BaseRecipe(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_steps=1, corpus_bytes=2_000)
@@ -384,14 +366,6 @@ def test_dial_shares_out_the_time_and_takes_the_best_rate_of_every_setting(tmp_p
     assert more == [(0, 5e-3), (0, 2e-2), *([] if winner in (1e-3, 1e-2) else [(1, winner)])]
     # With another budget the seconds would not be equal.
     assert "'updates_at_m_1': 21" in dial("--updates=21", expect=1)
-
-
-def test_the_dials_tables_in_the_documents_are_those_of_the_committed_result() -> None:
-    summary, *details = run_python(BENCHMARKS / "dial_table.py", cwd=CHECKOUT).stdout.strip().split("\n\n")
-    for document in ("README.md", "docs/hift.md"):
-        assert summary in (CHECKOUT / document).read_text(encoding="utf-8"), f"{document} has another table"
-    described = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-    assert len(details) == 2 and all(table in described for table in details)
 
 
 def test_same_bits_names_the_cells_in_which_two_commits_differ(tmp_path: Path) -> None:

@@ -1,0 +1,166 @@
+"""What the files under benchmarks/results/ come to, worked out apart from the scripts that print their tables."""
+
+import json
+import math
+import statistics
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.conftest import CHECKOUT
+
+
+@cache
+def result(name: str) -> dict[str, Any]:
+    return dict(json.loads((CHECKOUT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8")))
+
+
+Best = dict[str, tuple[float, list[float]]]
+
+
+@cache
+def dial(task: str) -> Best:
+    """By layers a group: the best rate that all seeds ran and none diverged at, and what each came to there."""
+    part = result("dial")[task]
+    figure, sign = part["fixed"]["figure"], 1 if task == "language" else -1
+    best: Best = {}
+    for m in part["bytes"]:
+        by_rate: dict[float, list[dict[str, Any]]] = {}
+        for run in part["runs"]:
+            if str(run["layers_per_group"]) == m:
+                by_rate.setdefault(run["learning_rate"], []).append(run)
+        ended = [
+            (rate, [run[figure] for run in runs])
+            for rate, runs in by_rate.items()
+            if len(runs) == 3 and not any(run["diverged"] for run in runs)
+        ]
+        best[m] = min(ended, key=lambda each: sign * statistics.fmean(each[1]))
+    return best
+
+
+def dial_mean(task: str, m: str) -> float:
+    return statistics.fmean(dial(task)[m][1])
+
+
+def spread_of_sst2() -> float:
+    """Points between the best and the worst setting."""
+    means = [100 * dial_mean("sst2", m) for m in dial("sst2")]
+    return max(means) - min(means)
+
+
+def error_of_sst2() -> float:
+    """Points of standard error of one accuracy."""
+    share = statistics.fmean(dial_mean("sst2", m) for m in dial("sst2"))
+    return 100 * math.sqrt(share * (1 - share) / result("dial")["sst2"]["fixed"]["num_rows"]["evaluation"])
+
+
+def diverged(rate: float, m: str) -> bool:
+    """Whether the first seed of the language reference did."""
+    (found,) = [
+        run["diverged"]
+        for run in result("dial")["language"]["runs"]
+        if (run["seed"], run["learning_rate"], str(run["layers_per_group"])) == (0, rate, m)
+    ]
+    return bool(found)
+
+
+def waiting_differences(task: str, form: str, m: int, place: str) -> list[float]:
+    """Of each seed, against exact layers."""
+    part = result("waiting")[task]
+    values = {
+        (run["form"], run["seed"]): run[place][part["figure"]] for run in part["runs"] if run["layers_per_group"] == m
+    }
+    return [values[form, seed] - values["exact", seed] for seed in (0, 1, 2)]
+
+
+def waiting_range(task: str, m: int) -> float:
+    """How far the seeds of exact layers lie apart."""
+    part = result("waiting")[task]
+    exact = [
+        run["on_device"][part["figure"]]
+        for run in part["runs"]
+        if (run["form"], run["layers_per_group"]) == ("exact", m)
+    ]
+    return float(max(exact) - min(exact))
+
+
+def largest_difference_when_exact() -> float:
+    means = [
+        statistics.fmean(waiting_differences("language", form, m, "exact")) for form in ("int8", "nf4") for m in (1, 4)
+    ]
+    return max(map(abs, means))
+
+
+def gains_of_updates_in_the_forward() -> list[float]:
+    """Percent of the step, of each run that was simulated with and without."""
+    seconds = {
+        row["name"]: row["prefetched"]["full"]["step_seconds"] for row in result("schedule")["rows"] if row["fits"]
+    }
+    return [
+        100 * (1 - seconds[f"{name}, updated in the forward"] / plain)
+        for name, plain in seconds.items()
+        if f"{name}, updated in the forward" in seconds
+    ]
+
+
+def host_row(name: str) -> dict[str, Any]:
+    (found,) = [row for row in result("host_weights")["rows"] if row["name"] == name]
+    return dict(found)
+
+
+def exposed(name: str) -> float:
+    """Percent of the step of the fastest streamer."""
+    fastest = min(host_row(name)["ideal"].values(), key=lambda each: each["step_seconds"])
+    return 100 * float(fastest["exposed_share"])
+
+
+def lost_by_fsdp2() -> list[float]:
+    return [100 * row["fsdp2"]["lost_to_copies"] for row in result("host_weights")["rows"]]
+
+
+def sft_peak(part: str, kind: str, name: str, phase: str) -> int:
+    return int(result("sft")[part][kind][name][phase]["peak_bytes"])
+
+
+def reselection_seconds(name: str) -> list[float]:
+    """What each update of an estimation phase, and the last one's reselection, takes beyond a plain one."""
+    times = result("sft")["plain"]["times"]["variants"][name]
+    return [seconds - times["plain_seconds"] for seconds in times["seconds"][15:]]
+
+
+def deviations() -> list[float]:
+    return [row["cosine_deviation"] for row in result("token_gradients")["rows"]]
+
+
+def plan_time_settings(name: str) -> dict[str, Any]:
+    (found,) = [row["settings"] for row in result("plan_time")["rows"] if row["name"] == name]
+    return dict(found)
+
+
+def weights_of_plan_time() -> int:
+    with torch.device("meta"):
+        return sum(each.numel() for each in LlamaForCausalLM(LlamaConfig(**result("plan_time")["model"])).parameters())
+
+
+def switch_ms(*layouts: str) -> list[float]:
+    return sorted(1e3 * result("ranks")["layouts"][each]["hift"]["switch"]["beyond_copies"] for each in layouts)
+
+
+def environments() -> list[dict[str, Any]]:
+    """Of the results in README's measured table."""
+    found = [result(name)["environment"] for name in ("tokentune", "token_gradients", "sft", "ranks")]
+    found += [result("overhead")[part]["environment"] for part in ("wrapper", "cycle")]
+    return found + [run["environment"] for run in result("sst2")["runs"]]
+
+
+def sst2_at_rate(m: str, rate: float) -> float:
+    runs = result("dial")["sst2"]["runs"]
+    return statistics.fmean(
+        run["accuracy"] for run in runs if (str(run["layers_per_group"]), run["learning_rate"]) == (m, rate)
+    )
+
+
+def tokentune_saved(name: str) -> int:
+    return int(result("tokentune")["variants"][name]["saved_bytes"])

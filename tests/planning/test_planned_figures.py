@@ -1,0 +1,97 @@
+"""The plans that the pages print are those that are made here; kept ones are in tests/test_figures.py."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slivertune.cli import main
+from tests.conftest import CHECKOUT
+from tests.helpers.launching import run_python
+
+pytestmark = pytest.mark.slow
+
+PLAN, LONG = (CHECKOUT / "docs" / name for name in ("plan.md", "long-sequences.md"))
+GB, GIB = 10**9, 2**30
+
+
+def words_of(page: Path) -> str:
+    return " ".join(page.read_text(encoding="utf-8").split())
+
+
+def plan(capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words, "--json"]) == 0
+    return dict(json.loads(capfd.readouterr().out))
+
+
+def test_the_plan_that_is_shown_is_the_one_that_is_made() -> None:
+    page = PLAN.read_text(encoding="utf-8")
+    command, shown = re.findall(r"^```\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
+    made = run_python("-m", *command.split(), cwd=CHECKOUT, COLUMNS="120").stdout
+    lines = shown.splitlines()
+    # The page ends with the command; notes and hints stand below it.
+    assert lines[-1].startswith("to run it: ")
+    assert [line.rstrip() for line in made.splitlines()][: len(lines)] == lines
+    waits = re.search(r"waits in host memory +│ (\S+ GiB)", shown)
+    assert waits is not None
+    assert f"warning: needs {waits[1]} of host memory, and no limit was given" in words_of(PLAN)
+
+
+def test_what_7b_needs_with_and_without_checkpointing_is_what_the_page_says(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "llama-2-7b", "--precision", "mixed_hi")
+    whole = plan(capfd, *words)["peak"]
+    checkpointed = plan(capfd, *words, "--gradient_checkpointing")["peak"]
+    stepped = plan(capfd, *words, "--gradient_checkpointing", "--gradients", "stepped")["peak"]
+    assert whole["phase"] == "forward" and whole["group"] == 1, "of the lowest block's turn"
+    said = (
+        f"at 1 x 512 peaks at {whole['total_bytes'] / GB:.1f} GB in the forward of the lowest block's turn, "
+        f"{whole['parameter_bytes'] / GB:.1f} of them weights and {whole['residual_bytes'] / GB:.1f} "
+        f"activations, which the 32 blocks keep for their inputs' gradients; with it the peak is "
+        f"{checkpointed['total_bytes'] / GB:.1f} GB, and "
+        f"{stepped['total_bytes'] / GB:.1f} with `--gradients stepped`"
+    )
+    assert said in words_of(PLAN)
+
+
+def test_the_table_of_long_sequences_is_planned(capfd: pytest.CaptureFixture[str]) -> None:
+    common = (
+        "--model",
+        "llama-3.1-8b",
+        "--precision",
+        "mixed_hi",
+        "--gradient_checkpointing",
+        "--seq_length",
+        "131072",
+    )
+    split, offloaded, tiled = ("--master", "split"), ("--offload_activations",), ("--token_tile_size", "8192")
+    rows = {
+        "as it is": split,
+        "`--offload_activations`": (*split, *offloaded),
+        "`--token_tile_size 8192`": (*split, *tiled),
+        "both": (*split, *offloaded, *tiled),
+        "both, and [`--weights host`](hift.md#where-weights-wait) (fp32 masters)": (
+            *offloaded,
+            *tiled,
+            "--weights",
+            "host",
+        ),
+    }
+    page = LONG.read_text(encoding="utf-8")
+    plans = {title: plan(capfd, *common, *options) for title, options in rows.items()}
+    waiting = (plans["both"]["host_bytes"] - plans["`--token_tile_size 8192`"]["host_bytes"]) / GIB
+    for title, each in plans.items():
+        activations = f"{each['peak']['residual_bytes'] / GIB:.1f} GiB" if "host`]" not in title else ""
+        on_host = f"{waiting:.0f} GiB" if "--offload_activations" in rows[title] else ""
+        cells = [
+            title,
+            f"{each['peak_bytes'] / GIB:.1f} GiB",
+            activations,
+            f"{each['need_bytes'] / GIB:.1f} GiB",
+            on_host,
+        ]
+        assert re.sub(r" +", " ", f"| {' | '.join(cells)} |") in page
+    both = plans["both"]["peak"]
+    assert f"bf16 weights ({both['parameter_bytes'] / GIB:.2f} GiB)" in words_of(LONG)
+    assert f"Of the {both['residual_bytes'] / GIB:.1f} GiB that are left" in words_of(LONG)

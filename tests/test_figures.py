@@ -1,0 +1,318 @@
+"""The figures of README and of the pages under docs/ are those of the kept results, those of kept plans among them.
+
+Tables stand between markers and are compared whole; figures in sentences are listed here with their words.
+"""
+
+import math
+import re
+import shutil
+import statistics
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import CHECKOUT
+from tests.helpers.kept_results import (
+    deviations,
+    dial,
+    dial_mean,
+    diverged,
+    environments,
+    error_of_sst2,
+    exposed,
+    gains_of_updates_in_the_forward,
+    largest_difference_when_exact,
+    lost_by_fsdp2,
+    plan_time_settings,
+    reselection_seconds,
+    result,
+    sft_peak,
+    spread_of_sst2,
+    sst2_at_rate,
+    switch_ms,
+    tokentune_saved,
+    waiting_differences,
+    waiting_range,
+    weights_of_plan_time,
+)
+from tests.helpers.launching import run_python
+
+BENCHMARKS = CHECKOUT / "benchmarks"
+PAGES = [CHECKOUT / "README.md", BENCHMARKS / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+GB = 10**9
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+@cache
+def words_of(page: str) -> str:
+    """A page's words, whatever lines they stand in."""
+    return " ".join((CHECKOUT / page).read_text(encoding="utf-8").split())
+
+
+def test_every_table_between_markers_is_made_of_the_committed_results(tmp_path: Path) -> None:
+    copy = tmp_path / "checkout"
+    shutil.copytree(BENCHMARKS, copy / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "docs").mkdir()
+    between = re.compile(r"(<!-- ([\w-]+) -->\n)(.*?)(<!-- /\2 -->\n)", re.DOTALL)
+    emptied = 0
+    for page in PAGES:
+        text, count = between.subn(r"\1\4", page.read_text(encoding="utf-8"))
+        (copy / page.relative_to(CHECKOUT)).write_text(text, encoding="utf-8")
+        emptied += count
+    run_python(copy / "benchmarks" / "tables.py", "--write", cwd=tmp_path)
+    for page in PAGES:
+        assert (copy / page.relative_to(CHECKOUT)).read_text("utf-8") == page.read_text("utf-8"), page
+    assert emptied == 17
+
+
+def test_tables_that_a_page_lacks_the_markers_of_are_named(tmp_path: Path) -> None:
+    shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__"))
+    text = (CHECKOUT / "README.md").read_text(encoding="utf-8").replace("<!-- /measured -->\n", "")
+    (tmp_path / "README.md").write_text(text, encoding="utf-8")
+    done = run_python(tmp_path / "benchmarks" / "tables.py", "--write", cwd=tmp_path, expect=1)
+    assert "README.md must have <!-- measured --> and <!-- /measured --> once" in done.stderr
+
+
+FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
+    (
+        "README.md",
+        "On {} shared CPU cores, {} thread; every figure is in",
+        lambda: tuple(
+            NUMBERS[number]
+            for name in ("num_cores", "num_threads")
+            for number in {environment[name] for environment in environments()}
+        ),
+    ),
+    (
+        "docs/hift.md",
+        "the settings were within {} points of each other, at a standard error of {:.1f} points for one seed",
+        lambda: (NUMBERS[math.ceil(spread_of_sst2())], error_of_sst2()),
+    ),
+    (
+        "docs/which-method.md",
+        "on SST-2 the settings were within {} points of each other",
+        lambda: (NUMBERS[math.ceil(spread_of_sst2())],),
+    ),
+    (
+        "docs/hift.md",
+        "Over the exact weights, which are what is saved, losses are the same to {:.3f}.",
+        lambda: (largest_difference_when_exact(),),
+    ),
+    (
+        "docs/hift.md",
+        "a clipped update of all layers in a few micro-batches, {:.0f} to {:.0f} % faster",
+        lambda: (min(gains_of_updates_in_the_forward()), max(gains_of_updates_in_the_forward())),
+    ),
+    (
+        "docs/hift.md",
+        "on a {} with {:.0f} GB/s each way, a Llama-2-13B waits {:.0f} % of a step for copies at 2,048 tokens",
+        lambda: (
+            result("host_weights")["card"],
+            result("host_weights")["rates"]["bus_bandwidth"] / GB,
+            exposed("llama-2-13b, 2048"),
+        ),
+    ),
+    (
+        "docs/hift.md",
+        "and nothing at 4,096, a Qwen3-32B {:.0f} % at 4,096; FSDP2's CPU offload on one rank loses {:.0f} to {:.0f} %",
+        lambda: (exposed("qwen3-32b, 4096"), min(lost_by_fsdp2()), max(lost_by_fsdp2())),
+    ),
+    (
+        "docs/sft.md",
+        (
+            "On one core of an {} with AMX, whose bf16 products are fast, Llama of {} blocks, width {}, "
+            "vocabulary {:,}, bf16, {} x {} tokens, as many trained weights as LoRA of rank {} ({:.1f} million; "
+            "`benchmarks/sft.py`)"
+        ),
+        lambda: (
+            result("sft")["environment"]["processor"].replace("(R)", "").removesuffix(" Processor"),
+            *(result("sft")["sizes"][name] for name in ("blocks", "hidden", "vocabulary", "batch_size", "length")),
+            result("sft")["rank"],
+            result("sft")["plain"]["times"]["num_trained"]["sft"] / 1e6,
+        ),
+    ),
+    (
+        "docs/sft.md",
+        "the peak is the logits of {:,} tokens",
+        lambda: (result("sft")["sizes"]["batch_size"] * result("sft")["sizes"]["length"],),
+    ),
+    (
+        "docs/tokentune.md",
+        "(Llama of {} blocks, width {}, vocabulary {:,}, {} x {:,} tokens, fp32; `benchmarks/tokentune.py`)",
+        lambda: tuple(
+            result("tokentune")["sizes"][name] for name in ("blocks", "hidden", "vocabulary", "batch_size", "length")
+        ),
+    ),
+    (
+        "docs/tokentune.md",
+        (
+            "on windows of {} bytes of the Python language reference, cosine of one draw to the dense gradient, "
+            "means of {} draws with a standard deviation of {:.2f} to {:.2f}"
+        ),
+        lambda: (
+            result("token_gradients")["settings"]["length"],
+            result("token_gradients")["num_draws"],
+            min(deviations()),
+            max(deviations()),
+        ),
+    ),
+    (
+        "docs/plan.md",
+        (
+            "({:.0f} million weights, {} tokens, fp32, {} thread, state on the device; CPU seconds, "
+            "medians of three rounds). SFT's figures are means over an interval of {} updates, LoRA has rank {}, "
+            "TokenTune selects {:.0f} % of the tokens"
+        ),
+        lambda: (
+            weights_of_plan_time() / 1e6,
+            result("plan_time")["batch_size"] * result("plan_time")["seq_length"],
+            NUMBERS[result("plan_time")["environment"]["num_threads"]],
+            plan_time_settings("SFT (AG)")["reselection_interval"],
+            plan_time_settings("LoRA")["lora_rank"],
+            100 * plan_time_settings("dense, TokenTune")["token_ratio"],
+        ),
+    ),
+    (
+        "docs/ranks.md",
+        "({} ranks, fp32 Llama of {:.1f} M parameters, `benchmarks/ranks.py`)",
+        lambda: (
+            NUMBERS[result("ranks")["num_ranks"]],
+            result("ranks")["layouts"]["ddp"]["dense"]["num_parameters"] / 1e6,
+        ),
+    ),
+    (
+        "docs/ranks.md",
+        "A change of groups takes {:.2f} ms under DDP, {:.2f} under FSDP2 and {:.1f} to {:.1f} under ZeRO",
+        lambda: (
+            *switch_ms("ddp"),
+            *switch_ms("fsdp2"),
+            switch_ms("zero1", "zero2", "zero3")[0],
+            switch_ms("zero1", "zero2", "zero3")[-1],
+        ),
+    ),
+]
+"""A page, the words that hold figures, and the figures from the results."""
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "figures"), FIGURES, ids=[f"{page}-{words[:40]}" for page, words, _ in FIGURES]
+)
+def test_each_figure_in_a_sentence_is_that_of_the_results(
+    page: str, words: str, figures: Callable[[], tuple[Any, ...]]
+) -> None:
+    said = words.format(*figures())
+    assert said in words_of(page)
+
+
+CLAIMS: list[tuple[str, str, Callable[[], bool]]] = [
+    (
+        "docs/hift.md",
+        "on the language reference each larger m won",
+        lambda: all(
+            dial_mean("language", m) > dial_mean("language", n) for m, n in (("1", "2"), ("2", "4"), ("4", "8"))
+        ),
+    ),
+    (
+        "docs/which-method.md",
+        "more layers a group have learned more on the language reference",
+        lambda: all(
+            dial_mean("language", m) > dial_mean("language", n) for m, n in (("1", "2"), ("2", "4"), ("4", "8"))
+        ),
+    ),
+    (
+        "docs/hift.md",
+        "on the language reference m = 1 had dense's own, m = 2 and 4 half of it",
+        lambda: [dial("language")[m][0] / dial("language")["8"][0] for m in ("1", "2", "4")] == [1, 0.5, 0.5],
+    ),
+    (
+        "docs/hift.md",
+        "on SST-2 m = 4 had dense's own, m = 1 and, by half a point, m = 2 twice as much",
+        lambda: (
+            [dial("sst2")[m][0] / dial("sst2")["8"][0] for m in ("1", "2", "4")] == [2, 2, 1]
+            and round(100 * (dial_mean("sst2", "2") - sst2_at_rate("2", dial("sst2")["8"][0])), 1) == 0.5
+        ),
+    ),
+    (
+        "docs/hift.md",
+        (
+            "at the first seed of the language reference m = 1 and 2 diverged at twice dense's best rate, and m = 4 "
+            "at that rate itself, where dense did neither"
+        ),
+        lambda: (
+            [diverged(rate * dial("language")["8"][0], m) for m, rate in (("1", 2), ("2", 2), ("4", 1))] == [True] * 3
+            and [diverged(rate * dial("language")["8"][0], "8") for rate in (1, 2)] == [False, False]
+        ),
+    ),
+    (
+        "docs/hift.md",
+        (
+            "`int8` is within the noise of exact layers. `nf4` costs some thousandths of the loss; what SST-2 shows "
+            "lies within its seeds."
+        ),
+        lambda: (
+            all(
+                abs(statistics.fmean(waiting_differences(task, form, m, "on_device"))) < waiting_range(task, m)
+                for task, form in (("language", "int8"), ("sst2", "int8"), ("sst2", "nf4"))
+                for m in (1, 4)
+            )
+            and all(
+                0.001 <= statistics.fmean(waiting_differences("language", "nf4", m, "on_device")) < 0.01 for m in (1, 4)
+            )
+        ),
+    ),
+    ("docs/hift.md", "for copies at 2,048 tokens and nothing at 4,096", lambda: exposed("llama-2-13b, 4096") < 0.5),
+    (
+        "docs/sft.md",
+        "where AG with checkpointed layers needs more than LoRA",
+        lambda: (
+            sft_peak("checkpointing", "peaks", "sft_ag", "plain") > sft_peak("checkpointing", "peaks", "lora", "plain")
+        ),
+    ),
+    (
+        "docs/sft.md",
+        "both AG and MA need less than LoRA, with and without checkpointing, in an estimation phase too",
+        lambda: all(
+            sft_peak(part, "chunked_peaks", name, phase) < sft_peak(part, "chunked_peaks", "lora", "plain")
+            for part in ("plain", "checkpointing")
+            for name in ("sft_ag", "sft_ma")
+            for phase in ("plain", "estimating")
+        ),
+    ),
+    (
+        "docs/sft.md",
+        (
+            "AG pays for the search in a phase's first update and for the reselection itself, about half each; MA "
+            "for the reselection alone."
+        ),
+        lambda: (
+            all(
+                0.4 < reselection_seconds("sft_ag")[place] / sum(reselection_seconds("sft_ag")) < 0.6
+                for place in (0, -1)
+            )
+            and reselection_seconds("sft_ma")[-1] > 0.9 * sum(reselection_seconds("sft_ma"))
+        ),
+    ),
+    (
+        "docs/tokentune.md",
+        "Checkpointing whole layers keeps about as little between the layers as 30 % does",
+        lambda: abs(math.log(tokentune_saved("dense_checkpointing") / tokentune_saved("30%"))) < 0.2,
+    ),
+    (
+        "docs/plan.md",
+        "a fifth of its peak is reached in the full run",
+        lambda: (
+            round(next(each for each in result("plan_speeds")["groups"] if each["name"] == "PEFT")["efficiency"], 1)
+            == 0.2
+        ),
+    ),
+]
+"""A page, the words of a comparison, and whether it holds in the results."""
+
+
+@pytest.mark.parametrize(("page", "words", "holds"), CLAIMS, ids=[f"{page}-{words[:40]}" for page, words, _ in CLAIMS])
+def test_each_comparison_in_a_sentence_holds_in_the_results(page: str, words: str, holds: Callable[[], bool]) -> None:
+    assert words in words_of(page)
+    assert holds()
