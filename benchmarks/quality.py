@@ -20,6 +20,7 @@ repeated. Without `--seeds` a new row has three, and one that is there stays as 
 
 import argparse
 import json
+import re
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
@@ -162,7 +163,7 @@ def summary(record: Mapping[str, Any], first_seed: int) -> dict[str, Any]:
         "environment": record_environment(),
         "searched": {f"{run['rate']:g}": run["after"] for run in runs.values() if run["seed"] == first_seed},
         "is_at_edge": row["is_at_edge"],
-        "failure": row["failure"],
+        "failure": row["failure"] and re.sub(r" \(see .*\.log\)$", "", row["failure"]),
         "runs": [runs[name] for name in row["runs"]],
     }
 
