@@ -189,7 +189,7 @@ def load_model(
         label2id = {name: index for index, name in id2label.items()}
         options |= {"id2label": id2label, "label2id": label2id, "pad_token_id": task.pad_token_id}
     kind = task.model_kind
-    model_class = _CLASS_OF_KIND[kind] if isinstance(kind, str) else kind
+    model_class: Any = _CLASS_OF_KIND[kind] if isinstance(kind, str) else kind
     try:
         if four_bit_device is not None:
             options |= four_bit_options(model_class, source.config, precision, four_bit_device)
