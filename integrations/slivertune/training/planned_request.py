@@ -7,7 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer, TrainingArguments
 
 from slivertune.planning.optimizers import OptimizerName
-from slivertune.planning.request import AttentionName, PlanRequest, PrecisionName
+from slivertune.planning.request import AttentionName, PlanRequest, PrecisionName, TaskName
 from slivertune.planning.train_words import optimizer_named
 from slivertune.sft.delta_parameters import DELTA_PARAMETERS_NAME
 from slivertune.training.methods.registry import TRAIN_METHODS
@@ -91,8 +91,8 @@ def _check(arguments: TrainArguments, layout: str) -> None:
     planned = " and ".join(name for name, each in TRAIN_METHODS.items() if each.is_planned_on_ranks)
     for is_unknown, reason in (
         (
-            arguments.data.task == "prompt_classification",
-            "a plan knows causal_lm and classification, not prompt_classification",
+            arguments.data.task not in get_args(TaskName),
+            f"a plan knows causal_lm and classification, not {arguments.data.task}",
         ),
         (arguments.run.num_kept == "auto", "--keep_activations auto fills what the device has left"),
         (training.torch_compile, "a plan can't see into what torch.compile makes"),

@@ -12,6 +12,7 @@ import pytest
 from slivertune.cli import main
 from slivertune.training.comparison import comparison as comparing
 from slivertune.training.comparison import trial as trials
+from slivertune.training.comparison.command import run_compare
 from slivertune.training.comparison.outcome import Outcome
 from slivertune.training.comparison.processes import FailedError
 from tests.training.tiny_runs import TINY_CYCLE, complaint, make_tiny_base, results_of, write_texts
@@ -20,6 +21,10 @@ ROWS = 2
 """Of a forward."""
 LENGTH = 16
 """Tokens of each row, packed."""
+
+
+SCRIPT = "own.py"
+"""Trains as `python -m slivertune train` does."""
 
 
 class Processes:
@@ -36,8 +41,9 @@ class Processes:
         words = list(words)
         self.ran.append(words)
         log.parent.mkdir(parents=True, exist_ok=True)
-        if words[:2] == ["-m", "slivertune"]:
-            if not self.is_dry and (code := main(words[2:])):
+        if words[:2] == ["-m", "slivertune"] or words[0] == SCRIPT:
+            command = ["train", *words[1:]] if words[0] == SCRIPT else words[2:]
+            if not self.is_dry and (code := main(command)):
                 raise FailedError(f"ended with code {code}")
         elif self.trial is None:
             trials.main(words[2:])
@@ -103,6 +109,12 @@ def test_each_row_is_a_run_of_train_that_can_be_repeated_alone(
     text = capsys.readouterr().out
     assert "equal steps: 6\n" in re.sub(r" +\n", "\n", text) and "were not searched" in text and "one seed" in text
     assert (tmp_path / "compared" / "compare.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_another_program_runs_every_row(words: list[str], tmp_path: Path, processes: Processes) -> None:
+    run_compare(words[1:], program=(SCRIPT,))
+    assert [each[0] for each in processes.ran] == [SCRIPT, SCRIPT]
+    assert [len(row["runs"]) for row in record(tmp_path)["rows"]] == [1, 1]
 
 
 def test_what_was_run_is_not_run_again_and_other_settings_are_refused(

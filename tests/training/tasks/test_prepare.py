@@ -6,7 +6,10 @@ import torch
 from transformers import Trainer
 
 from slivertune.training.options.arguments import DataArguments
-from slivertune.training.tasks.prepare import prepare_datasets
+from slivertune.training.options.parser import given_values
+from slivertune.training.tasks import prepare
+from slivertune.training.tasks.prepare import prepare_datasets, register_train_task
+from slivertune.training.tasks.registry import TASK_OPTIONS
 from slivertune.training.tasks.task import Task
 from tests.helpers.tolerance import step_limit, sum_limit, with_exact
 from tests.training.tiny import (
@@ -164,3 +167,31 @@ def test_a_dataset_of_a_mixture_that_can_not_be_read_is_named() -> None:
         mixture({"q": splits_of({"one": ["a"], "two": ["b"]}), "t": TEXTS})
     with pytest.raises(ValueError, match=r"^q: 2 of 2 rows of the train split are longer than max_length=16 tokens"):
         mixture({"t": TEXTS, "q": QUESTIONS}, max_length=16)
+
+
+def prepare_sums(args: DataArguments, tokenizer: Any, config: Any, splits: dict[str, Any]) -> Task:
+    raise NotImplementedError(sorted(splits))
+
+
+def test_a_task_of_another_package_is_prepared_by_it_and_reads_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_PREPARE", dict(prepare._PREPARE))
+    try:
+        register_train_task("sums", prepare_sums, reads=("text_column",))
+        arguments = DataArguments(task="sums", text_column="sentence")
+        with pytest.raises(NotImplementedError, match=r"eval.*train"):
+            prepared(sentiment_splits(), word_tokenizer(), bert_config(), task="sums")
+        with pytest.raises(ValueError, match="label_column='x' has no meaning for task=sums"):
+            DataArguments(task="sums", label_column="x")
+        assert given_values(["--task", "sums"]) == {"task": arguments.task}
+    finally:
+        del TASK_OPTIONS["sums"]
+    with pytest.raises(ValueError, match="invalid choice: 'sums'"):
+        given_values(["--task", "sums"])
+
+
+def test_a_task_of_a_taken_name_or_that_reads_what_all_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="another task is registered as 'causal_lm'"):
+        register_train_task("causal_lm", prepare_sums)
+    with pytest.raises(ValueError, match="reads='max_length' is no option of the data that only some tasks read"):
+        register_train_task("sums", prepare_sums, reads=("max_length",))
+    assert "sums" not in TASK_OPTIONS

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from slivertune.planning.plot import require_matplotlib, save
 from slivertune.training.comparison.arguments import CompareArguments, parse_compare_arguments
-from slivertune.training.comparison.comparison import Comparison, as_json
+from slivertune.training.comparison.comparison import TRAIN_PROGRAM, Comparison, as_json
 from slivertune.training.comparison.figure import comparison_figure
 from slivertune.training.comparison.record import Record
 from slivertune.training.comparison.table import comparison_table, notes
@@ -16,11 +16,12 @@ from slivertune.training.output.report import platform_versions
 PICTURE_NAME = "compare.png"
 
 
-def run_compare(argv: Sequence[str]) -> None:
+def run_compare(argv: Sequence[str], *, program: Sequence[str] = TRAIN_PROGRAM) -> None:
     """Do what `slivertune compare` was asked for.
 
     Args:
         argv: What follows `slivertune compare`.
+        program: What a run is started with; see `Comparison`.
 
     Raises:
         ValueError: If what was asked for does not hold together, or the folder has another comparison.
@@ -32,7 +33,7 @@ def run_compare(argv: Sequence[str]) -> None:
     console = make_console()
     with one_voice(console):
         record = Record(arguments.folder)
-        comparison = Comparison(arguments, record, console, lambda line: console.print(line, markup=False))
+        comparison = Comparison(arguments, record, console, lambda line: console.print(line, markup=False), program)
         results = comparison.run()
         title = _title(arguments, comparison.amount)
         remarks = notes(results, is_searched=arguments.rates is not None)

@@ -20,6 +20,7 @@ from slivertune.training.options.parser import given_values
 
 Say = Callable[[str], None]
 
+TRAIN_PROGRAM = ("-m", "slivertune", "train")
 _EMBEDDED_UPDATES = 120
 """Of a row on the embedded data, where the user says nothing: all rows and the base model take under ten minutes."""
 _EVALUATIONS = 4
@@ -64,13 +65,23 @@ class Comparison:
         record: Of what was measured before.
         console: Where to show what is under way.
         say: Told of each step.
+        program: What this Python is started with for a run, before the options of `slivertune train`: a script that
+            registers a method or a task of another package may stand there. Trials know none of these.
 
     Raises:
         ValueError: If the options of a row don't hold together, naming the row.
     """
 
-    def __init__(self, arguments: CompareArguments, record: Record, console: Console, say: Say) -> None:
+    def __init__(
+        self,
+        arguments: CompareArguments,
+        record: Record,
+        console: Console,
+        say: Say,
+        program: Sequence[str] = TRAIN_PROGRAM,
+    ) -> None:
         self._arguments = arguments
+        self._program = program
         self._record = record
         self._console = console
         self._say = say
@@ -213,7 +224,7 @@ class Comparison:
             folder = self._record.folder / name
             place = ("--output_dir", str(folder), "--resume_from_checkpoint", "auto")
             self._process(
-                ["-m", "slivertune", "train", *words, *place],
+                [*self._program, *words, *place],
                 folder.with_name(f"{folder.name}.log"),
                 f"  rate {rate:g}, seed {seed}",
             )

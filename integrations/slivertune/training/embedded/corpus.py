@@ -5,6 +5,7 @@ import hashlib
 import re
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,34 @@ def collect_docstrings(root: Path | None = None) -> list[str]:
     Raises:
         RuntimeError: If there is no Python source under the folder.
     """
-    folder = Path(sysconfig.get_path("stdlib")) if root is None else root
-    docstrings: set[str] = set()
-    for path in sorted(folder.rglob("*.py")):
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(folder).parts):
-            docstrings.update(_docstrings_of(path))
+    folder = stdlib_folder() if root is None else root
+    docstrings = {text for _, tree in parse_modules(folder) for text in _docstrings_of(tree)}
     if not docstrings:
         raise RuntimeError(
             f"no docstrings under {folder}: this Python comes without its library's sources, so the embedded base "
             "model can't be made; name a model with --model_name_or_path"
         )
     return sorted(docstrings, key=_shuffled)
+
+
+def stdlib_folder() -> Path:
+    """Where this Python's standard library lies."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def parse_modules(folder: Path) -> Iterator[tuple[Path, ast.Module]]:
+    """Parse all modules under a folder, in the order of their paths; installed packages and tests are left out.
+
+    Args:
+        folder: Such as the standard library's.
+
+    Yields:
+        A module's path under the folder, and its syntax tree.
+    """
+    for path in sorted(folder.rglob("*.py")):
+        place = path.relative_to(folder)
+        if not _SKIPPED_FOLDERS.intersection(place.parts) and (tree := _parse(path)) is not None:
+            yield place, tree
 
 
 def reference_splits() -> Any:
@@ -67,15 +85,18 @@ def reference_splits() -> Any:
     )
 
 
-def _docstrings_of(path: Path) -> list[str]:
+def _parse(path: Path) -> ast.Module | None:
     try:
         with warnings.catch_warnings():
             # A stray backslash in somebody's source is none of the user's business.
             warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError):
         # The library keeps a few files that are broken or oddly encoded on purpose.
-        return []
+        return None
+
+
+def _docstrings_of(tree: ast.Module) -> list[str]:
     found = (
         ast.get_docstring(node)
         for node in ast.walk(tree)

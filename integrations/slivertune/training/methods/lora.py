@@ -15,10 +15,10 @@ from slivertune.core.atomic import atomic_file
 from slivertune.training.methods.method import Saved, TrainingMethod
 from slivertune.training.models import LoadedModel
 from slivertune.training.ranks.coordinator import LaunchCoordinator
-from slivertune.training.tasks.task import ModelKind, Task
+from slivertune.training.tasks.task import Task
 
-# PEFT has no kind of its own for masked language models, which its general one serves.
-_TASK_OF_KIND: dict[ModelKind, str] = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}
+# PEFT has no kind of its own for masked language models and other packages' models, which its general one serves.
+_TASK_OF_KIND: dict[Any, str] = {"causal_lm": "CAUSAL_LM", "sequence_classification": "SEQ_CLS"}
 _HEADS = frozenset(("classifier", "score"))
 """Names under which PEFT itself looks for a classifier's head and trains it."""
 

@@ -8,29 +8,13 @@ from slivertune.core.kept_activations import NumKept, check_num_kept
 from slivertune.core.setting_checks import integer_or_auto
 from slivertune.core.token_tiles import check_tile_size
 from slivertune.tokentune.config import Pattern
+from slivertune.training.tasks.registry import TASK_OPTIONS, tasks_reading
 
 LedgerUse = Literal["every_cycle", "first_cycles", "off"]
 WeightsDtype = Literal["auto", "fp32", "bf16"]
-TaskName = Literal["causal_lm", "classification", "prompt_classification"]
 SampleBy = Literal["line", "paragraph", "document"]
 FormatName = Literal["messages", "sharegpt", "alpaca", "prompt_completion", "question_answer"]
 """What a row of chat or instruction data is made of; see `slivertune.training.data.formats`."""
-
-# Fields that only some tasks read; setting one for another task would be ignored in silence.
-_READ_BY: dict[str, tuple[TaskName, ...]] = {
-    "text_column": ("causal_lm", "classification"),
-    "text_pair_column": ("classification",),
-    "prompt_column": ("causal_lm",),
-    "response_column": ("causal_lm",),
-    "response_separator": ("causal_lm",),
-    "label_column": ("classification", "prompt_classification"),
-    "template": ("prompt_classification",),
-    "label_words": ("prompt_classification",),
-    "packing": ("causal_lm",),
-    "dataset_weights": ("causal_lm",),
-    "dataset_format": ("causal_lm",),
-    "chat_template": ("causal_lm",),
-}
 
 
 def enum_value(value: Any) -> str:
@@ -262,11 +246,12 @@ class DataArguments:
     eval_fraction: float = field(
         default=0.1, metadata={"help": "Fraction of the training rows held out for evaluation, drawn with the seed."}
     )
-    task: TaskName = field(
+    task: str = field(
         default="causal_lm",
         metadata={
+            "choices": TASK_OPTIONS,
             "help": "causal_lm: language modelling; classification: a classifier head; prompt_classification: a "
-            "language model scores label words inside a template."
+            "language model scores label words inside a template.",
         },
     )
     text_column: str | None = field(default=None, metadata={"help": "Column of texts; guessed when unambiguous."})
@@ -322,8 +307,9 @@ class DataArguments:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1; leave it out for no limit")
         for option in fields(self):
-            value, tasks = getattr(self, option.name), _READ_BY.get(option.name, (self.task,))
-            if value != option.default and self.task not in tasks:
+            # Setting one for another task would be ignored in silence.
+            value, tasks = getattr(self, option.name), tasks_reading(option.name)
+            if value != option.default and tasks and self.task not in tasks:
                 raise ValueError(
                     f"{option.name}={value!r} has no meaning for task={self.task}; it is for {' and '.join(tasks)}"
                 )

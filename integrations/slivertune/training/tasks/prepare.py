@@ -1,8 +1,8 @@
 """From loaded splits to what the HF Trainer takes, for every task."""
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -10,13 +10,39 @@ from slivertune.training.data.columns import number_rows
 from slivertune.training.options.arguments import DataArguments
 from slivertune.training.tasks.causal import prepare_causal, prepare_mixture
 from slivertune.training.tasks.classification import prepare_classification, prepare_prompt_classification
+from slivertune.training.tasks.registry import TASK_OPTIONS, tasks_reading
 from slivertune.training.tasks.task import Task
 
-_PREPARE = {
+Prepare: TypeAlias = Callable[[DataArguments, PreTrainedTokenizerBase, PreTrainedConfig, dict[str, Any]], Task]
+"""From arguments, tokenizer, the model's configuration, and numbered splits `train` and `eval`."""
+
+_PREPARE: dict[str, Prepare] = {
     "causal_lm": prepare_causal,
     "classification": prepare_classification,
     "prompt_classification": prepare_prompt_classification,
 }
+
+
+def register_train_task(name: str, prepare: Prepare, *, reads: tuple[str, ...] = ()) -> None:
+    """Let `slivertune train` learn a task of another package; call it before `slivertune.cli.main`.
+
+    From then on `--task` takes its name.
+
+    Args:
+        name: As it is typed.
+        prepare: Makes a `Task`, whose `model_kind` may be a class of the other package's.
+        reads: Which options of `DataArguments` it reads, of those that not every task does.
+
+    Raises:
+        ValueError: If another task has its name, or every task reads one of those options.
+    """
+    if _PREPARE.get(name, prepare) is not prepare:
+        raise ValueError(f"another task is registered as {name!r}; choose another name for {prepare!r}")
+    for option in reads:
+        if not tasks_reading(option):
+            raise ValueError(f"reads={option!r} is no option of the data that only some tasks read; leave it out")
+    _PREPARE[name] = prepare
+    TASK_OPTIONS[name] = frozenset(reads)
 
 
 def prepare_task(

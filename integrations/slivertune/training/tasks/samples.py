@@ -53,12 +53,14 @@ def make_probe(
     Raises:
         ValueError: If the prompt asked for has no tokens, is too long, or the task is no language modelling.
     """
-    if task.id2label is not None:
-        if asked is not None:
-            raise ValueError(f"sample_prompt={asked!r} is for language modelling; leave it out for classification")
-        return _judgement(trainer, task, tokenizer) if num_tokens else None
-    if num_tokens == 0:
+    is_own = not isinstance(task.model_kind, str)
+    if asked is not None and (is_own or task.id2label is not None):
+        raise ValueError(f"sample_prompt={asked!r} is for language modelling; leave it out for other tasks")
+    # Nothing is known of what another package's model answers.
+    if num_tokens == 0 or is_own:
         return None
+    if task.id2label is not None:
+        return _judgement(trainer, task, tokenizer)
     ids, expected = _first_prompt(task, tokenizer) if asked is None else (tokenizer(asked)["input_ids"], None)
     if asked is None:
         ids = ids[-(task.max_length - 1) :]  # what the response follows is the end

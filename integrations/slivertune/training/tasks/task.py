@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedModel
 
 from slivertune.training.tasks.tokenization import IGNORED, as_columns
 
@@ -62,7 +62,7 @@ class Task:
     """`datasets.Dataset` of tokenised rows."""
     eval_dataset: Any
     """`datasets.Dataset` of tokenised rows."""
-    data_collator: PaddingCollator
+    data_collator: Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]
     """Rows to a batch."""
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
     """Accuracy, where the task has one."""
@@ -70,8 +70,9 @@ class Task:
     """Shrinks the logits to what the metric needs before they are gathered."""
     compute_loss_func: Callable[..., torch.Tensor] | None = None
     """The loss, where it is not the model's own."""
-    model_kind: ModelKind
-    """Which head the model must have: AutoModelForCausalLM, ...MaskedLM or ...SequenceClassification."""
+    model_kind: ModelKind | type[PreTrainedModel]
+    """Which head the model must have: AutoModelForCausalLM, ...MaskedLM or ...SequenceClassification; or else the
+    class of the model."""
     max_length: int
     """The longest row, in tokens."""
     pad_token_id: int

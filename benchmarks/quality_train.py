@@ -1,0 +1,22 @@
+"""`slivertune train` as `quality.py` starts it: with LISA among the methods and retrieval among the tasks.
+
+python benchmarks/quality_train.py --method lisa --max_steps 60
+"""
+
+import sys
+
+import lisa
+import retrieval
+
+from slivertune.cli import main
+
+
+def register() -> None:
+    """Let this process know what is the benchmark's own."""
+    lisa.register()
+    retrieval.register()
+
+
+if __name__ == "__main__":
+    register()
+    sys.exit(main(["train", *sys.argv[1:]]))
