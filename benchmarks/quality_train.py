@@ -1,4 +1,4 @@
-"""`slivertune train` as `quality.py` starts it: with LISA among the methods and retrieval among the tasks.
+"""`slivertune train` as `quality.py` starts it: with LISA, a HiFT whose rate is not held, and the task retrieval.
 
 python benchmarks/quality_train.py --method lisa --max_steps 60
 """
@@ -6,6 +6,7 @@ python benchmarks/quality_train.py --method lisa --max_steps 60
 import sys
 
 import lisa
+import not_held
 import retrieval
 
 from slivertune.cli import main
@@ -14,6 +15,7 @@ from slivertune.cli import main
 def register() -> None:
     """Let this process know what is the benchmark's own."""
     lisa.register()
+    not_held.register()
     retrieval.register()
 
 

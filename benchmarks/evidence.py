@@ -1,0 +1,303 @@
+"""The tables and pictures of docs/evidence.md, from the files under `results/`; nothing is trained.
+
+    python benchmarks/evidence.py             # print the tables
+    python benchmarks/evidence.py --write     # put them into docs/evidence.md, and draw its pictures
+
+Whether a claim held is decided by one rule, of figures that each row has at its own best rate, one a seed: two rows
+differ if their ranges do not overlap. `as good` holds unless they differ and the first is worse; `better` holds if they
+differ and the first is better, does not if they differ and it is worse, and is not decided where ranges overlap.
+"""
+
+import argparse
+import itertools
+import statistics
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dial_table import mean_and_range
+from result_files import RESULTS, read_json
+
+CHECKOUT = RESULTS.parents[1]
+PAGE = CHECKOUT / "docs" / "evidence.md"
+PICTURE = CHECKOUT / "docs" / "images" / "evidence.png"
+TASKS = {"language": "language reference: loss", "sst2": "SST-2: accuracy", "retrieval": "docstrings: accuracy"}
+Relation = Literal["as good", "better", "alike"]
+Results = dict[str, dict[str, "Measured"]]
+"""By task and row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a row came to at its best rate."""
+
+    figure: str
+    """`loss`, of which less is better, or `accuracy`."""
+    values: tuple[float, ...]
+    """By seed."""
+    rate: float
+    is_at_edge: bool
+    """Whether no smaller or no larger rate was tried."""
+    peak_bytes: int
+    """The most alive on the device in an update, by the ledger."""
+
+    @property
+    def mean(self) -> float:
+        """Over the seeds."""
+        return statistics.fmean(self.values)
+
+    def differs(self, other: "Measured") -> bool:
+        """Whether the ranges do not overlap."""
+        return max(self.values) < min(other.values) or max(other.values) < min(self.values)
+
+    def is_better(self, other: "Measured") -> bool:
+        """By the mean."""
+        return self.mean < other.mean if self.figure == "loss" else self.mean > other.mean
+
+    def __str__(self) -> str:
+        return mean_and_range(self.figure, self.values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """What somebody says of a method, and the rows that show it."""
+
+    text: str
+    source: str
+    relation: Relation
+    rows: tuple[str, ...]
+    """`alike` takes any number of rows, the others two."""
+
+    def verdict(self, of_task: dict[str, Measured]) -> str:
+        """`held`, `not held` or `not decided` and the figures; nothing where a row or its seeds are missing."""
+        known = [of_task[name] for name in self.rows if name in of_task]
+        if len(known) < len(self.rows) or min(len(each.values) for each in known) < 2:
+            return ""
+        first, second = known[:2]
+        differing = [(one, other) for one, other in itertools.combinations(known, 2) if one.differs(other)]
+        if self.relation == "alike":
+            word = "not held" if differing else "held"
+        elif self.relation == "as good":
+            word = "not held" if differing and not first.is_better(second) else "held"
+        elif differing:
+            word = "held" if first.is_better(second) else "not held"
+        else:
+            word = "not decided"
+        return f"**{word}**: {'; '.join(map(str, known))}"
+
+
+HIFT, SFT, TOKENS, OURS = "HiFT", "SFT", "TokenTune", "this library"
+CLAIMS = (
+    Claim(
+        text="fine-tuning a group at a time is as good as all layers at once, after as many updates",
+        source=f"{HIFT}, 4.2",
+        relation="as good",
+        rows=("hift-1", "dense"),
+    ),
+    Claim(
+        text="the order of groups has almost no effect (bottom up, top down, random)",
+        source=f"{HIFT}, 4.5",
+        relation="alike",
+        rows=("hift-1", "hift-1-top-down", "hift-1-random"),
+    ),
+    Claim(
+        text="the size of groups has a negligible effect (m = 1, 2, 4)",
+        source=f"{HIFT}, 4.6",
+        relation="alike",
+        rows=("hift-1", "hift-2", "hift-4"),
+    ),
+    Claim(
+        text="a rate held for a cycle is better than one that changes within it",
+        source=f"{HIFT}, 4.6",
+        relation="better",
+        rows=("hift-1", "hift-1-not-held"),
+    ),
+    Claim(
+        text="accumulated gradients choose better weights than momentum",
+        source=f"{SFT}, 5.1",
+        relation="better",
+        rows=("sft-ag", "sft-ma"),
+    ),
+    Claim(
+        text="SFT (AG) is at least as good as LoRA of as many weights",
+        source=f"{SFT}, 5.1",
+        relation="as good",
+        rows=("sft-ag", "lora-64"),
+    ),
+    Claim(
+        text="so is it over 4-bit weights, beside QLoRA",
+        source=f"{SFT}, 5.1",
+        relation="as good",
+        rows=("qsft", "qlora-64"),
+    ),
+    Claim(
+        text="weights that are chosen again are better than a fixed random choice",
+        source=f"{SFT}, 3",
+        relation="better",
+        rows=("sft-ag", "sft-fixed"),
+    ),
+    Claim(
+        text="30 % of the tokens, each drawn by itself, are as good as all",
+        source=f"{TOKENS}, abstract",
+        relation="as good",
+        rows=("tokens-random", "dense"),
+    ),
+    Claim(
+        text="30 % of the tokens are as good as all under LoRA",
+        source=f"{TOKENS}, abstract",
+        relation="as good",
+        rows=("lora-64-tokens", "lora-64"),
+    ),
+    Claim(
+        text="chunks of neighbours are better than single tokens",
+        source=OURS,
+        relation="better",
+        rows=("tokens-chunks", "tokens-random"),
+    ),
+    Claim(
+        text="waiting layers in NF4 are as good as exact ones",
+        source=OURS,
+        relation="as good",
+        rows=("hift-1-nf4", "hift-1"),
+    ),
+    Claim(
+        text="state in 8 bits is as good as in 32",
+        source="bitsandbytes",
+        relation="as good",
+        rows=("dense-8bit", "dense"),
+    ),
+    Claim(
+        text="HiFT (m = 1) is as good as BAdam's way, a block for 20 updates",
+        source=OURS,
+        relation="as good",
+        rows=("hift-1", "hift-1-stays"),
+    ),
+    Claim(
+        text="HiFT (m = 2) is as good as LISA, which always trains embedding and head",
+        source=OURS,
+        relation="as good",
+        rows=("hift-2", "lisa"),
+    ),
+    Claim(
+        text="HiFT (m = 4) is as good as GaLore",
+        source=OURS,
+        relation="as good",
+        rows=("hift-4", "galore"),
+    ),
+)
+
+
+def read_results(content: dict[str, Any]) -> Results:
+    """What `quality.py` has measured.
+
+    Args:
+        content: Of its result file.
+    """
+    return {
+        task: {row["name"]: _measured(row) for row in content[task]["rows"] if row["runs"]}
+        for task in TASKS
+        if task in content
+    }
+
+
+def _measured(row: dict[str, Any]) -> Measured:
+    runs = row["runs"]
+    figure = "accuracy" if "eval_accuracy" in runs[0]["after"] else "loss"
+    return Measured(
+        figure=figure,
+        values=tuple(run["after"][f"eval_{figure}"] for run in runs),
+        rate=runs[0]["rate"],
+        is_at_edge=row["is_at_edge"],
+        peak_bytes=max(run["peak_bytes"]["device"] for run in runs),
+    )
+
+
+def quality_table(results: Results) -> str:
+    """Each row's figure at its best rate, task by task."""
+    names = list(dict.fromkeys(name for of_task in results.values() for name in of_task))
+    lines = [f"| Row | {' | '.join(f'{TASKS[task]} | rate | MB' for task in results)} |"]
+    lines.append(f"|---|{'---|---|---|' * len(results)}")
+    for name in names:
+        cells = [cell for of_task in results.values() for cell in _cells(of_task.get(name))]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(measured: Measured | None) -> list[str]:
+    if measured is None:
+        return ["", "", ""]
+    edge = ", at the edge" if measured.is_at_edge else ""
+    return [str(measured), f"{measured.rate:g}{edge}", f"{measured.peak_bytes / 1e6:.0f}"]
+
+
+def claims_table(results: Results) -> str:
+    """Each claim's verdict, task by task."""
+    lines = [f"| Claim | By | {' | '.join(TASKS[task] for task in results)} |", f"|---|---|{'---|' * len(results)}"]
+    for claim in CLAIMS:
+        verdicts = [claim.verdict(of_task) for of_task in results.values()]
+        if any(verdicts):
+            lines.append(f"| {claim.text} | {claim.source} | {' | '.join(verdicts)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: Results) -> Any:
+    """A panel a task: every row's mean and range, the best on top."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    tallest = max(len(of_task) for of_task in results.values())
+    figure = Figure(figsize=(4.6 * len(results), 0.9 + 0.24 * tallest), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, (task, of_task) in zip(panels, results.items(), strict=True):
+        ordered = sorted(of_task.items(), key=lambda item: item[1].mean, reverse=task == "language")
+        for place, (name, measured) in enumerate(ordered):
+            colour = "#000000" if name == "dense" else _COLOURS[name.partition("-")[0]]
+            scale = 1 if measured.figure == "loss" else 100
+            axes.plot([scale * value for value in measured.values], [place] * len(measured.values), color=colour)
+            axes.plot(scale * measured.mean, place, "o", color=colour, markersize=5)
+        axes.axvline((1 if task == "language" else 100) * of_task["dense"].mean, color="#999999", linewidth=0.8)
+        axes.set_yticks(range(len(ordered)), [name for name, _ in ordered], fontsize=8)
+        axes.set_title(TASKS[task] + ("" if task == "language" else ", %"), fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+_COLOURS = {
+    "dense": "#000000",
+    "hift": "#0072B2",
+    "sft": "#D55E00",
+    "qsft": "#D55E00",
+    "lora": "#009E73",
+    "qlora": "#009E73",
+    "tokens": "#CC79A7",
+    "lisa": "#999999",
+    "galore": "#999999",
+}
+"""By the first word of a row's name."""
+
+
+def blocks() -> dict[str, str]:
+    """What stands between the page's markers, by their names."""
+    results = read_results(read_json(RESULTS / "quality.json"))
+    return {"quality": quality_table(results), "claims": claims_table(results)}
+
+
+def main() -> None:
+    """Print the tables, or write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/evidence.md, draw its pictures")
+    arguments = parser.parse_args()
+    texts = blocks()
+    if not arguments.write:
+        print("\n".join(texts.values()))
+        return
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in texts.items():
+        before, rest = page.split(f"<!-- {name} -->\n")
+        page = f"{before}<!-- {name} -->\n{text}<!-- /{name} -->\n{rest.split(f'<!-- /{name} -->')[1].lstrip()}"
+    PAGE.write_text(page, encoding="utf-8")
+    draw(read_results(read_json(RESULTS / "quality.json"))).savefig(PICTURE, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
