@@ -106,6 +106,7 @@ def test_plan_time_writes_planned_and_measured_seconds(tmp_path: Path) -> None:
         ("schedule.py", "--quick"),
         ("disk_schedule.py", "--quick"),
         ("host_weights.py", "--quick"),
+        ("curve.py", "--quick"),
         ("plan_time.py", "--quick"),
     ],
 )
@@ -183,6 +184,90 @@ def test_schedule_writes_what_is_exposed_with_room_and_without(tmp_path: Path) -
             assert sum(one["exposed_by"].values()) == pytest.approx(one["exposed_seconds"])
     assert row["prefetched"]["full"]["exposed_share"] < row["before"]["full"]["exposed_share"]
     assert row["is_met"] == (row["prefetched"]["full"]["exposed_share"] <= row["target"])
+
+
+CURVE = ("--quick", "--cards", "4090", "--tokens", "1024")
+
+
+def test_curve_plans_a_point_as_the_command_line_does(tmp_path: Path) -> None:
+    result = run("curve.py", tmp_path / "curve.json", *CURVE, "--settings", "m2")
+    assert_names_the_machine(result["environment"])
+    (point,) = result["points"]
+    assert (point["card"], point["setting"], point["tokens"], point["fits"]) == ("4090", "m2", 1024, True)
+    assert point["num_groups"] == 2 and point["settings"]["layers_per_group"] == 2
+    assert point["tokens_per_second"] == pytest.approx(1024 / point["seconds_per_update"])
+    assert point["weight_tokens_per_second"] == pytest.approx(point["tokens_per_second"] / 2)
+    (slower,) = point["slower"]
+    assert slower["seconds_per_update"] > point["seconds_per_update"], "with checkpointing"
+    assert slower["settings"] == {**point["settings"], "gradient_checkpointing": True}
+
+    run_python("-c", f"import schedule; schedule.TINY.save_pretrained('{tmp_path}')", cwd=BENCHMARKS)
+    options = [f"--{name}={value}" for name, value in point["settings"].items()]
+    done = run_python("-m", "slivertune", "plan", f"--model={tmp_path}", "--gpu=4090", "--json", *options, cwd=CHECKOUT)
+    answer = json.loads(done.stdout)
+    assert answer["time"] == point["time"]
+    for name in ("peak_bytes", "need_bytes", "host_bytes"):
+        assert answer[name] == point[name]
+
+
+def test_curve_continues_and_plans_a_point_again_on_demand(tmp_path: Path) -> None:
+    output = tmp_path / "curve.json"
+    first = run("curve.py", output, *CURVE, "--settings", "m1")
+    kept = {**first, "points": [{**first["points"][0], "kept": True}]}
+    output.write_text(json.dumps(kept))
+    both = run("curve.py", output, *CURVE, "--settings", "m1", "lora")
+    assert [(each["setting"], each.get("kept")) for each in both["points"]] == [("m1", True), ("lora", None)]
+    again = run("curve.py", output, *CURVE, "--settings", "m1", "--again")
+    assert [(each["setting"], each.get("kept")) for each in again["points"]] == [("m1", None), ("lora", None)]
+    assert again["points"][0] == first["points"][0]
+    assert "has points of" in run("curve.py", output, *CURVE, "--efficiency", "0.5", expect=2)
+
+
+def test_curve_accumulates_what_does_not_fit_at_once() -> None:
+    # A card for one sequence and not two: the plan of all micro-batches, made anew, must be the point's.
+    code = """
+import dataclasses, json, curve
+from slivertune.planning.make import make_plan
+from slivertune.planning.plan import add_allowance
+from slivertune.planning.planned_time import plan_time, with_room_ahead
+from slivertune.planning.request import PlanRequest
+card = curve.card_named("4090")
+one = curve.Planner(curve.TINY, 0.6).point("4090", "m1", 2048)
+small = dataclasses.replace(card, memory_bytes=one["need_bytes"] + 2**20)
+curve.card_named = lambda name: small
+point = curve.Planner(curve.TINY, 0.6).point("4090", "m1", 8192)
+need = add_allowance(make_plan(PlanRequest(**point["settings"]), curve.TINY))
+time = plan_time(with_room_ahead(need, small.memory_bytes), curve.TINY, small.rates())
+two = dataclasses.replace(need.plan.request, batch_size=2 * need.plan.request.batch_size)
+print(json.dumps({
+    "point": point, "need": need.device_bytes, "seconds": time.seconds, "limit": small.memory_bytes,
+    "two": add_allowance(make_plan(two, curve.TINY)).device_bytes,
+}))
+"""
+    got = json.loads(run_python("-c", code, cwd=BENCHMARKS).stdout)
+    settings = got["point"]["settings"]
+    assert settings["gradient_accumulation_steps"] > 2
+    assert settings.get("batch_size", 1) * settings["gradient_accumulation_steps"] * settings["seq_length"] == 8192
+    assert got["point"]["need_bytes"] == got["need"] <= got["limit"] < got["two"]
+    assert got["point"]["seconds_per_update"] == got["seconds"]
+
+
+def test_curve_draws_and_tells_all_of_a_result(tmp_path: Path) -> None:
+    output, picture = tmp_path / "curve.json", tmp_path / "curve.png"
+    result = run("curve.py", output, *CURVE, "--settings", "m1", "zero3")
+    run_python(BENCHMARKS / "curve_plot.py", f"--input={output}", f"--output={picture}", cwd=CHECKOUT)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    done = run_python("-c", f"import json, curve; print(curve.table(json.load(open('{output}'))))", cwd=BENCHMARKS)
+    for text in ("4090: tokens an update", "HiFT, m = 1", "ZeRO-3", *(row["name"] for row in result["published"])):
+        assert text in done.stdout
+    assert {row["tokens"] for row in result["published"]} >= {4096, 8192, 16384, 32768, 524288}
+
+
+def test_the_table_of_the_curve_is_that_of_the_committed_result() -> None:
+    done = run_python(
+        "-c", "import json, curve; print(curve.table(json.load(open('results/curve.json'))))", cwd=BENCHMARKS
+    )
+    assert done.stdout.strip() in (BENCHMARKS / "README.md").read_text(encoding="utf-8")
 
 
 def test_host_weights_writes_what_both_ways_lose(tmp_path: Path) -> None:

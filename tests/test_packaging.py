@@ -103,7 +103,7 @@ def test_the_wheel_declares_the_command_the_floors_and_the_extras(wheel: Path) -
     assert {
         "Requires-Python: >=3.11",
         "License-Expression: Apache-2.0",
-        "Requires-Dist: torch>=2.11",
+        "Requires-Dist: torch>=2.12",
         "Requires-Dist: transformers>=5.16.1",
         "Requires-Dist: accelerate>=1.13",
         *(f"Provides-Extra: {extra}" for extra in ("deepspeed", "bitsandbytes", "peft", "plot", "all", "dev")),
@@ -170,11 +170,10 @@ def test_the_pins_satisfy_every_declared_range(name: str, checkout: Path) -> Non
 
 
 def test_the_oldest_pins_are_the_floors(checkout: Path) -> None:
-    """Whose floors `make test-oldest` runs at; torch, of which no older CPU build can be had everywhere, runs above."""
     pins = pins_of(checkout / "constraints-oldest.txt")
     tools = [each for each in requirements_of(checkout, "dev") if each.name in ("torchao", "trl")]
     for requirement in [*requirements_of(checkout, *EXTRAS), *tools]:
-        if requirement.name == "torch" or not requirement.specifier:
+        if not requirement.specifier:
             continue
         (floor,) = requirement.specifier
         pin, lowest = (Version(each).release for each in (pins[canonicalize_name(requirement.name)], floor.version))

@@ -1,4 +1,4 @@
-"""What the library relies on of torch that torch does not document, the same from torch 2.11 to 2.13.
+"""What the library relies on of torch that torch does not document, the same in torch 2.12 and 2.13.
 
 Everything else of the library reaches these through this file. `RELIED_ON` says where each lies and what for, so that a
 test can tell with a clear word which has moved.
