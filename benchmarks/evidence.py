@@ -1,25 +1,28 @@
-"""The tables and pictures of docs/evidence.md, from the files under `results/`; nothing is trained.
+"""The tables and the picture of docs/evidence.md, from the files under `results/`; nothing is trained.
 
-    python benchmarks/evidence.py             # print the tables
-    python benchmarks/evidence.py --write     # put them into docs/evidence.md, and draw its pictures
+    python benchmarks/tables.py --write       # puts the tables into the page
+    python benchmarks/evidence.py             # draws the picture
 
 Whether a claim held is decided by one rule, of figures that each row has at its own best rate, one a seed: two rows
 differ if their ranges do not overlap. `as good` holds unless they differ and the first is worse; `better` holds if they
 differ and the first is better, does not if they differ and it is worse, and is not decided where ranges overlap.
+
+At equal time for the user: an update of the small model counts as one of an 8B on a 4090 that trains the same share of
+its layers, rounded up, as `curve.py` has planned it. So a setting may have as many updates as take the time of dense's.
 """
 
 import argparse
 import itertools
 import statistics
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from dial_table import mean_and_range
+from quality import ROWS, num_updates
 from result_files import RESULTS, read_json
 
-CHECKOUT = RESULTS.parents[1]
-PAGE = CHECKOUT / "docs" / "evidence.md"
-PICTURE = CHECKOUT / "docs" / "images" / "evidence.png"
+PICTURE = RESULTS.parents[1] / "docs" / "images" / "evidence.png"
 TASKS = {"language": "language reference: loss", "sst2": "SST-2: accuracy", "retrieval": "docstrings: accuracy"}
 Relation = Literal["as good", "better", "alike"]
 Results = dict[str, dict[str, "Measured"]]
@@ -181,19 +184,16 @@ CLAIMS = (
         text="HiFT (m = 4) is as good as GaLore",
         source=OURS,
         relation="as good",
-        rows=("hift-4", "galore"),
+        rows=("hift-4", "galore-64"),
     ),
 )
 
 
-def read_results(content: dict[str, Any]) -> Results:
-    """What `quality.py` has measured.
-
-    Args:
-        content: Of its result file.
-    """
+def read_results() -> Results:
+    """What `quality.py` has measured."""
+    content = read_json(RESULTS / "quality.json")
     return {
-        task: {row["name"]: _measured(row) for row in content[task]["rows"] if row["runs"]}
+        task: {row["name"]: _measured(row) for row in content[task] if row["runs"] and not row["failure"]}
         for task in TASKS
         if task in content
     }
@@ -211,15 +211,16 @@ def _measured(row: dict[str, Any]) -> Measured:
     )
 
 
-def quality_table(results: Results) -> str:
+def quality_table() -> str:
     """Each row's figure at its best rate, task by task."""
-    names = list(dict.fromkeys(name for of_task in results.values() for name in of_task))
+    results = read_results()
+    names = [name for name in ROWS if any(name in of_task for of_task in results.values())]
     lines = [f"| Row | {' | '.join(f'{TASKS[task]} | rate | MB' for task in results)} |"]
     lines.append(f"|---|{'---|---|---|' * len(results)}")
     for name in names:
         cells = [cell for of_task in results.values() for cell in _cells(of_task.get(name))]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def _cells(measured: Measured | None) -> list[str]:
@@ -229,33 +230,96 @@ def _cells(measured: Measured | None) -> list[str]:
     return [str(measured), f"{measured.rate:g}{edge}", f"{measured.peak_bytes / 1e6:.0f}"]
 
 
-def claims_table(results: Results) -> str:
+def rows_table() -> str:
+    """What the rows are, as options of `slivertune train`."""
+    known = {name for of_task in read_results().values() for name in of_task}
+    lines = ["| Row | Options of `slivertune train` |", "|---|---|"]
+    for name, options in ROWS.items():
+        if name in known:
+            times = num_updates(name, 1)
+            lines.append(f"| `{name}` | `{options}`{f', {times} times the updates' if times > 1 else ''} |")
+    return "\n".join(lines)
+
+
+def claims_table() -> str:
     """Each claim's verdict, task by task."""
+    results = read_results()
     lines = [f"| Claim | By | {' | '.join(TASKS[task] for task in results)} |", f"|---|---|{'---|' * len(results)}"]
     for claim in CLAIMS:
         verdicts = [claim.verdict(of_task) for of_task in results.values()]
         if any(verdicts):
             lines.append(f"| {claim.text} | {claim.source} | {' | '.join(verdicts)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def draw(results: Results) -> Any:
+def time_table() -> str:
+    """What HiFT's dial comes to in the user's time that dense fine-tuning takes, by tokens an update."""
+    points = {
+        (each["setting"], each["tokens"]): each
+        for each in read_json(RESULTS / "curve.json")["points"]
+        if each["card"] == "4090" and each["fits"]
+    }
+    results = read_results()
+    heads = ["Tokens an update", "layers of 34", "seconds an update", "GPU needs", "updates for one of all layers"]
+    for task in results:
+        heads += ["measured with", TASKS[task], "against dense's"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for tokens in _TIMED_TOKENS:
+        leanest, whole = points["m1", tokens], points["all", tokens]
+        for m, setting in _OF_34.items():
+            point = points[setting, tokens]
+            allowed = whole["seconds_per_update"] / point["seconds_per_update"]
+            cells = [
+                f"{tokens:,}",
+                f"{setting.removeprefix('m')} (m = {m} of 8)",
+                f"{point['seconds_per_update']:.2f}",
+                f"{point['need_bytes'] / 2**30:.1f} GiB, {point['need_bytes'] / leanest['need_bytes']:.2f} of m = 1's",
+                f"{allowed:.1f}",
+                *(cell for of_task in results.values() for cell in _at_equal_time(of_task, m, allowed)),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    dense = (cell for of_task in results.values() for cell in ("`dense`", str(of_task["dense"]), ""))
+    lines.append(f"| any | all: dense | | | 1 | {' | '.join(dense)} |")
+    return "\n".join(lines)
+
+
+def _at_equal_time(of_task: dict[str, Measured], m: int, allowed: float) -> list[str]:
+    """The row of the most updates that fit, what it came to, and that against dense."""
+    names = [name for name in (f"hift-{m}", *(f"hift-{m}-x{times}" for times in (2, 4, 8))) if name in of_task]
+    fitting = [name for name in names if num_updates(name, 1) <= allowed]
+    if not fitting:
+        return ["", "", ""]
+    name = max(fitting, key=lambda each: num_updates(each, 1))
+    one, dense = of_task[name], of_task["dense"]
+    difference = (
+        f"{one.mean / dense.mean - 1:+.1%}" if one.figure == "loss" else f"{100 * (one.mean - dense.mean):+.1f} points"
+    )
+    return [f"`{name}`", str(one), difference]
+
+
+_TIMED_TOKENS = (512, 4096, 32768)
+_OF_34 = {1: "m5", 2: "m9", 4: "m17"}
+"""By m of eight layers: the setting of `curve.py` that trains the same share of 34, rounded up."""
+
+
+def draw() -> Any:
     """A panel a task: every row's mean and range, the best on top."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    results = read_results()
     tallest = max(len(of_task) for of_task in results.values())
-    figure = Figure(figsize=(4.6 * len(results), 0.9 + 0.24 * tallest), layout="constrained")
+    figure = Figure(figsize=(5 * len(results), 0.9 + 0.24 * tallest), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, (task, of_task) in zip(panels, results.items(), strict=True):
         ordered = sorted(of_task.items(), key=lambda item: item[1].mean, reverse=task == "language")
+        scale = 1 if task == "language" else 100
         for place, (name, measured) in enumerate(ordered):
-            colour = "#000000" if name == "dense" else _COLOURS[name.partition("-")[0]]
-            scale = 1 if measured.figure == "loss" else 100
+            colour = _COLOURS[name.partition("-")[0]]
             axes.plot([scale * value for value in measured.values], [place] * len(measured.values), color=colour)
             axes.plot(scale * measured.mean, place, "o", color=colour, markersize=5)
-        axes.axvline((1 if task == "language" else 100) * of_task["dense"].mean, color="#999999", linewidth=0.8)
+        axes.axvline(scale * of_task["dense"].mean, color="#999999", linewidth=0.8)
         axes.set_yticks(range(len(ordered)), [name for name, _ in ordered], fontsize=8)
         axes.set_title(TASKS[task] + ("" if task == "language" else ", %"), fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
@@ -276,27 +340,11 @@ _COLOURS = {
 """By the first word of a row's name."""
 
 
-def blocks() -> dict[str, str]:
-    """What stands between the page's markers, by their names."""
-    results = read_results(read_json(RESULTS / "quality.json"))
-    return {"quality": quality_table(results), "claims": claims_table(results)}
-
-
 def main() -> None:
-    """Print the tables, or write them."""
+    """Draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/evidence.md, draw its pictures")
-    arguments = parser.parse_args()
-    texts = blocks()
-    if not arguments.write:
-        print("\n".join(texts.values()))
-        return
-    page = PAGE.read_text(encoding="utf-8")
-    for name, text in texts.items():
-        before, rest = page.split(f"<!-- {name} -->\n")
-        page = f"{before}<!-- {name} -->\n{text}<!-- /{name} -->\n{rest.split(f'<!-- /{name} -->')[1].lstrip()}"
-    PAGE.write_text(page, encoding="utf-8")
-    draw(read_results(read_json(RESULTS / "quality.json"))).savefig(PICTURE, dpi=130)
+    parser.add_argument("--output", type=Path, default=PICTURE, help="default: docs/images/evidence.png")
+    draw().savefig(parser.parse_args().output, dpi=130)
 
 
 if __name__ == "__main__":

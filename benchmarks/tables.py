@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import cost_tables
+import curve
 import dial_table
 import disk_schedule
+import evidence
 import host_weights
 import measured
 import plan_speeds
@@ -37,11 +39,16 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "sft": (("docs/sft.md",), cost_tables.sft),
     "sft-in-chunks": (("docs/sft.md",), cost_tables.sft_in_chunks),
     "tokentune": (("docs/tokentune.md",), cost_tables.tokentune),
-    "token-gradients": (("docs/tokentune.md",), cost_tables.token_gradients),
+    "token-gradients": (("docs/tokentune.md", "docs/evidence.md"), cost_tables.token_gradients),
     "ranks": (("docs/ranks.md",), cost_tables.sent_by_ranks),
     "plan-time": (("docs/plan.md",), lambda: plan_time.table(read_json(RESULTS / "plan_time.json")["rows"])),
     "plan-speeds": (("docs/plan.md",), lambda: plan_speeds.table(read_json(RESULTS / "plan_speeds.json")["groups"])),
     "ways": (("docs/which-method.md",), lambda: ways_table.table(read_json(RESULTS / "ways_8b_4090.json"))),
+    "curve": (("benchmarks/README.md",), lambda: curve.table(read_json(RESULTS / "curve.json"))),
+    "evidence-rows": (("docs/evidence.md",), evidence.rows_table),
+    "evidence": (("docs/evidence.md",), evidence.quality_table),
+    "evidence-claims": (("docs/evidence.md",), evidence.claims_table),
+    "evidence-time": (("docs/evidence.md",), evidence.time_table),
     "schedule": (("benchmarks/README.md",), lambda: schedule.table(read_json(RESULTS / "schedule.json")["rows"])),
     "disk-schedule": (
         ("benchmarks/README.md",),

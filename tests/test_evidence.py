@@ -1,0 +1,82 @@
+"""How `benchmarks/evidence.py` decides whether a claim held, and which runs it holds against dense at equal time."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from tests.conftest import CHECKOUT
+
+sys.path.append(str(CHECKOUT / "benchmarks"))
+import evidence
+from evidence import CLAIMS, Claim, Measured, Relation
+
+LOW, MIDDLE, OVERLAPS, HIGH = (1.0, 1.1), (1.4, 1.6), (1.5, 1.7), (2.0, 2.1)
+
+
+def measured(*values: float, figure: str = "loss") -> Measured:
+    return Measured(figure=figure, values=values, rate=1e-3, is_at_edge=False, peak_bytes=1)
+
+
+@pytest.mark.parametrize(
+    ("relation", "first", "second", "verdict"),
+    [
+        ("as good", LOW, HIGH, "held"),
+        ("as good", HIGH, LOW, "not held"),
+        ("as good", OVERLAPS, MIDDLE, "held"),
+        ("better", LOW, HIGH, "held"),
+        ("better", HIGH, LOW, "not held"),
+        ("better", MIDDLE, OVERLAPS, "not decided"),
+        ("alike", OVERLAPS, MIDDLE, "held"),
+        ("alike", LOW, MIDDLE, "not held"),
+    ],
+)
+@pytest.mark.parametrize("figure", ["loss", "accuracy"])
+def test_ranges_that_do_not_overlap_decide(
+    relation: Relation, first: tuple[float, ...], second: tuple[float, ...], verdict: str, figure: str
+) -> None:
+    # More is better of an accuracy: one minus a tenth of the loss keeps the order of what is good.
+    one, other = (
+        measured(*(values if figure == "loss" else (1 - value / 10 for value in values)), figure=figure)
+        for values in (first, second)
+    )
+    claim = Claim(text="", source="", relation=relation, rows=("one", "other"))
+    assert claim.verdict({"one": one, "other": other}).startswith(f"**{verdict}**: {one}; {other}")
+
+
+def test_three_are_alike_only_if_no_two_differ() -> None:
+    claim = Claim(text="", source="", relation="alike", rows=("a", "b", "c"))
+    chain = {"a": measured(1.0, 1.2), "b": measured(1.1, 1.5), "c": measured(1.4, 1.6)}
+    assert claim.verdict(chain).startswith("**not held**")
+    assert claim.verdict(chain | {"c": measured(1.15, 1.6)}).startswith("**held**")
+
+
+def test_nothing_is_said_of_what_was_not_run_or_had_one_seed() -> None:
+    claim = Claim(text="", source="", relation="better", rows=("one", "other"))
+    assert claim.verdict({"one": measured(*LOW)}) == ""
+    assert claim.verdict({"one": measured(*LOW), "other": measured(3.0)}) == ""
+
+
+def test_each_claim_is_of_known_rows() -> None:
+    assert {name for claim in CLAIMS for name in claim.rows} <= evidence.ROWS.keys()
+    assert all(len(claim.rows) == 2 for claim in CLAIMS if claim.relation != "alike")
+
+
+def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"m1": 1.0, "m5": 2.0, "m9": 2.5, "m17": 4.0, "all": 9.0}
+    points = [
+        {"card": "4090", "fits": True, "setting": setting, "tokens": tokens, "need_bytes": (5 + place) * 2**30}
+        | {"seconds_per_update": each if tokens < 32768 else 9.0}
+        for place, (setting, each) in enumerate(seconds.items())
+        for tokens in (512, 4096, 32768)
+    ]
+    rows = {"dense": 1.0, "hift-1": 2.0, "hift-1-x4": 1.5, "hift-1-x8": 1.2, "hift-2": 1.9, "hift-4": 1.8}
+    rows |= {"hift-4-x2": 1.01}
+    monkeypatch.setattr(evidence, "read_json", lambda path: {"points": points})
+    of_task: dict[str, Any] = {name: measured(loss, loss) for name, loss in rows.items()}
+    monkeypatch.setattr(evidence, "read_results", lambda: {"language": of_task})
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evidence.time_table().split("\n")[2:-1]]
+    assert [row[5] for row in cells[:3]] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`"]
+    assert [row[5] for row in cells[6:]] == ["`hift-1`", "`hift-2`", "`hift-4`"]
+    assert [row[4] for row in cells[:3]] == ["4.5", "3.6", "2.2"] and cells[2][7] == "+1.0%"
+    assert cells[0][3] == "6.0 GiB, 1.20 of m = 1's"
