@@ -1,8 +1,8 @@
 """The tables of what SFT, TokenTune and several ranks cost, from the files under `results/`."""
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
+from markdown_table import markdown_table
 from measured import LAYOUTS, MIB
 from result_files import RESULTS, read_json
 
@@ -45,7 +45,7 @@ def sft() -> str:
                     _sft_peak(content[part]["peaks"][name]),
                 ]
             )
-    return _markdown(heads, rows)
+    return markdown_table(heads, rows)
 
 
 def sft_in_chunks() -> str:
@@ -53,7 +53,7 @@ def sft_in_chunks() -> str:
     content = read_json(RESULTS / "sft.json")
     heads = ["8,192 tokens, loss in chunks", "peak, MiB (in an estimation phase)", "layers checkpointed"]
     parts = [content[part]["chunked_peaks"] for part in ("plain", "checkpointing")]
-    return _markdown(
+    return markdown_table(
         heads,
         ([_SFT[name].format(rank=content["rank"]), *(_sft_peak(part[name]) for part in parts)] for name in parts[0]),
     )
@@ -68,7 +68,7 @@ def tokentune() -> str:
     """Time of a step beside the dense one's, and bytes of activations."""
     variants = read_json(RESULTS / "tokentune.json")["variants"]
     heads = ["", "step (CPU time)", "saved for the backward, MiB", "most activations at a time, MiB"]
-    return _markdown(
+    return markdown_table(
         heads,
         (
             [
@@ -87,7 +87,7 @@ def token_gradients() -> str:
     rows = read_json(RESULTS / "token_gradients.json")["rows"]
     cosines = {(row["pattern"], row["ratio"]): row["cosine"] for row in rows}
     ratios = dict.fromkeys(row["ratio"] for row in rows)
-    return _markdown(
+    return markdown_table(
         ["", *(f"{100 * ratio:.0f} %" for ratio in ratios)],
         ([title, *(f"{cosines[name, ratio]:.2f}" for ratio in ratios)] for name, title in _PATTERNS.items()),
     )
@@ -103,13 +103,8 @@ def sent_by_ranks() -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for title, row in cells.items():
         alike.setdefault(tuple(row), []).append(title)
-    return _markdown(["", *_METHODS.values()], ([", ".join(titles), *row] for row, titles in alike.items()))
+    return markdown_table(["", *_METHODS.values()], ([", ".join(titles), *row] for row, titles in alike.items()))
 
 
 def _megabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:.1f}" if num_bytes >= 1e6 else f"{num_bytes / 1e6:.2f}"
-
-
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -27,8 +27,10 @@ from typing import Any
 
 import plan_speeds
 from environment import record_environment
-from result_files import RESULTS, read_json, write_json
+from markdown_table import markdown_table
+from result_files import read_json, write_json
 from schedule import TINY
+from simulated_rows import open_result
 from transformers import PreTrainedConfig
 
 from slivertune.planning.cards import EFFICIENCY, Card, card_named
@@ -165,8 +167,12 @@ class Planner:
 
     def _requests(self, setting: str, num_tokens: int, *, checkpointing: bool) -> Iterator[PlanRequest]:
         """The way of training, in the order in which what fits is taken; one sequence a micro-batch."""
+        largest_rank = self._config.hidden_size // 4  # bounds the rank of a tiny model alone
         settings = {
-            **SETTINGS[setting],
+            **{
+                name: min(value, largest_rank) if name.endswith("lora_rank") else value
+                for name, value in SETTINGS[setting].items()
+            },
             "seq_length": min(num_tokens, _LONGEST),
             "gradient_checkpointing": checkpointing,
         }
@@ -250,24 +256,24 @@ def published() -> list[dict[str, Any]]:
 
 def table(result: dict[str, Any]) -> str:
     """All rows in Markdown: seconds an update, tokens a second and what of the time waits; a table for each card."""
-    lines: list[str] = []
+    tables = []
     for card in CARDS:
         points = {(each["setting"], each["tokens"]): each for each in result["points"] if each["card"] == card}
         if not points:
             continue
         counts = sorted({num_tokens for _, num_tokens in points})
-        lines += ["", f"| {card}: tokens an update | {' | '.join(f'{each:,}' for each in counts)} |"]
-        lines.append("|---" * (len(counts) + 1) + "|")
-        for setting in SETTINGS:
-            cells = [_cell(points.get((setting, each))) for each in counts]
-            if any(cells):
-                lines.append(f"| {TITLES[setting]} | {' | '.join(cells)} |")
-    lines += ["", "| Published | Card | Tokens an update | Tokens a second | Source |", "|---|---|---|---|---|"]
-    for row in result["published"]:
-        lines.append(
-            f"| {row['name']} | {row['card']} | {row['tokens']:,} | {row['tokens_per_second']:,.0f} | {row['source']} |"
-        )
-    return "\n".join(lines[1:])
+        rows = [
+            [TITLES[setting], *(_cell(points.get((setting, each))) for each in counts)]
+            for setting in SETTINGS
+            if any((setting, each) in points for each in counts)
+        ]
+        tables.append(markdown_table([f"{card}: tokens an update", *(f"{each:,}" for each in counts)], rows))
+    published = (
+        [row["name"], row["card"], f"{row['tokens']:,}", f"{row['tokens_per_second']:,.0f}", row["source"]]
+        for row in result["published"]
+    )
+    tables.append(markdown_table(["Published", "Card", "Tokens an update", "Tokens a second", "Source"], published))
+    return "\n\n".join(tables)
 
 
 def _cell(point: dict[str, Any] | None) -> str:
@@ -290,13 +296,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see whether it runs; needs --output")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    if arguments.quick and arguments.output is None:
-        parser.error("--quick needs --output FILE: a trial is not written among the results")
-    output = arguments.output or RESULTS / "curve.json"
     about = {"model": "tiny" if arguments.quick else MODEL, "efficiency": arguments.efficiency}
-    kept = read_json(output)
-    if kept and {name: kept[name] for name in about} != about:
-        parser.error(f"{output} has points of {[kept[name] for name in about]}; name another --output")
+    output, kept = open_result(parser, arguments, "curve.json", about, "points of")
     by_key = {(each["card"], each["setting"], each["tokens"]): each for each in kept.get("points", [])}
     planner = Planner(TINY if arguments.quick else find_model(MODEL).config, arguments.efficiency)
     every = [(card, setting, tokens) for card in CARDS for setting in SETTINGS for tokens in TOKENS]

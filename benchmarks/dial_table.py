@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from markdown_table import markdown_table
 from result_files import RESULTS, read_json
 
 TITLES = {"language": "language reference: loss", "sst2": "SST-2: accuracy"}
@@ -65,7 +66,7 @@ def summary(content: dict[str, Part]) -> str:
     for name, part in content.items():
         num_seeds = len({run["seed"] for run in part["runs"]})
         heads += [f"{TITLES[name]} ({num_seeds} seeds)", "rate", "updates", "MB"]
-    lines = [_row(heads), _row(["---"] * len(heads))]
+    rows = []
     first = next(iter(content.values()))
     for m, num_groups in first["calibration"]["num_groups"].items():
         cells = [f"{m} (all: dense)" if num_groups == 1 else f"{m} ({num_groups} groups)"]
@@ -78,15 +79,15 @@ def summary(content: dict[str, Part]) -> str:
                 str(part["calibration"]["num_updates"][m]),
                 _megabytes(part["bytes"][m]["device"]),
             ]
-        lines.append(_row(cells))
-    return "\n".join(lines)
+        rows.append(cells)
+    return markdown_table(heads, rows)
 
 
 def details(name: str, part: Part) -> str:
     """A task's table: CPU seconds really spent, the parts of the bytes, and every rate that was tried."""
     figure, num_seeds = part["fixed"]["figure"], len({run["seed"] for run in part["runs"]})
     heads = (f"m, {TITLES[name]}", "CPU s", "MB: weights + gradients + state", "MB on the host", "mean at each rate")
-    lines = [_row(heads), _row(["---"] * len(heads))]
+    rows = []
     for m, counted in part["bytes"].items():
         best, rates = best_runs(part, m), []
         for rate, runs in _by_rate(part, m).items():
@@ -105,12 +106,8 @@ def details(name: str, part: Part) -> str:
             _megabytes(counted["host"]),
             ", ".join(rates),
         ]
-        lines.append(_row(cells))
-    return "\n".join(lines)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+        rows.append(cells)
+    return markdown_table(heads, rows)
 
 
 def tables(content: dict[str, Part]) -> str:

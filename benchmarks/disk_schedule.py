@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from markdown_table import markdown_table
 from schedule import TINY, figures
 from simulated_rows import add_host_bandwidth, make_parser, simulate_rows
 from transformers import PreTrainedConfig
@@ -113,10 +114,8 @@ def moved_in_a_step(schedule: HiFTSchedule) -> dict[str, float]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people, in Markdown."""
-    lines = [
-        "| State | a GPU must have | pinned host memory | files | disk | s a step | tokens/s | exposed |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["State", "a GPU must have", "pinned host memory", "files", "disk", "s a step", "tokens/s", "exposed"]
+    lines = []
     for row in rows:
         for disk in row["disks"]:
             cells = [
@@ -129,8 +128,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{disk['tokens_per_second']:.0f}",
                 f"{disk['exposed_share']:.1%}",
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append(cells)
+    return markdown_table(heads, lines)
 
 
 def main() -> None:

@@ -13,51 +13,21 @@ its layers, rounded up, as `curve.py` has planned it. So a setting may have as m
 
 import argparse
 import itertools
-import statistics
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dial_table import mean_and_range
+from markdown_table import markdown_table
+from measured_row import MeasuredRow, read_row
 from quality import ROWS, num_updates
 from result_files import RESULTS, read_json
 
 PICTURE = RESULTS.parents[1] / "docs" / "images" / "evidence.png"
 TASKS = {"language": "language reference: loss", "sst2": "SST-2: accuracy", "retrieval": "docstrings: accuracy"}
 Relation = Literal["as good", "better", "alike"]
-Results = dict[str, dict[str, "Measured"]]
+Results = dict[str, dict[str, MeasuredRow]]
 """By task and row."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """What a row came to at its best rate."""
-
-    figure: str
-    """`loss`, of which less is better, or `accuracy`."""
-    values: tuple[float, ...]
-    """By seed."""
-    rate: float
-    is_at_edge: bool
-    """Whether no smaller or no larger rate was tried."""
-    peak_bytes: int
-    """The most alive on the device in an update, by the ledger."""
-
-    @property
-    def mean(self) -> float:
-        """Over the seeds."""
-        return statistics.fmean(self.values)
-
-    def differs(self, other: "Measured") -> bool:
-        """Whether the ranges do not overlap."""
-        return max(self.values) < min(other.values) or max(other.values) < min(self.values)
-
-    def is_better(self, other: "Measured") -> bool:
-        """By the mean."""
-        return self.mean < other.mean if self.figure == "loss" else self.mean > other.mean
-
-    def __str__(self) -> str:
-        return mean_and_range(self.figure, self.values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +40,7 @@ class Claim:
     rows: tuple[str, ...]
     """`alike` takes any number of rows, the others two."""
 
-    def verdict(self, of_task: dict[str, Measured]) -> str:
+    def verdict(self, of_task: dict[str, MeasuredRow]) -> str:
         """`held`, `not held` or `not decided` and the figures; nothing where a row or its seeds are missing."""
         known = [of_task[name] for name in self.rows if name in of_task]
         if len(known) < len(self.rows) or min(len(each.values) for each in known) < 2:
@@ -190,66 +160,48 @@ CLAIMS = (
 
 
 def read_results() -> Results:
-    """What `quality.py` has measured."""
+    """What `quality.py` has measured, of the tasks whose dense row, which the others are held against, is there."""
     content = read_json(RESULTS / "quality.json")
-    return {
-        task: {row["name"]: _measured(row) for row in content[task] if row["runs"] and not row["failure"]}
-        for task in TASKS
-        if task in content
+    results = {
+        task: {row["name"]: read_row(row) for row in content.get(task, []) if not row["failure"]} for task in TASKS
     }
-
-
-def _measured(row: dict[str, Any]) -> Measured:
-    runs = row["runs"]
-    figure = "accuracy" if "eval_accuracy" in runs[0]["after"] else "loss"
-    return Measured(
-        figure=figure,
-        values=tuple(run["after"][f"eval_{figure}"] for run in runs),
-        rate=runs[0]["rate"],
-        is_at_edge=row["is_at_edge"],
-        peak_bytes=max(run["peak_bytes"]["device"] for run in runs),
-    )
+    return {task: of_task for task, of_task in results.items() if "dense" in of_task}
 
 
 def quality_table() -> str:
     """Each row's figure at its best rate, task by task."""
     results = read_results()
-    names = [name for name in ROWS if any(name in of_task for of_task in results.values())]
-    lines = [f"| Row | {' | '.join(f'{TASKS[task]} | rate | MB' for task in results)} |"]
-    lines.append(f"|---|{'---|---|---|' * len(results)}")
-    for name in names:
-        cells = [cell for of_task in results.values() for cell in _cells(of_task.get(name))]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    heads = ["Row", *(head for task in results for head in (TASKS[task], "rate", "MB"))]
+    return markdown_table(heads, ([f"`{name}`", *_cells(results, name)] for name in _known(results)))
 
 
-def _cells(measured: Measured | None) -> list[str]:
-    if measured is None:
-        return ["", "", ""]
-    edge = ", at the edge" if measured.is_at_edge else ""
-    return [str(measured), f"{measured.rate:g}{edge}", f"{measured.peak_bytes / 1e6:.0f}"]
+def _known(results: Results) -> list[str]:
+    """The rows that any task has."""
+    return [name for name in ROWS if any(name in of_task for of_task in results.values())]
+
+
+def _cells(results: Results, name: str) -> list[str]:
+    return [cell for of_task in results.values() for cell in (of_task[name].cells if name in of_task else [""] * 3)]
 
 
 def rows_table() -> str:
     """What the rows are, as options of `slivertune train`."""
-    known = {name for of_task in read_results().values() for name in of_task}
-    lines = ["| Row | Options of `slivertune train` |", "|---|---|"]
-    for name, options in ROWS.items():
-        if name in known:
-            times = num_updates(name, 1)
-            lines.append(f"| `{name}` | `{options}`{f', {times} times the updates' if times > 1 else ''} |")
-    return "\n".join(lines)
+    rows = []
+    for name in _known(read_results()):
+        times = num_updates(name, 1)
+        rows.append([f"`{name}`", f"`{ROWS[name]}`{f', {times} times the updates' if times > 1 else ''}"])
+    return markdown_table(["Row", "Options of `slivertune train`"], rows)
 
 
 def claims_table() -> str:
     """Each claim's verdict, task by task."""
     results = read_results()
-    lines = [f"| Claim | By | {' | '.join(TASKS[task] for task in results)} |", f"|---|---|{'---|' * len(results)}"]
+    rows = []
     for claim in CLAIMS:
         verdicts = [claim.verdict(of_task) for of_task in results.values()]
         if any(verdicts):
-            lines.append(f"| {claim.text} | {claim.source} | {' | '.join(verdicts)} |")
-    return "\n".join(lines)
+            rows.append([claim.text, claim.source, *verdicts])
+    return markdown_table(["Claim", "By", *(TASKS[task] for task in results)], rows)
 
 
 def time_table() -> str:
@@ -263,7 +215,7 @@ def time_table() -> str:
     heads = ["Tokens an update", "layers of 34", "seconds an update", "GPU needs", "updates for one of all layers"]
     for task in results:
         heads += ["measured with", TASKS[task], "against dense's"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for tokens in _TIMED_TOKENS:
         leanest, whole = points["m1", tokens], points["all", tokens]
         for m, setting in _OF_34.items():
@@ -277,15 +229,15 @@ def time_table() -> str:
                 f"{allowed:.1f}",
                 *(cell for of_task in results.values() for cell in _at_equal_time(of_task, m, allowed)),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
-    dense = (cell for of_task in results.values() for cell in ("`dense`", str(of_task["dense"]), ""))
-    lines.append(f"| any | all: dense | | | 1 | {' | '.join(dense)} |")
-    return "\n".join(lines)
+            rows.append(cells)
+    dense = [cell for of_task in results.values() for cell in ("`dense`", str(of_task["dense"]), "")]
+    rows.append(["any", "all: dense", "", "", "1", *dense])
+    return markdown_table(heads, rows)
 
 
-def _at_equal_time(of_task: dict[str, Measured], m: int, allowed: float) -> list[str]:
+def _at_equal_time(of_task: dict[str, MeasuredRow], m: int, allowed: float) -> list[str]:
     """The row of the most updates that fit, what it came to, and that against dense."""
-    names = [name for name in (f"hift-{m}", *(f"hift-{m}-x{times}" for times in (2, 4, 8))) if name in of_task]
+    names = [name for name in of_task if re.fullmatch(rf"hift-{m}(-x\d+)?", name)]
     fitting = [name for name in names if num_updates(name, 1) <= allowed]
     if not fitting:
         return ["", "", ""]

@@ -20,6 +20,7 @@ from typing import Any
 
 from fsdp2_copies import TORCH, with_fsdp2
 from ideal_streamer import NUM_BUFFERS, lowest, spread, with_streamer
+from markdown_table import markdown_table
 from schedule import TINY
 from simulated_rows import make_parser, simulate_rows
 from transformers import PreTrainedConfig
@@ -204,8 +205,9 @@ def best_of(row: dict[str, Any]) -> dict[str, Any] | None:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people, in Markdown."""
-    names = "Model, tokens a step | computing, s | FSDP2, s | of it copies | and the host's update"
-    lines = [f"| {names} | streamer, s | exposed | resident blocks |", "|---|---|---|---|---|---|---|---|"]
+    heads = ["Model, tokens a step", "computing, s", "FSDP2, s", "of it copies", "and the host's update"]
+    heads += ["streamer, s", "exposed", "resident blocks"]
+    lines = []
     for row in rows:
         fsdp2, ideal = row["fsdp2"], best_of(row)
         cells = [
@@ -223,8 +225,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
                 f"{ideal['exposed_share']:.0%}",
                 f"{ideal['num_resident']} of {row['num_blocks']}",
             ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(heads, lines)
 
 
 def main() -> None:

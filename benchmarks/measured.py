@@ -3,6 +3,7 @@
 from typing import Any
 
 from dial_table import best_runs
+from markdown_table import markdown_table
 from result_files import RESULTS, read_json
 
 LAYOUTS = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
@@ -50,10 +51,7 @@ def shares_sent() -> dict[str, dict[str, float]]:
 def table() -> str:
     """Markdown: a row a figure, with what it is held against and the script that measures it."""
     rows = [*_hift(), *_tokentune(), *_sft(), *_ranks()]
-    lines = ["| What | Figure | Against | By |", "|---|---|---|---|"]
-    return "\n".join(
-        [*lines, *(f"| {what} | {figure} | {against} | `benchmarks/{by}` |" for what, figure, against, by in rows)]
-    )
+    return markdown_table(["What", "Figure", "Against", "By"], ((*cells, f"`benchmarks/{by}`") for *cells, by in rows))
 
 
 Cells = tuple[str, str, str, str]

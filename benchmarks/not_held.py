@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from slivertune import HiFT
+from slivertune.parallel.checkpoint.sidecar import unwrapped
 from slivertune.training.methods.hift import HiFTArguments, HiFTMethod
 from slivertune.training.methods.method import NoOptions
 from slivertune.training.methods.registry import register_train_method
@@ -34,7 +36,7 @@ class _DropHeldRate(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, optimizer: Any, **kwargs: Any
     ) -> None:
-        getattr(optimizer, "optimizer", optimizer).rotation.held_lr = []
+        unwrapped(optimizer, HiFT).rotation.held_lr = []
 
 
 def register() -> None:

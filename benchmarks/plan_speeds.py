@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from environment import record_environment
+from markdown_table import markdown_table
 from result_files import RESULTS, read_json, write_json
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -319,7 +320,7 @@ def predict(group: Group) -> dict[str, Any]:
 
 def table(groups: list[dict[str, Any]]) -> str:
     """The rows for people, in Markdown."""
-    lines = ["| Source | Run | published | planned | error |", "|---|---|---|---|---|"]
+    lines = []
     for group in groups:
         for row in group["rows"]:
             error = f"{100 * row['error']:+.1f} %"
@@ -327,9 +328,9 @@ def table(groups: list[dict[str, Any]]) -> str:
                 error = f"fitted: {100 * group['efficiency']:.0f} % of the peak"
             if row["is_met"] is not None:
                 error += f" ({'within' if row['is_met'] else 'not within'} {100 * TARGET:.0f} %)"
-            speeds = f"{row['published_tokens_per_second']:,.0f} | {row['planned_tokens_per_second']:,.0f}"
-            lines.append(f"| {group['source']} | {row['name']} | {speeds} | {error} |")
-    return "\n".join(lines)
+            speeds = [f"{row[f'{kind}_tokens_per_second']:,.0f}" for kind in ("published", "planned")]
+            lines.append([group["source"], row["name"], *speeds, error])
+    return markdown_table(["Source", "Run", "published", "planned", "error"], lines)
 
 
 def main() -> None:

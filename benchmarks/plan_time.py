@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from environment import record_environment
+from markdown_table import markdown_table
 from peft import LoraConfig, get_peft_model
 from result_files import RESULTS, write_json
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -171,13 +172,12 @@ def measure(row: Row, config: LlamaConfig, batch: dict[str, torch.Tensor], num_r
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows that dense training does not calibrate, in Markdown."""
-    lines = ["| | measured | planned | error |", "|---|---|---|---|"]
+    lines = []
     for row in rows:
         if row["is_met"] is not None:
             seconds = (sum(row[part].values()) for part in ("measured_seconds", "planned_seconds"))
-            cells = [row["name"], *(f"{each:.3f} s" for each in seconds), f"{100 * row['error']:+.1f} %"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([row["name"], *(f"{each:.3f} s" for each in seconds), f"{100 * row['error']:+.1f} %"])
+    return markdown_table(["", "measured", "planned", "error"], lines)
 
 
 def main() -> None:

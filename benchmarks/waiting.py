@@ -23,6 +23,7 @@ from dial import Training
 from dial_table import mean_and_range
 from dial_tasks import DialTask, language_reference, sst2
 from environment import record_environment
+from markdown_table import markdown_table
 from result_files import RESULTS, read_json, write_json
 
 FORMS = ("exact", "int8", "nf4")
@@ -59,12 +60,14 @@ def train(task: DialTask, name: str, form: str, layers_per_group: int, seed: int
 
 def table(content: dict[str, Any]) -> str:
     """Means and ranges over the seeds of what lies on the device; of int8 and NF4 the mean difference, seed by seed."""
-    lines = ["| Task | Layers a group | exact | `int8` | `nf4` |", "| --- | --- | --- | --- | --- |"]
-    for name, part in content.items():
-        lines += [
-            f"| {_TITLES[name]} | {m} | {' | '.join(_cell(part, form, m) for form in FORMS)} |" for m in SETTINGS[name]
-        ]
-    return "\n".join(lines)
+    return markdown_table(
+        ["Task", "Layers a group", "exact", "`int8`", "`nf4`"],
+        (
+            [_TITLES[name], str(m), *(_cell(part, form, m) for form in FORMS)]
+            for name, part in content.items()
+            for m in SETTINGS[name]
+        ),
+    )
 
 
 def _cell(part: dict[str, Any], form: str, layers_per_group: int) -> str:

@@ -9,18 +9,18 @@ python benchmarks/tables.py --write
 
 from typing import Any
 
+from markdown_table import markdown_table
+
 GIB = 2**30
 
 
 def table(answer: dict[str, Any]) -> str:
     """Markdown: a row a way, the fastest first; those that do not fit last."""
-    lines = [
-        "| Way | Trains | GPU | Host | Batch | Tokens a second | On which a weight trains |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ["Way", "Trains", "GPU", "Host", "Batch", "Tokens a second", "On which a weight trains"]
+    lines = []
     for row in answer["rows"]:
         if "reason" in row:
-            lines.append(f"| {row['title']} | can't be planned: {row['reason']} |  |  |  |  |  |")
+            lines.append([row["title"], f"can't be planned: {row['reason']}", *[""] * 5])
             continue
         trained = "all weights" if row["trains_all"] else f"{row['num_trainable_peak'] / 1e6:,.0f}M values"
         cells = [row["title"], trained, f"{row['need_bytes'] / GIB:.1f} GiB", f"{row['host_bytes'] / GIB:.0f} GiB"]
@@ -32,5 +32,5 @@ def table(answer: dict[str, Any]) -> str:
             ]
         else:
             cells += ["does not fit with 1", "", ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(heads, lines)

@@ -210,6 +210,12 @@ def test_curve_plans_a_point_as_the_command_line_does(tmp_path: Path) -> None:
         assert answer[name] == point[name]
 
 
+def test_curve_plans_each_setting_with_the_tiny_model(tmp_path: Path) -> None:
+    points = run("curve.py", tmp_path / "curve.json", *CURVE)["points"]
+    named = [*(f"m{number}" for number in (1, 2, 4, 5, 8, 9, 17)), "all", "lora", "qlora", "sft", "zero3", "fsdp2"]
+    assert [each["setting"] for each in points] == named and all(each["fits"] for each in points)
+
+
 def test_curve_continues_and_plans_a_point_again_on_demand(tmp_path: Path) -> None:
     output = tmp_path / "curve.json"
     first = run("curve.py", output, *CURVE, "--settings", "m1")

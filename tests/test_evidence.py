@@ -9,13 +9,14 @@ from tests.conftest import CHECKOUT
 
 sys.path.append(str(CHECKOUT / "benchmarks"))
 import evidence
-from evidence import CLAIMS, Claim, Measured, Relation
+from evidence import CLAIMS, Claim, Relation
+from measured_row import MeasuredRow
 
 LOW, MIDDLE, OVERLAPS, HIGH = (1.0, 1.1), (1.4, 1.6), (1.5, 1.7), (2.0, 2.1)
 
 
-def measured(*values: float, figure: str = "loss") -> Measured:
-    return Measured(figure=figure, values=values, rate=1e-3, is_at_edge=False, peak_bytes=1)
+def measured(*values: float, figure: str = "loss") -> MeasuredRow:
+    return MeasuredRow(figure=figure, values=values, rate=1e-3, is_at_edge=False, peak_bytes=1)
 
 
 @pytest.mark.parametrize(
