@@ -63,6 +63,17 @@ def test_each_claim_is_of_known_rows() -> None:
     assert all(len(claim.rows) == 2 for claim in CLAIMS if claim.relation != "alike")
 
 
+def test_a_task_waits_for_its_dense_row_and_a_row_that_failed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(name: str, failure: str | None = None) -> dict[str, Any]:
+        run = {"after": {"eval_loss": 1.5}, "rate": 1e-3, "peak_bytes": {"device": 1}}
+        return {"name": name, "runs": [] if failure else [run], "is_at_edge": False, "failure": failure}
+
+    content = {"language": [row("dense"), row("lisa", "refused")], "retrieval": [row("lisa")]}
+    monkeypatch.setattr(evidence, "read_json", lambda path: content)
+    assert evidence.read_results() == {"language": {"dense": measured(1.5)}}
+    assert "retrieval" not in evidence.quality_table() and "`dense`" in evidence.quality_table()
+
+
 def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"m1": 1.0, "m5": 2.0, "m9": 2.5, "m17": 4.0, "all": 9.0}
     points = [
