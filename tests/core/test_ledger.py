@@ -1,5 +1,6 @@
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from slivertune.core.ledger import FileBytes, Ledger, StateCount, claim, claimed_at_birth
+from slivertune.core.ledger import Census, FileBytes, Ledger, StateCount, claim, claimed_at_birth
 
 MIB = 2**20
 
@@ -156,14 +157,11 @@ def test_nothing_stays_behind_after_leaving(model: nn.Module) -> None:
     assert kept.nbytes == MIB
 
 
-def test_a_line_names_every_kind_in_megabytes(ledger: Ledger) -> None:
-    state, waiting = torch.zeros(250_000), torch.zeros(500_000)
-    claim(state, "state")
-    claim(waiting, "state", "host")
+def test_a_line_names_every_kind_in_megabytes() -> None:
+    census = Census(state=1_000_000, host=2_000_000)
     expected = "weights 0.0 MB, gradients 0.0 MB, state on the device 1.0 MB, state on the host 2.0 MB"
-    assert ledger.current().line() == expected
-    claim(waiting, "state", "disk")
-    assert ledger.current().line().endswith("state on the host 0.0 MB, state on disk 2.0 MB")
+    assert census.line() == expected
+    assert replace(census, host=0, disk=2_000_000).line().endswith("state on the host 0.0 MB, state on disk 2.0 MB")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
