@@ -53,6 +53,7 @@ _LONGEST = 2048
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"m{number}": {"method": "hift", "precision": "mixed_hi", "layers_per_group": number} for number in DIAL},
     "all": {"method": "hift", "precision": "mixed_hi"},
+    "all-tokens": {"method": "hift", "precision": "mixed_hi", "token_ratio": 0.3},
     "lora": {"method": "lora", "precision": "bf16", "lora_rank": 64},
     "qlora": {"method": "lora", "precision": "bf16", "lora_rank": 64, "load_in_4bit": True},
     "sft": {"method": "sft", "precision": "bf16", "equivalent_lora_rank": 64},
@@ -63,6 +64,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TITLES = {
     **{f"m{number}": f"HiFT, m = {number}" for number in DIAL},
     "all": "HiFT, all layers",
+    "all-tokens": "HiFT, all layers, 30 % of the tokens",
     "lora": "LoRA, r 64",
     "qlora": "QLoRA, r 64",
     "sft": "SFT (AG), as LoRA r 64",

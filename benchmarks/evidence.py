@@ -14,6 +14,7 @@ its layers, rounded up, as `curve.py` has planned it. So a setting may have as m
 import argparse
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -159,6 +160,23 @@ CLAIMS = (
 )
 
 
+IDEAS = (
+    Claim(
+        text="SFT chooses once, by the gradients of the first updates, and keeps the choice",
+        source=OURS,
+        relation="better",
+        rows=("sft-ag-once", "sft-ag"),
+    ),
+    Claim(
+        text="SFT chooses again every 60 updates, not every 20",
+        source=OURS,
+        relation="better",
+        rows=("sft-ag-60", "sft-ag"),
+    ),
+)
+"""What was tried to improve a method: that the first row is better than the second, which it changes."""
+
+
 def read_results() -> Results:
     """What `quality.py` has measured, of the tasks whose dense row, which the others are held against, is there."""
     content = read_json(RESULTS / "quality.json")
@@ -195,39 +213,51 @@ def rows_table() -> str:
 
 def claims_table() -> str:
     """Each claim's verdict, task by task."""
+    return _verdicts(("Claim", "By"), [((each.text, each.source), each) for each in CLAIMS])
+
+
+def ideas_table() -> str:
+    """Whether each idea was better than what it changes, task by task."""
+    cells = ((each.text, f"`{each.rows[0]}`", f"`{each.rows[1]}`") for each in IDEAS)
+    return _verdicts(("Idea", "Row", "Better than"), list(zip(cells, IDEAS, strict=True)))
+
+
+def _verdicts(heads: Sequence[str], claims: Sequence[tuple[Sequence[str], Claim]]) -> str:
     results = read_results()
     rows = []
-    for claim in CLAIMS:
+    for cells, claim in claims:
         verdicts = [claim.verdict(of_task) for of_task in results.values()]
         if any(verdicts):
-            rows.append([claim.text, claim.source, *verdicts])
-    return markdown_table(["Claim", "By", *(TASKS[task] for task in results)], rows)
+            rows.append([*cells, *verdicts])
+    return markdown_table([*heads, *(TASKS[task] for task in results)], rows)
 
 
 def time_table() -> str:
-    """What HiFT's dial comes to in the user's time that dense fine-tuning takes, by tokens an update."""
+    """What each way of training comes to in the user's time that dense fine-tuning takes, by tokens an update."""
     points = {
         (each["setting"], each["tokens"]): each
         for each in read_json(RESULTS / "curve.json")["points"]
         if each["card"] == "4090" and each["fits"]
     }
     results = read_results()
-    heads = ["Tokens an update", "layers of 34", "seconds an update", "GPU needs", "updates for one of all layers"]
+    heads = ["Tokens an update", "Trained", "seconds an update", "GPU needs", "updates for one of all layers"]
     for task in results:
         heads += ["measured with", TASKS[task], "against dense's"]
     rows = []
     for tokens in _TIMED_TOKENS:
         leanest, whole = points["m1", tokens], points["all", tokens]
-        for m, setting in _OF_34.items():
+        for name, (setting, title) in _TIMED.items():
+            if (setting, tokens) not in points:
+                continue
             point = points[setting, tokens]
             allowed = whole["seconds_per_update"] / point["seconds_per_update"]
             cells = [
                 f"{tokens:,}",
-                f"{setting.removeprefix('m')} (m = {m} of 8)",
+                title,
                 f"{point['seconds_per_update']:.2f}",
                 f"{point['need_bytes'] / 2**30:.1f} GiB, {point['need_bytes'] / leanest['need_bytes']:.2f} of m = 1's",
                 f"{allowed:.1f}",
-                *(cell for of_task in results.values() for cell in _at_equal_time(of_task, m, allowed)),
+                *(cell for of_task in results.values() for cell in _at_equal_time(of_task, name, allowed)),
             ]
             rows.append(cells)
     dense = [cell for of_task in results.values() for cell in ("`dense`", str(of_task["dense"]), "")]
@@ -235,9 +265,9 @@ def time_table() -> str:
     return markdown_table(heads, rows)
 
 
-def _at_equal_time(of_task: dict[str, MeasuredRow], m: int, allowed: float) -> list[str]:
+def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) -> list[str]:
     """The row of the most updates that fit, what it came to, and that against dense."""
-    names = [name for name in of_task if re.fullmatch(rf"hift-{m}(-x\d+)?", name)]
+    names = [name for name in of_task if re.fullmatch(rf"{first}(-x\d+)?", name)]
     fitting = [name for name in names if num_updates(name, 1) <= allowed]
     if not fitting:
         return ["", "", ""]
@@ -250,8 +280,17 @@ def _at_equal_time(of_task: dict[str, MeasuredRow], m: int, allowed: float) -> l
 
 
 _TIMED_TOKENS = (512, 4096, 32768)
-_OF_34 = {1: "m5", 2: "m9", 4: "m17"}
-"""By m of eight layers: the setting of `curve.py` that trains the same share of 34, rounded up."""
+_TIMED = {
+    "hift-1": ("m5", "5 layers of 34 (m = 1 of 8)"),
+    "hift-2": ("m9", "9 layers of 34 (m = 2 of 8)"),
+    "hift-4": ("m17", "17 layers of 34 (m = 4 of 8)"),
+    "tokens-chunks": ("all-tokens", "all layers on 30 % of the tokens"),
+    "lora-64": ("lora", "LoRA, r 64"),
+    "sft-ag": ("sft", "SFT (AG), as many weights as LoRA r 64"),
+    "sft-fixed": ("sft", "SFT, fixed indices, as many weights"),
+}
+"""By a row's name without its number of updates: the setting of `curve.py` whose time counts, and its title. Of m of
+eight layers it is the one that trains the same share of 34, rounded up."""
 
 
 def draw() -> Any:

@@ -48,6 +48,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "evidence-rows": (("docs/evidence.md",), evidence.rows_table),
     "evidence": (("docs/evidence.md",), evidence.quality_table),
     "evidence-claims": (("docs/evidence.md",), evidence.claims_table),
+    "evidence-ideas": (("docs/evidence.md",), evidence.ideas_table),
     "evidence-time": (("docs/evidence.md",), evidence.time_table),
     "schedule": (("benchmarks/README.md",), lambda: schedule.table(read_json(RESULTS / "schedule.json")["rows"])),
     "disk-schedule": (

@@ -107,6 +107,7 @@ def test_plan_time_writes_planned_and_measured_seconds(tmp_path: Path) -> None:
         ("disk_schedule.py", "--quick"),
         ("host_weights.py", "--quick"),
         ("curve.py", "--quick"),
+        ("curve_measured.py", "--device=cpu"),
         ("plan_time.py", "--quick"),
     ],
 )
@@ -316,7 +317,8 @@ def test_ranks_writes_bytes_beside_the_dense_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "options"), [("gpu.py", ["--device=cuda"]), ("tokentune.py", ["--device=cuda"]), ("gpu.py", [])]
+    ("script", "options"),
+    [("gpu.py", ["--device=cuda"]), ("tokentune.py", ["--device=cuda"]), ("gpu.py", []), ("curve_measured.py", [])],
 )
 def test_a_gpu_that_is_not_there_is_named_and_nothing_written(script: str, options: list[str], tmp_path: Path) -> None:
     assert "needs a CUDA device" in run(script, tmp_path / "x.json", *options, expect=2, CUDA_VISIBLE_DEVICES="")
@@ -363,6 +365,28 @@ def test_gpu_measures_memory_and_time_of_every_group(tmp_path: Path) -> None:
     assert result["dry_run"] is False and result["device"] == torch.cuda.get_device_name(0)
     assert all(one["peak_bytes"] > one["left_bytes"] > 0 for one in result["cycles"][1])
     assert all(0 <= one["waits_ms"] < one["step_ms"] for one in result["cycles"][1])
+
+
+def test_the_measured_curve_runs_dry_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    dry = ("--device=cpu", "--quick", "--updates=1", "--tokens", "4096", "--ways")
+    run("curve_measured.py", tmp_path / "curve.json", *dry, "m2", "torchao", "zero2")
+    result = run("curve_measured.py", tmp_path / "curve.json", *dry, "m2", "sft", "qlora", "zero3")
+    assert_names_the_machine(result["environment"])
+    assert (result["dry_run"], result["device"]) == (True, "cpu")
+    points = {each["way"]: each for each in result["points"]}
+    assert list(points) == ["m2", "sft", "qlora", "torchao", "zero2", "zero3"]
+    assert points.pop("torchao")["failure"] == "needs a CUDA device"
+    for each in points.values():
+        assert each["batch_size"] * each["micro_batches"] == 2  # of 2,048 tokens
+        assert each["seconds_per_update"] * each["tokens_per_second"] == pytest.approx(4096)
+        assert each["peak_bytes"] is None, "what only a device can tell is left out, not made up"
+    assert {name: each["updates"] for name, each in points.items()} == {
+        "m2": 3,
+        "sft": 20,
+        "qlora": 1,
+        "zero2": 1,
+        "zero3": 1,
+    }
 
 
 def test_gpu_refuses_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_task_waits_for_its_dense_row_and_a_row_that_failed_is_none(monkeypatc
 
 
 def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"m1": 1.0, "m5": 2.0, "m9": 2.5, "m17": 4.0, "all": 9.0}
+    seconds = {"m1": 1.0, "m5": 2.0, "m9": 2.5, "m17": 4.0, "lora": 0.5, "all": 9.0}
     points = [
         {"card": "4090", "fits": True, "setting": setting, "tokens": tokens, "need_bytes": (5 + place) * 2**30}
         | {"seconds_per_update": each if tokens < 32768 else 9.0}
@@ -83,12 +83,13 @@ def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.Monk
         for tokens in (512, 4096, 32768)
     ]
     rows = {"dense": 1.0, "hift-1": 2.0, "hift-1-x4": 1.5, "hift-1-x8": 1.2, "hift-2": 1.9, "hift-4": 1.8}
-    rows |= {"hift-4-x2": 1.01}
+    rows |= {"hift-4-x2": 1.01, "lora-16-x4": 0.5, "lora-64": 1.3, "lora-64-x8": 0.99}
     monkeypatch.setattr(evidence, "read_json", lambda path: {"points": points})
     of_task: dict[str, Any] = {name: measured(loss, loss) for name, loss in rows.items()}
     monkeypatch.setattr(evidence, "read_results", lambda: {"language": of_task})
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evidence.time_table().split("\n")[2:-1]]
-    assert [row[5] for row in cells[:3]] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`"]
-    assert [row[5] for row in cells[6:]] == ["`hift-1`", "`hift-2`", "`hift-4`"]
-    assert [row[4] for row in cells[:3]] == ["4.5", "3.6", "2.2"] and cells[2][7] == "+1.0%"
+    assert [row[5] for row in cells[:4]] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`", "`lora-64-x8`"]
+    assert [row[5] for row in cells[8:]] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`"]
+    assert [row[4] for row in cells[:4]] == ["4.5", "3.6", "2.2", "18.0"]
+    assert [row[7] for row in cells[2:4]] == ["+1.0%", "-1.0%"]
     assert cells[0][3] == "6.0 GiB, 1.20 of m = 1's"
