@@ -161,6 +161,26 @@ CLAIMS = (
 
 
 IDEAS = (
+    *(
+        Claim(
+            text="HiFT with less momentum (beta1 = 0.5), since what it remembers is a cycle old",
+            source=OURS,
+            relation="better",
+            rows=(first, second),
+        )
+        for first, second in (
+            ("hift-1-momentum-0.5", "hift-1"),
+            ("hift-2-momentum-0.5", "hift-2"),
+            ("hift-4-momentum-0.5", "hift-4"),
+            ("hift-2-momentum-0.5-x2", "hift-2-x2"),
+        )
+    ),
+    Claim(
+        text="the same of dense fine-tuning, where it is not old",
+        source=OURS,
+        relation="better",
+        rows=("dense-momentum-0.5", "dense"),
+    ),
     Claim(
         text="SFT chooses once, by the gradients of the first updates, and keeps the choice",
         source=OURS,
