@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from curve import CARDS, SETTINGS, TITLES, TOKENS
-from result_files import RESULTS, read_json
+from result_files import RESULTS, read_json, write_picture
 
 PICTURE = RESULTS.parents[1] / "docs" / "images" / "curve_8b_4090.png"
 DRAWN = ("m1", "m2", "m4", "m8", "m17", "all")
@@ -94,11 +94,15 @@ def main() -> None:
     parser.add_argument("--input", type=Path, default=RESULTS / "curve.json")
     parser.add_argument("--card", choices=CARDS, default="4090")
     parser.add_argument("--output", type=Path, help="file to write (default: docs/images/curve_8b_4090.png)")
+    parser.add_argument("--figures", action="store_true", help="print what is drawn, and draw nothing")
     arguments = parser.parse_args()
     if arguments.output is None and (arguments.card != "4090" or arguments.input != RESULTS / "curve.json"):
         parser.error("another --card or --input needs --output FILE")
-    text = json.dumps(figures(read_json(arguments.input), arguments.card))
-    draw(json.loads(text)).savefig(arguments.output or PICTURE, dpi=150, metadata={"Description": text})
+    shown = figures(read_json(arguments.input), arguments.card)
+    if arguments.figures:
+        print(json.dumps(shown, indent=1))
+        return
+    write_picture(arguments.output or PICTURE, draw(shown), shown)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ its layers, rounded up, as `curve.py` has planned it. So a setting may have as m
 
 import argparse
 import itertools
+import json
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any, Literal
 from markdown_table import markdown_table
 from measured_row import MeasuredRow, read_row
 from quality import ROWS, num_updates
-from result_files import RESULTS, read_json
+from result_files import RESULTS, read_json, write_picture
 
 PICTURE = RESULTS.parents[1] / "docs" / "images" / "evidence.png"
 TASKS = {"language": "language reference: loss", "sst2": "SST-2: accuracy", "retrieval": "docstrings: accuracy"}
@@ -313,25 +315,34 @@ _TIMED = {
 eight layers it is the one that trains the same share of 34, rounded up."""
 
 
-def draw() -> Any:
+def figures() -> dict[str, dict[str, list[float]]]:
+    """What is drawn: of each task each row's seeds, the best row last."""
+    return {
+        task: {
+            name: list(measured.values)
+            for name, measured in sorted(of_task.items(), key=lambda item: item[1].mean, reverse=task == "language")
+        }
+        for task, of_task in read_results().items()
+    }
+
+
+def draw(shown: dict[str, dict[str, list[float]]]) -> Any:
     """A panel a task: every row's mean and range, the best on top."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    results = read_results()
-    tallest = max(len(of_task) for of_task in results.values())
-    figure = Figure(figsize=(5 * len(results), 0.9 + 0.24 * tallest), layout="constrained")
+    tallest = max(len(of_task) for of_task in shown.values())
+    figure = Figure(figsize=(5 * len(shown), 0.9 + 0.24 * tallest), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(results), squeeze=False)[0]
-    for axes, (task, of_task) in zip(panels, results.items(), strict=True):
-        ordered = sorted(of_task.items(), key=lambda item: item[1].mean, reverse=task == "language")
+    panels = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axes, (task, of_task) in zip(panels, shown.items(), strict=True):
         scale = 1 if task == "language" else 100
-        for place, (name, measured) in enumerate(ordered):
+        for place, (name, values) in enumerate(of_task.items()):
             colour = _COLOURS[name.partition("-")[0]]
-            axes.plot([scale * value for value in measured.values], [place] * len(measured.values), color=colour)
-            axes.plot(scale * measured.mean, place, "o", color=colour, markersize=5)
-        axes.axvline(scale * of_task["dense"].mean, color="#999999", linewidth=0.8)
-        axes.set_yticks(range(len(ordered)), [name for name, _ in ordered], fontsize=8)
+            axes.plot([scale * value for value in values], [place] * len(values), color=colour)
+            axes.plot(scale * statistics.fmean(values), place, "o", color=colour, markersize=5)
+        axes.axvline(scale * statistics.fmean(of_task["dense"]), color="#999999", linewidth=0.8)
+        axes.set_yticks(range(len(of_task)), list(of_task), fontsize=8)
         axes.set_title(TASKS[task] + ("" if task == "language" else ", %"), fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
@@ -355,7 +366,12 @@ def main() -> None:
     """Draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=PICTURE, help="default: docs/images/evidence.png")
-    draw().savefig(parser.parse_args().output, dpi=130)
+    parser.add_argument("--figures", action="store_true", help="print what is drawn, and draw nothing")
+    arguments, shown = parser.parse_args(), figures()
+    if arguments.figures:
+        print(json.dumps(shown, indent=1))
+        return
+    write_picture(arguments.output, draw(shown), shown)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from measured import picture
-from result_files import RESULTS
+from result_files import RESULTS, write_picture
 
 PICTURE = RESULTS.parents[1] / "docs" / "images" / "measured.png"
 BLUE, ORANGE, GREY = "#0072B2", "#E69F00", "#999999"
@@ -63,11 +63,11 @@ def main() -> None:
     )
     parser.add_argument("--figures", action="store_true", help="print what is drawn, and draw nothing")
     arguments = parser.parse_args()
-    text = json.dumps(picture(), indent=1)
+    shown = picture()
     if arguments.figures:
-        print(text)
+        print(json.dumps(shown, indent=1))
         return
-    draw(json.loads(text)).savefig(arguments.output, dpi=150, metadata={"Description": text})
+    write_picture(arguments.output, draw(shown), shown)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""Result files under `results/`: written to a temporary file and renamed, so that a stop in mid-write loses nothing."""
+"""Result files under `results/`, and pictures of them: written aside and renamed, so that a stop loses nothing."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from slivertune.core.atomic import atomic_file
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -18,3 +23,15 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """What the file holds; nothing if there is none yet."""
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def write_picture(path: Path, figure: "Figure", shown: Any) -> None:
+    """Replace a PNG in one move; it carries what it shows.
+
+    Args:
+        path: The PNG.
+        figure: What was drawn.
+        shown: Its figures, plain JSON.
+    """
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=150, metadata={"Description": json.dumps(shown)})

@@ -122,12 +122,19 @@ def test_a_text_that_is_not_ours_is_not_found() -> None:
     assert not any("a text that stands nowhere … else" in one for one in error_texts())
 
 
-def test_the_picture_of_measured_figures_is_that_of_the_committed_results() -> None:
-    shown = run_python(CHECKOUT / "benchmarks" / "measured_plot.py", "--figures", cwd=CHECKOUT).stdout
-    with Image.open(DOCS / "images" / "measured.png") as picture:
+@pytest.mark.parametrize(
+    ("script", "name", "page"),
+    [
+        ("measured_plot.py", "measured.png", "README.md"),
+        ("evidence.py", "evidence.png", "docs/evidence.md"),
+        ("curve_plot.py", "curve_8b_4090.png", "benchmarks/README.md"),
+    ],
+)
+def test_a_picture_is_that_of_the_committed_results(script: str, name: str, page: str) -> None:
+    shown = run_python(CHECKOUT / "benchmarks" / script, "--figures", cwd=CHECKOUT).stdout
+    with Image.open(DOCS / "images" / name) as picture:
         assert json.loads(picture.text["Description"]) == json.loads(shown)  # type: ignore[attr-defined]
-    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    assert "(docs/images/measured.png)" in readme
+    assert f"images/{name})" in (CHECKOUT / page).read_text(encoding="utf-8")
 
 
 def notebook() -> list[str]:
