@@ -95,7 +95,12 @@ def measure_trial(way_name: str, sizes: LlamaSizes, num_micro_batches: int, argu
 
 
 def measure_point(way_name: str, num_tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Try micro-batches until one does not fit, each in a process of its own; the fastest counts."""
+    """Try micro-batches until one does not fit or fails, each in a process of its own; the fastest counts.
+
+    Returns:
+        The fastest trial's figures; of one that stopped the search how many sequences it had, and its `failure` if it
+        was another than memory.
+    """
     point: dict[str, Any] = {"way": way_name, "tokens": num_tokens, "fits": False}
     if WAYS[way_name].needs_cuda and arguments.device == "cpu":
         return point | {"failure": "needs a CUDA device"}
@@ -103,9 +108,8 @@ def measure_point(way_name: str, num_tokens: int, arguments: argparse.Namespace)
     tried = []
     for power in range(num_sequences.bit_length()):
         said = _run_trial(way_name, num_tokens, 2**power, arguments)
-        if "failure" in said and not tried:
-            return point | said
-        if not said.get("fits", False):
+        if not said["fits"]:
+            point |= {"stopped_at": 2**power, **said}
             break
         tried.append(said)
     return point | min(tried, key=lambda each: float(each["seconds_per_update"]), default={})
@@ -120,7 +124,7 @@ def _run_trial(way_name: str, num_tokens: int, batch_size: int, arguments: argpa
     marked = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode == 0 and marked:
         return dict(json.loads(marked[-1].removeprefix(_MARK)))
-    return {"failure": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    return {"fits": False, "failure": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
 
 
 def trial_sizes(num_tokens: int, batch_size: int, *, is_quick: bool) -> tuple[LlamaSizes, int]:

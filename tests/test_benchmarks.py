@@ -389,6 +389,25 @@ def test_the_measured_curve_runs_dry_and_goes_on_where_it_was(tmp_path: Path) ->
     }
 
 
+def test_of_the_measured_curves_micro_batches_the_fastest_counts_and_what_stopped_them_is_told() -> None:
+    code = """
+import argparse, json, curve_measured
+trials = {1: {"fits": True, "seconds_per_update": 3.0}, 2: {"fits": True, "seconds_per_update": 2.0}}
+trials |= {4: {"fits": True, "seconds_per_update": 2.5}, 8: {"fits": False, "failure": "a fault"}}
+curve_measured._run_trial = lambda way, tokens, size, arguments: trials[size]
+print(json.dumps(curve_measured.measure_point("m1", 32768, argparse.Namespace(device="cuda"))))
+"""
+    point = json.loads(run_python("-c", code, cwd=BENCHMARKS).stdout)
+    assert point == {
+        "way": "m1",
+        "tokens": 32768,
+        "fits": True,
+        "seconds_per_update": 2.0,
+        "stopped_at": 8,
+        "failure": "a fault",
+    }
+
+
 def test_gpu_refuses_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
     options = ("--device=cpu", *TINY_GPU, "--vocabulary=1000000000000")
     said = run("gpu.py", tmp_path / "gpu.json", *options, expect=1)
