@@ -32,9 +32,12 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--length", type=int, default=256, help="bytes of a sequence")
     parser.add_argument("--draws", type=int, default=4, help="of each batch, pattern and ratio")
+    parser.add_argument("--chunk_size", type=int, default=16, help="positions of a chunk; another needs --output")
     parser.add_argument("--plot", type=Path, help="where to draw it, such as quality.png")
     parser.add_argument("--output", type=Path, default=RESULTS / "token_gradients.json", help="where to write")
     arguments = parser.parse_args()
+    if arguments.chunk_size != 16 and arguments.output == RESULTS / "token_gradients.json":
+        parser.error("--chunk_size of another than 16 is a trial and needs --output: the results are of 16")
     torch.set_num_threads(1)
     folder = ensure_base_model(BASE_RECIPE)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -45,9 +48,9 @@ def main() -> None:
     # Spread over the whole text.
     rows = windows[torch.linspace(0, len(windows) - 1, shape[0] * shape[1]).long()].view(shape)
     batches = [{"input_ids": batch, "labels": batch} for batch in rows]
-    quality = gradient_quality(model, batches, num_draws=arguments.draws)
+    quality = gradient_quality(model, batches, num_draws=arguments.draws, chunk_size=arguments.chunk_size)
     print(quality.table())
-    settings = {name: getattr(arguments, name) for name in ("batches", "batch_size", "length", "draws")}
+    settings = {name: getattr(arguments, name) for name in ("batches", "batch_size", "length", "draws", "chunk_size")}
     write_json(
         arguments.output,
         {
