@@ -117,7 +117,7 @@ def measure_point(way_name: str, num_tokens: int, arguments: argparse.Namespace)
 
 def _run_trial(way_name: str, num_tokens: int, batch_size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     words = [sys.executable, __file__, "--trial", way_name, str(num_tokens), str(batch_size)]
-    words += ["--device", arguments.device, "--updates", str(arguments.updates), "--output", str(arguments.output)]
+    words += ["--device", arguments.device, "--updates", str(arguments.updates)]
     words += ["--quick"] if arguments.quick else []
     words += ["--memory_gib", str(arguments.memory_gib)] if arguments.memory_gib else []
     done = subprocess.run(words, check=False, env={**os.environ, **_ALONE}, capture_output=True, text=True)
@@ -168,7 +168,7 @@ def parse_arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--trial", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.device == "cpu" and arguments.output is None:
+    if arguments.device == "cpu" and arguments.output is None and not arguments.trial:
         parser.error("--device cpu is a dry run and needs --output: its figures must not stand among the results")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device, and torch sees none; nothing was measured or written")

@@ -15,9 +15,8 @@ RESULTS = Path(__file__).parent / "results"
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replace `path` by `content` in one move; its folder is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with atomic_file(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -213,7 +213,8 @@ def test_curve_plans_a_point_as_the_command_line_does(tmp_path: Path) -> None:
 
 def test_curve_plans_each_setting_with_the_tiny_model(tmp_path: Path) -> None:
     points = run("curve.py", tmp_path / "curve.json", *CURVE)["points"]
-    named = [*(f"m{number}" for number in (1, 2, 4, 5, 8, 9, 17)), "all", "lora", "qlora", "sft", "zero3", "fsdp2"]
+    named = [*(f"m{number}" for number in (1, 2, 4, 5, 8, 9, 17)), "all", "all-tokens"]
+    named += ["lora", "qlora", "sft", "zero3", "fsdp2"]
     assert [each["setting"] for each in points] == named and all(each["fits"] for each in points)
 
 
