@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from curve import CARDS
 from markdown_table import markdown_table
 from measured_row import MeasuredRow, read_row
 from quality import ROWS, num_updates
@@ -254,53 +255,70 @@ def _verdicts(heads: Sequence[str], claims: Sequence[tuple[Sequence[str], Claim]
     return markdown_table([*heads, *(TASKS[task] for task in results)], rows)
 
 
+def map_table() -> str:
+    """How many updates of each way of training fit the time of one of all layers, on each card."""
+    # SFT's fixed indices are planned as those of AG are.
+    ways = {setting: title for name, (setting, title) in _TIMED.items() if name != "sft-fixed"}
+    rows = []
+    for card in CARDS:
+        points = _points(card)
+        for tokens in _TIMED_TOKENS:
+            if (_WHOLE, tokens) in points:
+                seconds = points[_WHOLE, tokens]["seconds_per_update"]
+                allowed = (_allowed(points, setting, tokens) for setting in ways)
+                updates = ("" if each is None else f"{each:.1f}" for each in allowed)
+                rows.append([card, f"{tokens:,}", f"1 ({seconds:.2f} s)", *updates])
+    return markdown_table(["Card", "Tokens an update", "all: dense", *ways.values()], rows)
+
+
 def time_table() -> str:
-    """What each way of training comes to in the user's time that dense fine-tuning takes, by tokens an update."""
-    points = {
-        (each["setting"], each["tokens"]): each
-        for each in read_json(RESULTS / "curve.json")["points"]
-        if each["card"] == "4090" and each["fits"]
-    }
-    results = read_results()
-    heads = ["Tokens an update", "Trained", "seconds an update", "GPU needs", "updates for one of all layers"]
-    for task in results:
-        heads += ["measured with", TASKS[task], "against dense's"]
+    """What each way of training comes to in the time that dense fine-tuning takes on a 4090, by tokens an update."""
+    points, results = _points("4090"), read_results()
+    heads = ["Tokens an update", "Trained", "GPU needs", "updates for one of all layers"]
     rows = []
     for tokens in _TIMED_TOKENS:
-        leanest, whole = points["m1", tokens], points["all", tokens]
         for name, (setting, title) in _TIMED.items():
-            if (setting, tokens) not in points:
+            allowed = _allowed(points, setting, tokens)
+            if allowed is None:
                 continue
-            point = points[setting, tokens]
-            allowed = whole["seconds_per_update"] / point["seconds_per_update"]
-            cells = [
-                f"{tokens:,}",
-                title,
-                f"{point['seconds_per_update']:.2f}",
-                f"{point['need_bytes'] / 2**30:.1f} GiB, {point['need_bytes'] / leanest['need_bytes']:.2f} of m = 1's",
-                f"{allowed:.1f}",
-                *(cell for of_task in results.values() for cell in _at_equal_time(of_task, name, allowed)),
-            ]
-            rows.append(cells)
-    dense = [cell for of_task in results.values() for cell in ("`dense`", str(of_task["dense"]), "")]
-    rows.append(["any", "all: dense", "", "", "1", *dense])
-    return markdown_table(heads, rows)
+            need, least = points[setting, tokens]["need_bytes"], points["m1", tokens]["need_bytes"]
+            memory = f"{need / 2**30:.1f} GiB, {need / least:.2f} of m = 1's"
+            measured = (_at_equal_time(of_task, name, allowed) for of_task in results.values())
+            rows.append([f"{tokens:,}", title, memory, f"{allowed:.1f}", *measured])
+    dense = (f"`dense`: {of_task['dense']}" for of_task in results.values())
+    rows.append(["any", "all: dense", "", "1", *dense])
+    return markdown_table([*heads, *(TASKS[task] for task in results)], rows)
 
 
-def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) -> list[str]:
+def _points(card: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Those of `curve.py` that fit, by setting and tokens an update."""
+    points = read_json(RESULTS / "curve.json")["points"]
+    return {(each["setting"], each["tokens"]): each for each in points if each["card"] == card and each["fits"]}
+
+
+def _allowed(points: dict[tuple[str, int], dict[str, Any]], setting: str, tokens: int) -> float | None:
+    """Updates in the time of one of all layers; None where the setting was not planned or does not fit."""
+    if (setting, tokens) not in points:
+        return None
+    return points[_WHOLE, tokens]["seconds_per_update"] / points[setting, tokens]["seconds_per_update"]
+
+
+def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) -> str:
     """The row of the most updates that fit, what it came to, and that against dense."""
     names = [name for name in of_task if re.fullmatch(rf"{first}(-x\d+)?", name)]
     fitting = [name for name in names if num_updates(name, 1) <= allowed]
     if not fitting:
-        return ["", "", ""]
+        return ""
     name = max(fitting, key=lambda each: num_updates(each, 1))
     one, dense = of_task[name], of_task["dense"]
     difference = (
         f"{one.mean / dense.mean - 1:+.1%}" if one.figure == "loss" else f"{100 * (one.mean - dense.mean):+.1f} points"
     )
-    return [f"`{name}`", str(one), difference]
+    return f"`{name}`: {one}, **{difference}**"
 
 
+_WHOLE = "all"
+"""The setting of `curve.py` that trains all layers."""
 _TIMED_TOKENS = (512, 4096, 32768)
 _TIMED = {
     "hift-1": ("m5", "5 layers of 34 (m = 1 of 8)"),

@@ -49,6 +49,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "evidence": (("docs/evidence.md",), evidence.quality_table),
     "evidence-claims": (("docs/evidence.md",), evidence.claims_table),
     "evidence-ideas": (("docs/evidence.md",), evidence.ideas_table),
+    "evidence-map": (("docs/evidence.md",), evidence.map_table),
     "evidence-time": (("docs/evidence.md",), evidence.time_table),
     "schedule": (("benchmarks/README.md",), lambda: schedule.table(read_json(RESULTS / "schedule.json")["rows"])),
     "disk-schedule": (

@@ -88,8 +88,35 @@ def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.Monk
     of_task: dict[str, Any] = {name: measured(loss, loss) for name, loss in rows.items()}
     monkeypatch.setattr(evidence, "read_results", lambda: {"language": of_task})
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evidence.time_table().split("\n")[2:-1]]
-    assert [row[5] for row in cells[:4]] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`", "`lora-64-x8`"]
-    assert [row[5] for row in cells[8:]] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`"]
-    assert [row[4] for row in cells[:4]] == ["4.5", "3.6", "2.2", "18.0"]
-    assert [row[7] for row in cells[2:4]] == ["+1.0%", "-1.0%"]
-    assert cells[0][3] == "6.0 GiB, 1.20 of m = 1's"
+    found = [row[4].partition(":")[0] for row in cells]
+    assert found[:4] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`", "`lora-64-x8`"]
+    assert found[8:] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`"]
+    assert [row[3] for row in cells[:4]] == ["4.5", "3.6", "2.2", "18.0"]
+    assert [row[4].rpartition(" ")[2] for row in cells[2:4]] == ["**+1.0%**", "**-1.0%**"]
+    assert cells[0][2] == "6.0 GiB, 1.20 of m = 1's"
+
+
+def test_the_map_has_the_updates_of_each_card_and_a_gap_where_a_setting_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def point(card: str, setting: str, tokens: int, seconds: float | None) -> dict[str, Any]:
+        return {"card": card, "setting": setting, "tokens": tokens, "fits": seconds is not None} | (
+            {} if seconds is None else {"seconds_per_update": seconds}
+        )
+
+    points = [
+        point("4090", "all", 512, 9.0),
+        point("4090", "m5", 512, 2.0),
+        point("4090", "lora", 512, None),
+        point("H100", "all", 4096, 3.0),
+        point("H100", "lora", 4096, 4.0),
+        point("3090", "m5", 512, 1.0),
+    ]
+    monkeypatch.setattr(evidence, "read_json", lambda path: {"points": points})
+    lines = evidence.map_table().split("\n")
+    heads, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in [lines[0], *lines[2:]])
+    shown = [{head: cell for head, cell in zip(heads, row, strict=True) if cell} for row in rows]
+    assert shown == [
+        {"Card": "4090", "Tokens an update": "512", "all: dense": "1 (9.00 s)", "5 layers of 34 (m = 1 of 8)": "4.5"},
+        {"Card": "H100", "Tokens an update": "4,096", "all: dense": "1 (3.00 s)", "LoRA, r 64": "0.8"},
+    ]
