@@ -96,11 +96,22 @@ _LONGER = re.compile(r"-x(\d+)$")
 SEEDS = (0, 1, 2)
 TRAIN = (str(Path(__file__).with_name("quality_train.py")),)
 """Starts a run."""
-_MINILM_RATES = {"dense": 2e-4, "hift": 4e-4, "sft": 2e-3, "sft-ma": 3e-2, "lora": 1e-3, "qlora": 1e-3, "qsft": 2e-3}
+_MINILM_RATES = {
+    "dense": 1e-4,
+    "hift": 1e-4,
+    "sft": 1e-3,
+    "sft-ma": 3e-2,
+    "qsft": 1e-3,
+    "lora": 5e-4,
+    "qlora": 5e-4,
+    "tokens": 1e-4,
+    "galore": 8e-4,
+    "lisa": 2e-4,
+}
 _RATES = {
     "language": {"galore": 8e-3},
-    "sst2": {**_MINILM_RATES, "hift-2-x4": 7e-5, "tokens": 2e-4, "galore": 8e-4, "lisa": 2e-4},
-    "retrieval": {**_MINILM_RATES, "tokens": 2e-4, "galore": 8e-4, "lisa": 2e-4},
+    "sst2": {**_MINILM_RATES, "hift-2-x4": 7e-5},
+    "retrieval": _MINILM_RATES,
 }
 """Where a search begins, by the row's name or its first word; a row that is not here begins at `slivertune train`'s
 own rate for the embedded model."""
