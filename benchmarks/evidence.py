@@ -360,6 +360,7 @@ def draw(shown: dict[str, dict[str, list[float]]]) -> Any:
             axes.plot([scale * value for value in values], [place] * len(values), color=colour)
             axes.plot(scale * statistics.fmean(values), place, "o", color=colour, markersize=5)
         axes.axvline(scale * statistics.fmean(of_task["dense"]), color="#999999", linewidth=0.8)
+        axes.set_ylim(len(of_task) - tallest - 0.5, len(of_task) - 0.5)
         axes.set_yticks(range(len(of_task)), list(of_task), fontsize=8)
         axes.set_title(TASKS[task] + ("" if task == "language" else ", %"), fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)

@@ -80,6 +80,7 @@ ROWS = {
     "qlora-64": "--method lora --lora_rank 64 --load_in_4bit",
     "tokens-chunks": "--method dense --token_ratio 0.3 --token_pattern chunks",
     "tokens-chunks-x2": "--method dense --token_ratio 0.3 --token_pattern chunks",
+    "tokens-chunks-50": "--method dense --token_ratio 0.5 --token_pattern chunks",
     "tokens-random": "--method dense --token_ratio 0.3 --token_pattern random",
     "tokens-random-20": "--method dense --token_ratio 0.2 --token_pattern random",
     "lora-64-tokens": "--method lora --lora_rank 64 --token_ratio 0.3",
