@@ -184,6 +184,15 @@ IDEAS = (
         relation="better",
         rows=("dense-momentum-0.5", "dense"),
     ),
+    *(
+        Claim(
+            text="HiFT stays with a group for 20 updates, so that what its momentum remembers is fresh",
+            source=OURS,
+            relation="better",
+            rows=(first, second),
+        )
+        for first, second in (("hift-1-stays", "hift-1"), ("hift-2-stays", "hift-2"))
+    ),
     Claim(
         text="SFT chooses once, by the gradients of the first updates, and keeps the choice",
         source=OURS,
