@@ -191,7 +191,11 @@ IDEAS = (
             relation="better",
             rows=(first, second),
         )
-        for first, second in (("hift-1-stays", "hift-1"), ("hift-2-stays", "hift-2"))
+        for first, second in (
+            ("hift-1-stays", "hift-1"),
+            ("hift-2-stays", "hift-2"),
+            ("hift-2-stays-x2", "hift-2-x2"),
+        )
     ),
     Claim(
         text="SFT chooses once, by the gradients of the first updates, and keeps the choice",
