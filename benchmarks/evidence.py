@@ -163,54 +163,30 @@ CLAIMS = (
 )
 
 
+def _idea(text: str, *pairs: tuple[str, str]) -> tuple[Claim, ...]:
+    """That the first row of each pair is better than the second, which it changes."""
+    return tuple(Claim(text=text, source=OURS, relation="better", rows=pair) for pair in pairs)
+
+
 IDEAS = (
-    *(
-        Claim(
-            text="HiFT with less momentum (beta1 = 0.5), since what it remembers is a cycle old",
-            source=OURS,
-            relation="better",
-            rows=(first, second),
-        )
-        for first, second in (
-            ("hift-1-momentum-0.5", "hift-1"),
-            ("hift-2-momentum-0.5", "hift-2"),
-            ("hift-4-momentum-0.5", "hift-4"),
-            ("hift-2-momentum-0.5-x2", "hift-2-x2"),
-        )
+    *_idea(
+        "HiFT with less momentum (beta1 = 0.5), since what it remembers is a cycle old",
+        ("hift-1-momentum-0.5", "hift-1"),
+        ("hift-2-momentum-0.5", "hift-2"),
+        ("hift-4-momentum-0.5", "hift-4"),
+        ("hift-2-momentum-0.5-x2", "hift-2-x2"),
     ),
-    Claim(
-        text="the same of dense fine-tuning, where it is not old",
-        source=OURS,
-        relation="better",
-        rows=("dense-momentum-0.5", "dense"),
+    *_idea("the same of dense fine-tuning, where it is not old", ("dense-momentum-0.5", "dense")),
+    *_idea(
+        "HiFT stays with a group for 20 updates, so that what its momentum remembers is fresh",
+        ("hift-1-stays", "hift-1"),
+        ("hift-2-stays", "hift-2"),
+        ("hift-2-stays-x2", "hift-2-x2"),
     ),
-    *(
-        Claim(
-            text="HiFT stays with a group for 20 updates, so that what its momentum remembers is fresh",
-            source=OURS,
-            relation="better",
-            rows=(first, second),
-        )
-        for first, second in (
-            ("hift-1-stays", "hift-1"),
-            ("hift-2-stays", "hift-2"),
-            ("hift-2-stays-x2", "hift-2-x2"),
-        )
-    ),
-    Claim(
-        text="SFT chooses once, by the gradients of the first updates, and keeps the choice",
-        source=OURS,
-        relation="better",
-        rows=("sft-ag-once", "sft-ag"),
-    ),
-    Claim(
-        text="SFT chooses again every 60 updates, not every 20",
-        source=OURS,
-        relation="better",
-        rows=("sft-ag-60", "sft-ag"),
-    ),
+    *_idea("SFT chooses once, by the gradients of the first updates, and keeps the choice", ("sft-ag-once", "sft-ag")),
+    *_idea("SFT chooses again every 60 updates, not every 20", ("sft-ag-60", "sft-ag")),
 )
-"""What was tried to improve a method: that the first row is better than the second, which it changes."""
+"""What was tried to improve a method."""
 
 
 def read_results() -> Results:
