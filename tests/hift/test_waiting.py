@@ -58,7 +58,7 @@ def by_hand(weight: torch.Tensor, form: str) -> torch.Tensor:
 
 
 class NaiveWaiting(NaiveHiFT):
-    """The reference, whose model shows quantised weights but in their turn."""
+    """The reference, whose model shows quantised weights, and frozen ones, but in their turn."""
 
     def __init__(self, model: nn.Module, optimizer_class: Any, *, form: str, **options: Any) -> None:
         super().__init__(model, optimizer_class, **options)
@@ -72,6 +72,9 @@ class NaiveWaiting(NaiveHiFT):
             is_linear = parameter.ndim == 2 and (".layers." in name or ".h." in name)
             waits = is_linear and name not in self.active
             parameter.copy_(by_hand(self.exact[name], self.form) if waits else self.exact[name])
+            # torch multiplies what is not contiguous, as a tile of several sequences, by a weight that trains in one
+            # product, by a frozen one in a product a sequence: where kernels round by shape, these differ.
+            parameter.requires_grad_(name in self.active)
 
     def step(self, gradients: Any = None) -> None:
         active = self.active
