@@ -41,6 +41,7 @@ from slivertune.training.comparison.command import run_compare
 from slivertune.training.comparison.record import RECORD_NAME
 
 _HIFT = "--method hift --layers_per_group"
+_NOT_HELD = "--method hift-not-held --not_held_layers_per_group"
 ROWS = {
     "dense": "--method dense",
     "dense-8bit": "--method dense --optim adamw_bnb_8bit",
@@ -58,6 +59,9 @@ ROWS = {
     "hift-2-stays-x2": f"{_HIFT} 2 --steps_per_group 20 --order random",
     "hift-2-stays-x4": f"{_HIFT} 2 --steps_per_group 20 --order random",
     "hift-1-not-held": "--method hift-not-held",
+    "hift-2-stays-not-held": f"{_NOT_HELD} 2 --not_held_steps_per_group 20 --not_held_order random",
+    "hift-2-stays-not-held-x2": f"{_NOT_HELD} 2 --not_held_steps_per_group 20 --not_held_order random",
+    "hift-2-stays-not-held-x4": f"{_NOT_HELD} 2 --not_held_steps_per_group 20 --not_held_order random",
     "hift-1-nf4": f"{_HIFT} 1 --waiting nf4",
     "hift-1-x2": f"{_HIFT} 1",
     "hift-1-x4": f"{_HIFT} 1",

@@ -1,4 +1,4 @@
-"""How `benchmarks/evidence.py` decides whether a claim held, and which runs it holds against dense at equal time."""
+"""How `benchmarks/claims.py` decides whether a claim held, and which runs `evidence.py` sets beside dense ones."""
 
 import sys
 from typing import Any
@@ -9,7 +9,7 @@ from tests.conftest import CHECKOUT
 
 sys.path.append(str(CHECKOUT / "benchmarks"))
 import evidence
-from evidence import CLAIMS, Claim, Relation
+from claims import CLAIMS, IDEAS, Claim, Relation
 from measured_row import MeasuredRow
 
 LOW, MIDDLE, OVERLAPS, HIGH = (1.0, 1.1), (1.4, 1.6), (1.5, 1.7), (2.0, 2.1)
@@ -59,8 +59,8 @@ def test_nothing_is_said_of_what_was_not_run_or_had_one_seed() -> None:
 
 
 def test_each_claim_is_of_known_rows() -> None:
-    assert {name for claim in CLAIMS for name in claim.rows} <= evidence.ROWS.keys()
-    assert all(len(claim.rows) == 2 for claim in CLAIMS if claim.relation != "alike")
+    assert {name for claim in (*CLAIMS, *IDEAS) for name in claim.rows} <= evidence.ROWS.keys()
+    assert all(len(claim.rows) == 2 for claim in (*CLAIMS, *IDEAS) if claim.relation != "alike")
 
 
 def test_a_task_waits_for_its_dense_row_and_a_row_that_failed_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
