@@ -42,7 +42,7 @@ class NotHeldMethod(HiFTMethod):
 
     @classmethod
     def embedded_defaults(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        layers = given.get("not_held_layers_per_group", "1")
+        layers = str(given.get("not_held_layers_per_group", 1))
         return {"learning_rate": HiFTMethod.embedded_defaults({"layers_per_group": layers})["learning_rate"]}
 
     def attach(self, trainer: Trainer) -> None:
