@@ -161,8 +161,11 @@ IDEAS = (
         "HiFT stays with a group for 20 updates, so that what its momentum remembers is fresh",
         ("hift-1-stays", "hift-1"),
         ("hift-2-stays", "hift-2"),
+        ("hift-4-stays", "hift-4"),
         ("hift-2-stays-x2", "hift-2-x2"),
+        ("hift-2-stays-x4", "hift-2-x4"),
     ),
+    *_idea("the same at the schedule's rate, which is not held for a cycle", ("hift-2-stays-not-held", "hift-2-stays")),
     *_idea("SFT chooses once, by the gradients of the first updates, and keeps the choice", ("sft-ag-once", "sft-ag")),
     *_idea("SFT chooses again every 60 updates, not every 20", ("sft-ag-60", "sft-ag")),
 )

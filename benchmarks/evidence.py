@@ -21,7 +21,7 @@ from claims import CLAIMS, IDEAS, Claim
 from curve import CARDS
 from markdown_table import markdown_table
 from measured_row import MeasuredRow, read_row
-from quality import ROWS, num_updates
+from quality import ROWS, times_as_many_updates
 from result_files import RESULTS, read_json, write_picture
 
 PICTURE = RESULTS.parents[1] / "docs" / "images" / "evidence.png"
@@ -59,8 +59,8 @@ def rows_table() -> str:
     """What the rows are, as options of `slivertune train`."""
     rows = []
     for name in _known(read_results()):
-        times = num_updates(name, 1)
-        rows.append([f"`{name}`", f"`{ROWS[name]}`{f', {times} times the updates' if times > 1 else ''}"])
+        times = times_as_many_updates(name)
+        rows.append([f"`{name}`", f"`{ROWS[name]}`{f', {times:g} times the updates' if times > 1 else ''}"])
     return markdown_table(["Row", "Options of `slivertune train`"], rows)
 
 
@@ -87,8 +87,9 @@ def _verdicts(heads: Sequence[str], claims: Sequence[tuple[Sequence[str], Claim]
 
 def map_table() -> str:
     """How many updates of each way of training fit the time of one of all layers, on each card."""
-    # SFT's fixed indices are planned as those of AG are.
-    ways = {setting: title for name, (setting, title) in _TIMED.items() if name != "sft-fixed"}
+    ways: dict[str, str] = {}
+    for setting, title in _TIMED.values():
+        ways.setdefault(setting, title)
     rows = []
     for card in CARDS:
         points = _points(card)
@@ -135,11 +136,11 @@ def _allowed(points: dict[tuple[str, int], dict[str, Any]], setting: str, tokens
 
 def _at_equal_time(of_task: dict[str, MeasuredRow], first: str, allowed: float) -> str:
     """The row of the most updates that fit, what it came to, and that against dense."""
-    names = [name for name in of_task if re.fullmatch(rf"{first}(-x\d+)?", name)]
-    fitting = [name for name in names if num_updates(name, 1) <= allowed]
+    names = [name for name in of_task if re.fullmatch(rf"{first}(-x[\d.]+)?", name)]
+    fitting = [name for name in names if times_as_many_updates(name) <= allowed]
     if not fitting:
         return ""
-    name = max(fitting, key=lambda each: num_updates(each, 1))
+    name = max(fitting, key=times_as_many_updates)
     one, dense = of_task[name], of_task["dense"]
     difference = (
         f"{one.mean / dense.mean - 1:+.1%}" if one.figure == "loss" else f"{100 * (one.mean - dense.mean):+.1f} points"
@@ -153,14 +154,17 @@ _TIMED_TOKENS = (512, 4096, 32768)
 _TIMED = {
     "hift-1": ("m5", "5 layers of 34 (m = 1 of 8)"),
     "hift-2": ("m9", "9 layers of 34 (m = 2 of 8)"),
+    "hift-2-stays": ("m9", "9 layers of 34 (m = 2 of 8), 20 updates a turn"),
     "hift-4": ("m17", "17 layers of 34 (m = 4 of 8)"),
+    "hift-4-stays": ("m17", "17 layers of 34 (m = 4 of 8), 20 updates a turn"),
     "tokens-chunks": ("all-tokens", "all layers on 30 % of the tokens"),
     "lora-64": ("lora", "LoRA, r 64"),
     "sft-ag": ("sft", "SFT (AG), as many weights as LoRA r 64"),
     "sft-fixed": ("sft", "SFT, fixed indices, as many weights"),
 }
 """By a row's name without its number of updates: the setting of `curve.py` whose time counts, and its title. Of m of
-eight layers it is the one that trains the same share of 34, rounded up."""
+eight layers it is the one that trains the same share of 34, rounded up. How many updates a turn has changes no time:
+a group's state is copied for each of them."""
 
 
 def figures() -> dict[str, dict[str, list[float]]]:

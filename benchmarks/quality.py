@@ -4,8 +4,8 @@ Three tasks: the embedded base model on the Python language reference, where the
 where there is little; MiniLM on finding docstrings by names (`retrieval.py`), trained by a loss of its own. Every row
 searches its learning rate on the first seed, by twos until the best lies between others, and trains the other seeds at
 it. fp32, AdamW unless the row says otherwise, cosine with 5 % warm-up, one thread. GaLore is that of transformers and
-galore-torch, LISA a callback of the Trainer (`lisa.py`): neither streams anything. A row whose name ends in x2 or x4
-has so many times as many updates as the others.
+galore-torch, LISA a callback of the Trainer (`lisa.py`): neither streams anything. A row whose name ends in x2 or
+x2.5 has so many times as many updates as the others.
 
 A row is written into the result file when it ends, with the machine that it ran on, and is not run again while it
 stands there, also where the folder of runs is gone. The folder holds what a row that was stopped has run so far.
@@ -57,11 +57,12 @@ ROWS = {
     "hift-1-stays": f"{_HIFT} 1 --steps_per_group 20 --order random",
     "hift-2-stays": f"{_HIFT} 2 --steps_per_group 20 --order random",
     "hift-2-stays-x2": f"{_HIFT} 2 --steps_per_group 20 --order random",
+    "hift-2-stays-x2.5": f"{_HIFT} 2 --steps_per_group 20 --order random",
     "hift-2-stays-x4": f"{_HIFT} 2 --steps_per_group 20 --order random",
+    "hift-4-stays": f"{_HIFT} 4 --steps_per_group 20 --order random",
+    "hift-4-stays-x1.5": f"{_HIFT} 4 --steps_per_group 20 --order random",
     "hift-1-not-held": "--method hift-not-held",
     "hift-2-stays-not-held": f"{_NOT_HELD} 2 --not_held_steps_per_group 20 --not_held_order random",
-    "hift-2-stays-not-held-x2": f"{_NOT_HELD} 2 --not_held_steps_per_group 20 --not_held_order random",
-    "hift-2-stays-not-held-x4": f"{_NOT_HELD} 2 --not_held_steps_per_group 20 --not_held_order random",
     "hift-1-nf4": f"{_HIFT} 1 --waiting nf4",
     "hift-1-x2": f"{_HIFT} 1",
     "hift-1-x4": f"{_HIFT} 1",
@@ -99,7 +100,7 @@ ROWS = {
 """Options of `slivertune train`. `hift-1-stays` is BAdam's way: a block at a time, many updates each."""
 UPDATES = {"language": 240, "sst2": 432, "retrieval": 104}
 """Of a run; 432 are an epoch of SST-2, 104 one of the pairs that Python 3.11 has."""
-_LONGER = re.compile(r"-x(\d+)$")
+_LONGER = re.compile(r"-x(\d+(\.\d+)?)$")
 """The end of a row's name that has so many times as many updates."""
 SEEDS = (0, 1, 2)
 TRAIN = (str(Path(__file__).with_name("quality_train.py")),)
@@ -117,7 +118,7 @@ _MINILM_RATES = {
     "lisa": 2e-4,
 }
 _RATES = {
-    "language": {"galore": 8e-3},
+    "language": {"galore": 8e-3, "hift-2-stays-x2.5": 2e-3, "hift-4-stays-x1.5": 2e-3},
     "sst2": {**_MINILM_RATES, "hift-2-x4": 7e-5},
     "retrieval": _MINILM_RATES,
 }
@@ -126,15 +127,14 @@ own rate for the embedded model."""
 _SCHEDULE = ("--lr_scheduler_type", "cosine", "--warmup_steps", "0.05", "--max_grad_norm", "1.0")
 
 
-def num_updates(name: str, usual: int) -> int:
-    """Updates of a row's runs.
+def times_as_many_updates(name: str) -> float:
+    """A row's updates as a multiple of those of the task's other rows.
 
     Args:
         name: A name of `ROWS`.
-        usual: Those of the task's other rows.
     """
     found = _LONGER.search(name)
-    return usual * int(found[1]) if found else usual
+    return float(found[1]) if found else 1
 
 
 def common_options(task: str, folder: Path, data: Path | None) -> list[str]:
@@ -281,7 +281,7 @@ def main() -> None:
     for name in missing:
         if arguments.again and (folder / name).exists():
             shutil.rmtree(folder / name)
-        length = ["--max_steps", str(num_updates(name, arguments.updates or UPDATES[task]))]
+        length = ["--max_steps", str(round(times_as_many_updates(name) * (arguments.updates or UPDATES[task])))]
         row = run_row(task, name, folder / name, [*length, *common], arguments.seeds or SEEDS)
         content = read_json(arguments.results)  # another task's rows may have ended meanwhile
         rows = {each["name"]: each for each in content.get(task, [])} | {name: row}
