@@ -112,9 +112,11 @@ def time_table() -> str:
             allowed = _allowed(points, setting, tokens)
             if allowed is None:
                 continue
+            measured = [_at_equal_time(of_task, name, allowed) for of_task in results.values()]
+            if not any(measured):
+                continue
             need, least = points[setting, tokens]["need_bytes"], points["m1", tokens]["need_bytes"]
             memory = f"{need / 2**30:.1f} GiB, {need / least:.2f} of m = 1's"
-            measured = (_at_equal_time(of_task, name, allowed) for of_task in results.values())
             rows.append([f"{tokens:,}", title, memory, f"{allowed:.1f}", *measured])
     dense = (f"`dense`: {of_task['dense']}" for of_task in results.values())
     rows.append(["any", "all: dense", "", "1", *dense])

@@ -2,13 +2,14 @@
 
 import math
 from collections import Counter
-from functools import cache
+from functools import cache, partial
 from typing import Any, get_args
 
 import pytest
 from transformers import LlamaConfig
 
 from slivertune.planning.cards import Duplex, Rates, card_named
+from slivertune.planning.hift_optimizer import hift_over
 from slivertune.planning.hift_schedule import HiFTSchedule, record_hift
 from slivertune.planning.request import PlanRequest
 from slivertune.planning.schedule import Begin, Entry, Record, Synchronize, Transfer, Wait, Work
@@ -241,3 +242,16 @@ def test_state_comes_under_the_backward_where_weights_come_under_the_forward() -
     steps = record(weights="host", gradient_checkpointing=True, prefetch_bytes=2**30).cycle(SLOW_BUS)
     late = record(weights="host", gradient_checkpointing=True).cycle(SLOW_BUS)
     assert exposed_share(steps) < exposed_share(late)
+
+
+def test_an_update_of_a_group_that_stays_takes_as_long_where_nothing_is_loaded_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = PlanRequest(precision="mixed_hi", seq_length=32, stream_bytes=2**17, gradients="host")
+    usual = {step.group: step.seconds for step in record_hift(request, TINY).cycle(SLOW_BUS)}
+    monkeypatch.setattr("slivertune.planning.hift_schedule.hift_over", partial(hift_over, updates_a_turn=2))
+    # As many updates as there are groups: each of the first ones has two.
+    stays = record_hift(request, TINY).cycle(SLOW_BUS)
+    assert Counter(step.group for step in stays).most_common(2) == [(0, 2), (1, 2)]
+    for step in stays:
+        assert step.seconds == pytest.approx(usual[step.group], rel=1e-9)
