@@ -60,7 +60,6 @@ ROWS = {
     "hift-2-stays-x2.5": f"{_HIFT} 2 --steps_per_group 20 --order random",
     "hift-2-stays-x4": f"{_HIFT} 2 --steps_per_group 20 --order random",
     "hift-4-stays": f"{_HIFT} 4 --steps_per_group 20 --order random",
-    "hift-4-stays-x1.5": f"{_HIFT} 4 --steps_per_group 20 --order random",
     "hift-1-not-held": "--method hift-not-held",
     "hift-2-stays-not-held": f"{_NOT_HELD} 2 --not_held_steps_per_group 20 --not_held_order random",
     "hift-1-nf4": f"{_HIFT} 1 --waiting nf4",
@@ -118,7 +117,13 @@ _MINILM_RATES = {
     "lisa": 2e-4,
 }
 _RATES = {
-    "language": {"galore": 8e-3, "hift-2-stays-x2.5": 2e-3, "hift-4-stays-x1.5": 2e-3},
+    "language": {
+        "galore": 8e-3,
+        "hift-4-stays": 2e-3,
+        "hift-2-stays-x2.5": 2e-3,
+        "lora-64-x4": 4e-3,
+        "sft-fixed-x4": 4e-3,
+    },
     "sst2": {**_MINILM_RATES, "hift-2-x4": 7e-5},
     "retrieval": _MINILM_RATES,
 }
