@@ -93,8 +93,8 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
         "README.md",
         (
             "a quarter of the layers, 20 updates a turn, came to a loss of {:.3f} on the language reference of Python, "
-            "dense to {:.3f}; for 4,096 tokens, where the bus counts for less, to {:.3f} (measured, a small model, three "
-            "seeds each)"
+            "dense to {:.3f}; for 4,096 tokens, where the bus counts for less, to {:.3f} (measured, a small model, "
+            "three seeds each)"
         ),
         lambda: (
             learned_in_dense_time("hift-2-stays-x4", times=4, num_tokens=512),

@@ -471,3 +471,15 @@ def test_a_model_that_fsdp2_has_sharded_is_refused_in_training() -> None:
             model(input_ids=ids, labels=ids)
         with torch.no_grad():
             assert model(input_ids=ids, labels=ids).logits.shape[1] == 12
+
+
+def test_a_model_that_zero3_has_sharded_is_refused_in_training() -> None:
+    model = tiny_llama()
+    with attach_chunked_cross_entropy(model):
+        # What DeepSpeed puts on every parameter that it shares out.
+        model.lm_head.weight.ds_id = 0  # type: ignore[assignment]
+        ids = torch.arange(12).view(1, 12)
+        with pytest.raises(ChunkedLossError, match="ZeRO-3 shares the head's weight out over the ranks"):
+            model(input_ids=ids, labels=ids)
+        with torch.no_grad():
+            assert model(input_ids=ids, labels=ids).logits.shape[1] == 12

@@ -137,6 +137,9 @@ class ChunkedCrossEntropyHandle(ModelHandle):
         if is_chunked and any(each.__name__ == "FSDPModule" for each in type(model).__mro__):
             # The head's weight is gathered for the root's forward alone; a later read of it has crashed the process.
             raise ChunkedLossError("FSDP2 shares the head's weight out over the ranks")
+        if is_chunked and hasattr(self._head.module.weight, "ds_id"):
+            # What it hooks on the head hands on another tensor than the stand-in.
+            raise ChunkedLossError("ZeRO-3 shares the head's weight out over the ranks")
         self._head.stand_ins = [] if is_chunked else None
 
     def _has_labels(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
