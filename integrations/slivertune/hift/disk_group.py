@@ -98,11 +98,12 @@ class DiskGroup(StreamedGroup):
         super().prefetch(in_backward=in_backward)
 
     @override
-    def begin(self) -> None:
+    def begin(self, *, stays: bool) -> None:
         self._follow_the_model()
         if self._offloaded is not None and self.file is not None:
             self._bind(self.files.store.use(self.file))
-        super().begin()
+        # Its file is written after each update, from the memory in which the state waits.
+        super().begin(stays=stays and self.file is None)
 
     @override
     def step(self, weights: Sequence[Weight], param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:

@@ -29,6 +29,8 @@ class LoadedPiece:
     """When the last of them has arrived."""
     gradients: list[torch.Tensor | None] | None = None
     """For each slice, its part of a gradient that waits on the host, once it is loaded."""
+    owed: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Copies to where it waits that were not made, since its group is stepped again: source, target."""
 
 
 def moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) -> tuple[Sequence[Copy], bool]:

@@ -572,7 +572,7 @@ class HiFT(CheckpointedSliver):
             self._waiting.arrive(self.active_group)
         if self._streamed is not None:
             self._streamed.begin_step()
-        self._residencies[self.active_group].begin()
+        self._residencies[self.active_group].begin(stays=not self.rotation.ends_turn)
         self._applying = self.rotation.to_apply(scheduled_lr(self.param_groups))
 
     def _check_host_memory(self) -> None:

@@ -64,8 +64,11 @@ class ResidentGroup:
             to_bytes: How many; None for what the setting allows.
         """
 
-    def begin(self) -> None:
+    def begin(self, *, stays: bool) -> None:
         """Make ready for `step`, whose first call in an update this precedes.
+
+        Args:
+            stays: Whether the next update is this group's, too.
 
         Raises:
             OSError: If the state has no room; nothing was stepped then.

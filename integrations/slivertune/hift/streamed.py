@@ -9,6 +9,9 @@ Between its turns a group's state waits in an `OffloadBuffer`. Its pieces pass t
 As many pieces as `DeviceSlots.prefetch_bytes` has room for are loaded as soon as the group's turn begins, beside the
 forward and the backward; two are, where there is no such room, when the group's first gradient arrives. Stores run
 beside whatever is computed next: only the next use of a slot waits for them.
+
+Where a group's turn has several updates, the pieces that `prefetch_bytes` has room for stay in their slots from one to
+the next, and are written back when the turn ends, or when somebody asks for what waits.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,6 +73,10 @@ class StreamedGroup(ResidentGroup):
         self._slot_bytes = 0
         """Of the group's largest piece."""
         self._loaded: dict[int, LoadedPiece] = {}
+        self._stays = False
+        """Whether the next update is this group's, too."""
+        self._kept: dict[int, LoadedPiece] = {}
+        """Pieces that stay on the device until that."""
         self._stored: dict[int, Event] = {}
         """By piece: when it has been written back."""
         self._arriving: set[str] = set()
@@ -95,7 +102,8 @@ class StreamedGroup(ResidentGroup):
         self._load_ahead(_WORKING_PIECES if in_backward else 0)
 
     @override
-    def begin(self) -> None:
+    def begin(self, *, stays: bool) -> None:
+        self._stays = stays
         self._follow_the_model()
         self._pieces = self._pieces or cut_group(self.weights, self._meter)
         if self._offloaded is None:
@@ -111,8 +119,9 @@ class StreamedGroup(ResidentGroup):
         own = [index for index, piece in enumerate(self._pieces) if piece.slices[0].weight.name in names]
         self._turn += names
         try:
-            self._expect(own)
-            for index in own:
+            for position, index in enumerate(own):
+                if position == 0 or index not in self._loaded:
+                    self._expect(own[position:])
                 self._step_piece(index, param_groups, held_lr)
                 self._store(index)
                 self._load_ahead(_WORKING_PIECES)
@@ -135,7 +144,10 @@ class StreamedGroup(ResidentGroup):
     @override
     def end(self) -> None:
         self._is_first_turn = False
-        self.release()
+        if not self._stays:
+            self._write_back()
+        self._end_loading()
+        self._slots.shrink()
         # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
         expected = {name: place for place, name in enumerate(self._turn)}
         order = sorted(
@@ -144,19 +156,20 @@ class StreamedGroup(ResidentGroup):
         )
         self._pieces = [self._pieces[index] for index in order]
         self._stored = {place: self._stored[index] for place, index in enumerate(order) if index in self._stored}
+        self._kept = {place: self._kept[index] for place, index in enumerate(order) if index in self._kept}
         self._turn = []
 
     @override
     def release(self, to_bytes: int | None = None) -> None:
-        self._drop_loaded()
-        self._to_load, self._loads_gradients = None, False
+        self._write_back()
+        self._end_loading()
         self._slots.shrink(to_bytes)
 
     @override
     def export(self) -> dict[str, WeightState]:
         if self._offloaded is None:
             return {}
-        self._slots.streams.synchronize()
+        self._settle()
         return self._offloaded.export(self.weights)
 
     @override
@@ -172,6 +185,8 @@ class StreamedGroup(ResidentGroup):
     @override
     def discard(self) -> None:
         self._slots.streams.synchronize()
+        for loaded in (*self._kept.values(), *self._loaded.values()):
+            loaded.owed = None
         self.release()
         super().discard()
         self._turn, self._stored = [], {}
@@ -205,7 +220,7 @@ class StreamedGroup(ResidentGroup):
         """The fp32 master of a weight, the living one on the host, once all copies have left for it."""
         self._follow_the_model()
         assert self._offloaded is not None
-        self._slots.streams.synchronize()
+        self._settle()
         return self._offloaded.whole(weight, MASTER)
 
     def write_master(self, weight: Weight, written: torch.Tensor) -> None:
@@ -229,6 +244,7 @@ class StreamedGroup(ResidentGroup):
         """
         self._follow_the_model()
         assert self._offloaded is not None
+        self._write_back()
         master, target = self._offloaded.whole(weight, MASTER).view(-1), into.view(-1)
         slots, ready = self._slots, None
         # One size for all: a slot that is too small for the next weight would be given up, and that waited for.
@@ -287,9 +303,13 @@ class StreamedGroup(ResidentGroup):
 
     def _begin_loading(self) -> None:
         if self._to_load is None:
-            self._to_load = list(range(len(self._pieces)))
+            self._to_load = [index for index in range(len(self._pieces)) if index not in self._kept]
+            self._loaded, self._kept = self._kept, {}
+            if self._loads_gradients:
+                for index in self._loaded:
+                    self._load_gradients(index)
             # One size for all, so that a slot serves whichever piece is next.
-            self._slot_bytes = max((self._bytes_on_device(index) for index in self._to_load), default=0)
+            self._slot_bytes = max((self._bytes_on_device(index) for index in range(len(self._pieces))), default=0)
 
     def _bytes_on_device(self, index: int) -> int:
         waiting = sum(aligned(each.nbytes) for of_slice in self._waiting(index) for each in of_slice.values())
@@ -309,7 +329,7 @@ class StreamedGroup(ResidentGroup):
             return
         self._begin_loading()
         if own and own[0] not in self._loaded:
-            # Not the weight that was expected: what was loaded for that one gives way.
+            # Not the piece that was expected: what was loaded for that one gives way.
             assert self._to_load is not None
             waiting = {*self._to_load, *self._loaded}
             self._drop_loaded()
@@ -317,7 +337,9 @@ class StreamedGroup(ResidentGroup):
         self._load_ahead(_WORKING_PIECES)
 
     def _load_ahead(self, at_least: int) -> None:
-        """Load the next pieces, as many as there are slots for."""
+        """Load the next pieces, as many as there are slots for; so many in any case, beside those that stay."""
+        if at_least:
+            at_least += self._num_staying()
         while self._to_load and self._load(self._to_load[0], at_least):
             self._to_load.pop(0)
 
@@ -353,7 +375,8 @@ class StreamedGroup(ResidentGroup):
                 source = gradient.part_on_host(one.start, None if one.is_whole else one.stop)
                 part = tensor_at(loaded.slot.memory, start, source)
                 start += aligned(source.nbytes)
-                with streams.on("inbound", gradient.stored):
+                # The last step may still be reading what came before.
+                with streams.on("inbound", gradient.stored, loaded.ready):
                     part.copy_(source, non_blocking=True)
                     loaded.ready = streams.record("inbound")
             loaded.gradients.append(part)
@@ -370,11 +393,73 @@ class StreamedGroup(ResidentGroup):
 
     def _drop_loaded(self) -> None:
         """Give up what was loaded, also where an error has left a piece half stepped."""
-        streams = self._slots.streams
-        for loaded in self._loaded.values():
-            streams.compute_after(loaded.ready)
-            self._slots.give_back(loaded.slot, streams.record())
+        for index, loaded in self._loaded.items():
+            self._give_up(index, loaded)
         self._loaded = {}
+
+    def _end_loading(self) -> None:
+        self._drop_loaded()
+        self._to_load, self._loads_gradients = None, False
+
+    # Pieces that stay.
+
+    def _may_stay(self, index: int) -> bool:
+        """Whether there is room for a piece until the next update, and for the others to pass."""
+        if not self._stays or not self._slot_bytes:
+            return False
+        num_slots = self._slots.prefetch_bytes // self._slot_bytes
+        if num_slots >= len(self._pieces):
+            return True
+        return self._num_staying(beside=index) < num_slots - _WORKING_PIECES
+
+    def _num_staying(self, *, beside: int | None = None) -> int:
+        """Pieces that stay or have stayed, and owe copies since."""
+        owing = (index for index, loaded in self._loaded.items() if loaded.owed is not None and index != beside)
+        return len(self._kept) + sum(1 for _ in owing)
+
+    def _keep(self, index: int, owed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Leave a piece in its slot that was stepped there."""
+        loaded = self._loaded.pop(index)
+        # State that the optimizer has dropped would not come again, either.
+        loaded.tensors = [
+            {key: tensor for key, tensor in of_slice.items() if key in waiting}
+            for of_slice, waiting in zip(loaded.tensors, self._waiting(index), strict=True)
+        ]
+        loaded.owed, loaded.gradients, loaded.ready = owed, None, self._slots.streams.record()
+        self._kept[index] = loaded
+
+    def _pay(self, index: int, loaded: LoadedPiece) -> None:
+        """Queue the copies that a piece owes."""
+        streams = self._slots.streams
+        with streams.on("outbound", streams.record(), loaded.ready):
+            for source, target in loaded.owed or ():
+                target.copy_(source, non_blocking=True)
+            self._stored[index] = streams.record("outbound")
+        loaded.owed = None
+
+    def _give_up(self, index: int, loaded: LoadedPiece) -> None:
+        """Give a piece's slot back; what it owes is written before."""
+        if loaded.owed is not None:
+            self._pay(index, loaded)
+            self._slots.give_back(loaded.slot, self._stored[index])
+            return
+        streams = self._slots.streams
+        streams.compute_after(loaded.ready)
+        self._slots.give_back(loaded.slot, streams.record())
+
+    def _write_back(self) -> None:
+        """Nothing stays any longer."""
+        for index, loaded in self._kept.items():
+            self._give_up(index, loaded)
+        self._kept = {}
+
+    def _settle(self) -> None:
+        """Let what waits be what the last step left, and be there."""
+        self._write_back()
+        for index, loaded in self._loaded.items():
+            if loaded.owed is not None:
+                self._pay(index, loaded)
+        self._slots.streams.synchronize()
 
     def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
@@ -421,6 +506,9 @@ class StreamedGroup(ResidentGroup):
             leaving += [(source, target) for _, source, target in copies]
             one.drop_gradient()
             one.place_leaf(torch.empty(0, dtype=one.leaf.dtype))
+        if loaded is not None and is_from_slot and self._may_stay(index):
+            self._keep(index, leaving)
+            return
         with streams.on("outbound", streams.record()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)

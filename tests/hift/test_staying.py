@@ -1,0 +1,285 @@
+"""Pieces that stay on the device from one update of a turn to the next: no bit changes, and nothing is copied there."""
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from slivertune import HiFT
+from slivertune.hift.loaded_piece import LoadedPiece
+from slivertune.hift.streamed import StreamedGroup
+from tests.helpers.delayed_streams import delayed
+from tests.helpers.models import assert_all_moved, assert_same_bits, bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.reference import NaiveHiFT, naive_groups, train
+from tests.hift.cases import BIG_VOCAB, DTYPES, OPTIMIZERS, hift_over
+from tests.hift.test_ordering import pretended
+
+TURN = 4
+PIECE = 20_000
+SOME, ALL = 90_000, 10**9
+"""Room for a few of the largest groups' pieces, and for all."""
+ROOMS = pytest.mark.parametrize("room", [SOME, ALL], ids=["some stay", "all stay"])
+UPDATES = 2 * 5 * TURN + TURN + 2
+"""Two cycles of five groups, a turn and a half."""
+BATCHES = token_batches(11, vocab=BIG_VOCAB)
+
+
+def staying(model: Any, optimizer: Any, **config: Any) -> tuple[Any, HiFT]:
+    return hift_over(model, optimizer, **{"steps_per_group": TURN, "stream_bytes": PIECE, **config})
+
+
+def kept(hift: HiFT) -> dict[int, LoadedPiece]:
+    """The active group's pieces that stay."""
+    owner = hift._residencies[hift.active_group]
+    assert isinstance(owner, StreamedGroup)
+    return owner._kept | {index: each for index, each in owner._loaded.items() if each.owed is not None}
+
+
+@ROOMS
+@DTYPES
+@pytest.mark.parametrize("layers_per_group", [1, 2])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW amsgrad", "SGD momentum", "transformers Adafactor", "AdamW8bit"])
+def test_weights_and_losses_are_those_of_masters_that_never_leave(
+    name: str, layers_per_group: int, dtype: torch.dtype, room: int
+) -> None:
+    optimizer_class, options = OPTIMIZERS[name]
+    model = tiny_llama(dtype, vocab=BIG_VOCAB)
+    dense = twin(model)
+    naive = NaiveHiFT(
+        dense, optimizer_class, groups=naive_groups(dense, layers_per_group), steps_per_group=TURN, **options
+    )
+    before = weights(model)
+    model, hift = staying(model, name, layers_per_group=layers_per_group, prefetch_bytes=room)
+    most = 0
+
+    def count(update: int) -> None:
+        nonlocal most
+        most = max(most, len(kept(hift)))
+
+    assert train(model, hift, BATCHES, UPDATES, after_step=count) == train(dense, naive, BATCHES, UPDATES)
+    assert_all_moved(model, before)
+    assert_same_bits(model, dense)
+    assert most > 0
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@ROOMS
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"master": "split", "layers_per_group": 2},
+        {"gradients": "host", "max_grad_norm": 0.1},
+        {"gradients": "host", "update": "forward", "layers_per_group": 2},
+        {"gradients": "stepped"},
+        {"state": "discard"},
+        {"waiting": "int8", "layers_per_group": 2},
+        {"weights": "host", "resident_bytes": 0},
+    ],
+    ids=str,
+)
+def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
+    config: dict[str, Any], room: int, seed: int | None
+) -> None:
+    start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    model, hift = staying(twin(start), "AdamW", **config)
+    losses = train(model, hift, BATCHES, UPDATES)
+    with delayed(seed) as streams:
+        late, other = staying(twin(start), "AdamW", prefetch_bytes=room, **config)
+        assert train(late, other, BATCHES, UPDATES) == losses
+        assert_same_bits(late, model)
+        theirs, own = other.state_dict()["state"], hift.state_dict()["state"]
+        assert theirs.keys() == own.keys()
+        for name, state in own.items():
+            for key, value in state.items():
+                assert torch.equal(bits(theirs[name][key]), bits(value)), (name, key)
+    assert sum(each.num_late for each in streams) > 100
+
+
+@ROOMS
+@pytest.mark.parametrize("config", [{}, {"gradients": "host"}, {"gradients": "stepped", "master": "split"}], ids=str)
+def test_all_copies_are_in_order(config: dict[str, Any], room: int) -> None:
+    with pretended() as streams:
+        model, hift = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=room, **config)
+        train(model, hift, BATCHES, 2 * hift.cycle_length + 2)
+        saved = copy.deepcopy(hift.state_dict())
+        train(model, hift, BATCHES, 1)
+        hift.load_state_dict(saved)
+        train(model, hift, BATCHES, TURN)
+        hift.detach()
+    assert streams.violations == []
+
+
+@pytest.mark.parametrize("gradients", ["device", "stepped"])
+def test_where_all_fits_nothing_is_copied_in_the_middle_of_a_turn(gradients: Any) -> None:
+    with pretended() as streams:
+        model, hift = staying(
+            tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=ALL, gradients=gradients
+        )
+        train(model, hift, BATCHES, hift.cycle_length)
+        for _ in range(hift.num_groups):
+            moved = []
+            for _ in range(TURN):
+                before = dict(streams.num_by_stream)
+                train(model, hift, BATCHES, 1)
+                moved.append({name: streams.num_by_stream[name] - before[name] for name in ("inbound", "outbound")})
+            # The state came when the turn began, after the last update of the one before; that of the next comes
+            # after the last update of this, from which this one's leaves.
+            assert [each["outbound"] > 0 for each in moved] == [False] * (TURN - 1) + [True]
+            assert [each["inbound"] > 0 for each in moved] == [False] * (TURN - 1) + [True]
+    assert streams.violations == []
+
+
+def test_no_more_stays_than_there_is_room_for() -> None:
+    model, hift = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=SOME, layers_per_group=2)
+    seen = set()
+
+    def check(update: int) -> None:
+        pieces = kept(hift)
+        held = sum(each.held_bytes for each in hift._prefetcher.slots.values())
+        assert sum(each.slot.memory.numel() for each in pieces.values()) <= held <= SOME
+        seen.add(len(pieces))
+
+    train(model, hift, BATCHES, UPDATES, after_step=check)
+    owner = hift._residencies[0]
+    assert 0 in seen and 0 < max(seen) < max(len(each._pieces) for each in hift._residencies) and owner.is_offloaded
+
+
+# ---- what happens between two updates of a turn
+
+
+def in_mid_turn(**config: Any) -> tuple[Any, HiFT, Any, HiFT]:
+    """Two models after a cycle and two updates of a turn, of the second of which nothing stays."""
+    start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    model, hift = staying(twin(start), "AdamW", prefetch_bytes=ALL, **config)
+    other, plain = staying(twin(start), "AdamW", **config)
+    for each, optimizer in ((model, hift), (other, plain)):
+        train(each, optimizer, BATCHES, hift.cycle_length + 2)
+    assert len(kept(hift)) > 0 and len(kept(plain)) == 0
+    return model, hift, other, plain
+
+
+def go_on(model: Any, hift: HiFT, other: Any, plain: HiFT) -> None:
+    """They go on alike."""
+    assert train(model, hift, BATCHES, 2 * TURN + 1) == train(other, plain, BATCHES, 2 * TURN + 1)
+    assert_same_bits(model, other)
+
+
+def test_a_state_dict_has_the_last_update_and_the_run_goes_on() -> None:
+    model, hift, other, plain = in_mid_turn()
+    found, expected = hift.state_dict()["state"], plain.state_dict()["state"]
+    for name, state in expected.items():
+        assert all(torch.equal(bits(found[name][key]), bits(value)) for key, value in state.items()), name
+    assert len(kept(hift)) == 0
+    go_on(model, hift, other, plain)
+
+
+def test_a_state_dict_between_a_forward_and_its_step_has_the_last_update() -> None:
+    model, hift, other, plain = in_mid_turn()
+    for each in (model, other):
+        each(**BATCHES[0]).loss.backward()
+    found, expected = hift.state_dict()["state"], plain.state_dict()["state"]
+    for name, state in expected.items():
+        assert all(torch.equal(bits(found[name][key]), bits(value)) for key, value in state.items()), name
+    for optimizer in (hift, plain):
+        optimizer.step()
+        optimizer.zero_grad()
+    go_on(model, hift, other, plain)
+
+
+def test_a_run_that_is_resumed_in_mid_turn_goes_on_with_the_same_bits() -> None:
+    model, hift, other, plain = in_mid_turn()
+    resumed, third = staying(tiny_llama(torch.bfloat16, vocab=BIG_VOCAB, seed=5), "AdamW", prefetch_bytes=ALL)
+    train(resumed, third, BATCHES, third.cycle_length + 1)
+    resumed.load_state_dict(model.state_dict())
+    third.load_state_dict(hift.state_dict())
+    go_on(resumed, third, other, plain)
+
+
+@pytest.mark.parametrize("master", ["fp32", "split"])
+def test_a_weight_that_others_write_counts(master: str) -> None:
+    model, hift, other, plain = in_mid_turn(master=master)
+    for each in (model, other):
+        with torch.no_grad():
+            for parameter in each.parameters():
+                parameter.view(-1)[::3] *= 0.5
+    go_on(model, hift, other, plain)
+
+
+def test_a_batch_that_is_larger_than_any_before_finds_nothing_held() -> None:
+    model, hift, other, plain = in_mid_turn()
+    large = {name: torch.cat([value, value]) for name, value in BATCHES[0].items()}
+    for each, optimizer in ((other, plain), (model, hift)):
+        loss = each(**large).loss
+        if optimizer is hift:
+            assert len(kept(hift)) == 0 and sum(slots.held_bytes for slots in hift._prefetcher.slots.values()) == 0
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    go_on(model, hift, other, plain)
+
+
+def test_an_evaluation_finds_nothing_held_and_changes_nothing() -> None:
+    model, hift, other, plain = in_mid_turn()
+    with torch.no_grad():
+        model(**BATCHES[0])
+    assert len(kept(hift)) == 0
+    go_on(model, hift, other, plain)
+
+
+def test_a_turn_whose_last_step_is_skipped_leaves_nothing_behind() -> None:
+    model, hift, other, plain = in_mid_turn()
+    before = hift.active_group
+    assert before == 0, "the embedding, which a batch of embeddings does not reach"
+    for each, optimizer in ((model, hift), (other, plain)):
+        for step in range(2):
+            embeddings = each.get_input_embeddings()(BATCHES[0]["input_ids"]).detach().requires_grad_()
+            each(inputs_embeds=embeddings, labels=BATCHES[0]["labels"]).loss.backward()
+            with nullcontext() if step else pytest.warns(UserWarning, match="no gradient reached group 0"):
+                optimizer.step()
+            optimizer.zero_grad()
+    assert hift.active_group != before and kept(hift) == {}
+    owner: Any = hift._residencies[before]
+    assert owner._kept == {}
+    go_on(model, hift, other, plain)
+
+
+def test_detach_writes_back_and_reattach_goes_on() -> None:
+    model, hift, other, plain = in_mid_turn()
+    hift.detach()
+    assert kept(hift) == {} and sum(slots.held_bytes for slots in hift._prefetcher.slots.values()) == 0
+    hift.reattach()
+    go_on(model, hift, other, plain)
+
+
+class _Stumbling(torch.optim.AdamW):
+    """Raises before the third piece that is stepped after `countdown` is set."""
+
+    countdown = -1
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).countdown -= 1
+        if type(self).countdown == 0:
+            raise RuntimeError("stumbled")
+        return super().step(closure)
+
+
+@ROOMS
+def test_after_an_error_in_a_step_the_state_is_that_of_pieces_that_all_leave(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
+    states = []
+    for prefetch_bytes in (0, room):
+        model, hift = staying(twin(start), _Stumbling, prefetch_bytes=prefetch_bytes, elementwise=True, lr=1e-2)
+        train(model, hift, BATCHES, hift.cycle_length + 2)
+        monkeypatch.setattr(_Stumbling, "countdown", 3)
+        with pytest.raises(RuntimeError, match="stumbled"):
+            train(model, hift, BATCHES, 1)
+        assert kept(hift) == {}
+        states.append(copy.deepcopy(hift.state_dict()["state"]))
+    for name, state in states[0].items():
+        for key, value in state.items():
+            assert torch.equal(bits(states[1][name][key]), bits(value)), (name, key)
