@@ -23,6 +23,7 @@ from typing_extensions import override
 from slivertune.core.copy_streams import Event
 from slivertune.core.host_tensors import aligned, tensor_at
 from slivertune.hift.cutting import cut_group
+from slivertune.hift.device_pieces import DevicePieces
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.loaded_piece import LoadedPiece, leaf_data, moved_to_slot
 from slivertune.hift.masters import refresh_master
@@ -72,13 +73,9 @@ class StreamedGroup(ResidentGroup):
         """Pieces of this update that are neither loaded nor stepped, in the order of their steps; None before any."""
         self._slot_bytes = 0
         """Of the group's largest piece."""
-        self._loaded: dict[int, LoadedPiece] = {}
         self._stays = False
         """Whether the next update is this group's, too."""
-        self._kept: dict[int, LoadedPiece] = {}
-        """Pieces that stay on the device until that."""
-        self._stored: dict[int, Event] = {}
-        """By piece: when it has been written back."""
+        self._on_device = DevicePieces()
         self._arriving: set[str] = set()
         """Weights that `load_weight` brings, for whose copies the computation does not wait yet."""
 
@@ -120,7 +117,7 @@ class StreamedGroup(ResidentGroup):
         self._turn += names
         try:
             for position, index in enumerate(own):
-                if position == 0 or index not in self._loaded:
+                if position == 0 or index not in self._on_device.loaded:
                     self._expect(own[position:])
                 self._step_piece(index, param_groups, held_lr)
                 self._store(index)
@@ -138,14 +135,14 @@ class StreamedGroup(ResidentGroup):
             return
         if any(isinstance(w.parameter.grad, OffloadedGradient) for w in self.weights):
             self._loads_gradients = True
-            for index in self._loaded:
+            for index in self._on_device.loaded:
                 self._load_gradients(index)
 
     @override
     def end(self) -> None:
         self._is_first_turn = False
         if not self._stays:
-            self._write_back()
+            self._on_device.give_up_staying(self._slots)
         self._end_loading()
         self._slots.shrink()
         # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
@@ -155,13 +152,12 @@ class StreamedGroup(ResidentGroup):
             key=lambda index: expected.get(self._pieces[index].slices[0].weight.name, len(expected)),
         )
         self._pieces = [self._pieces[index] for index in order]
-        self._stored = {place: self._stored[index] for place, index in enumerate(order) if index in self._stored}
-        self._kept = {place: self._kept[index] for place, index in enumerate(order) if index in self._kept}
+        self._on_device.reorder(order)
         self._turn = []
 
     @override
     def release(self, to_bytes: int | None = None) -> None:
-        self._write_back()
+        self._on_device.give_up_staying(self._slots)
         self._end_loading()
         self._slots.shrink(to_bytes)
 
@@ -169,7 +165,7 @@ class StreamedGroup(ResidentGroup):
     def export(self) -> dict[str, WeightState]:
         if self._offloaded is None:
             return {}
-        self._settle()
+        self._on_device.settle(self._slots)
         return self._offloaded.export(self.weights)
 
     @override
@@ -184,12 +180,10 @@ class StreamedGroup(ResidentGroup):
 
     @override
     def discard(self) -> None:
-        self._slots.streams.synchronize()
-        for loaded in (*self._kept.values(), *self._loaded.values()):
-            loaded.owed = None
+        self._on_device.discard(self._slots)
         self.release()
         super().discard()
-        self._turn, self._stored = [], {}
+        self._turn = []
         self._is_first_turn = False
         self._offloaded = None
 
@@ -220,7 +214,7 @@ class StreamedGroup(ResidentGroup):
         """The fp32 master of a weight, the living one on the host, once all copies have left for it."""
         self._follow_the_model()
         assert self._offloaded is not None
-        self._settle()
+        self._on_device.settle(self._slots)
         return self._offloaded.whole(weight, MASTER)
 
     def write_master(self, weight: Weight, written: torch.Tensor) -> None:
@@ -244,7 +238,7 @@ class StreamedGroup(ResidentGroup):
         """
         self._follow_the_model()
         assert self._offloaded is not None
-        self._write_back()
+        self._on_device.give_up_staying(self._slots)
         master, target = self._offloaded.whole(weight, MASTER).view(-1), into.view(-1)
         slots, ready = self._slots, None
         # One size for all: a slot that is too small for the next weight would be given up, and that waited for.
@@ -253,7 +247,7 @@ class StreamedGroup(ResidentGroup):
         for source, part in zip(master.split(length), target.split(length), strict=True):
             slot = slots.take(length * master.itemsize, at_least=_ALWAYS)
             assert slot is not None
-            with slots.streams.on("inbound", slots.streams.record(), slot.free_after, *self._stored.values()):
+            with slots.streams.on("inbound", slots.streams.record(), slot.free_after, *self._on_device.stored.values()):
                 part.copy_(tensor_at(slot.memory, 0, source).copy_(source, non_blocking=True))
                 ready = slots.streams.record("inbound")
             slots.give_back(slot, ready)
@@ -303,10 +297,11 @@ class StreamedGroup(ResidentGroup):
 
     def _begin_loading(self) -> None:
         if self._to_load is None:
-            self._to_load = [index for index in range(len(self._pieces)) if index not in self._kept]
-            self._loaded, self._kept = self._kept, {}
+            self._on_device.begin_update()
+            loaded = self._on_device.loaded
+            self._to_load = [index for index in range(len(self._pieces)) if index not in loaded]
             if self._loads_gradients:
-                for index in self._loaded:
+                for index in loaded:
                     self._load_gradients(index)
             # One size for all, so that a slot serves whichever piece is next.
             self._slot_bytes = max((self._bytes_on_device(index) for index in range(len(self._pieces))), default=0)
@@ -328,18 +323,19 @@ class StreamedGroup(ResidentGroup):
         if self._is_first_turn and not self._loads_gradients:
             return
         self._begin_loading()
-        if own and own[0] not in self._loaded:
+        loaded = self._on_device.loaded
+        if own and own[0] not in loaded:
             # Not the piece that was expected: what was loaded for that one gives way.
             assert self._to_load is not None
-            waiting = {*self._to_load, *self._loaded}
-            self._drop_loaded()
+            waiting = {*self._to_load, *loaded}
+            self._on_device.give_up_loaded(self._slots)
             self._to_load = [*own, *sorted(waiting.difference(own))]
         self._load_ahead(_WORKING_PIECES)
 
     def _load_ahead(self, at_least: int) -> None:
         """Load the next pieces, as many as there are slots for; so many in any case, beside those that stay."""
         if at_least:
-            at_least += self._num_staying()
+            at_least += self._on_device.num_staying()
         while self._to_load and self._load(self._to_load[0], at_least):
             self._to_load.pop(0)
 
@@ -350,7 +346,7 @@ class StreamedGroup(ResidentGroup):
         if slot is None:
             return False
         tensors = []
-        with slots.streams.on("inbound", slot.free_after, self._stored.get(index)):
+        with slots.streams.on("inbound", slot.free_after, self._on_device.stored.get(index)):
             for of_slice in self._waiting(index):
                 on_device = {}
                 for key, source in of_slice.items():
@@ -358,14 +354,14 @@ class StreamedGroup(ResidentGroup):
                     start += aligned(source.nbytes)
                 tensors.append(on_device)
             ready = slots.streams.record("inbound")
-        self._loaded[index] = LoadedPiece(slot, tensors, start, ready)
+        self._on_device.loaded[index] = LoadedPiece(slot, tensors, start, ready)
         if self._loads_gradients:
             self._load_gradients(index)
         return True
 
     def _load_gradients(self, index: int) -> None:
         """Queue the copies of what waits on the host of the gradients of a loaded piece."""
-        loaded, streams = self._loaded[index], self._slots.streams
+        loaded, streams = self._on_device.loaded[index], self._slots.streams
         if loaded.gradients is not None:
             return
         loaded.gradients, start = [], loaded.num_bytes
@@ -391,17 +387,9 @@ class StreamedGroup(ResidentGroup):
             return None
         return gradient.complete_for_step(part, one.start, None if one.is_whole else one.stop)
 
-    def _drop_loaded(self) -> None:
-        """Give up what was loaded, also where an error has left a piece half stepped."""
-        for index, loaded in self._loaded.items():
-            self._give_up(index, loaded)
-        self._loaded = {}
-
     def _end_loading(self) -> None:
-        self._drop_loaded()
+        self._on_device.give_up_loaded(self._slots)
         self._to_load, self._loads_gradients = None, False
-
-    # Pieces that stay.
 
     def _may_stay(self, index: int) -> bool:
         """Whether there is room for a piece until the next update, and for the others to pass."""
@@ -410,61 +398,12 @@ class StreamedGroup(ResidentGroup):
         num_slots = self._slots.prefetch_bytes // self._slot_bytes
         if num_slots >= len(self._pieces):
             return True
-        return self._num_staying(beside=index) < num_slots - _WORKING_PIECES
-
-    def _num_staying(self, *, beside: int | None = None) -> int:
-        """Pieces that stay or have stayed, and owe copies since."""
-        owing = (index for index, loaded in self._loaded.items() if loaded.owed is not None and index != beside)
-        return len(self._kept) + sum(1 for _ in owing)
-
-    def _keep(self, index: int, owed: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Leave a piece in its slot that was stepped there."""
-        loaded = self._loaded.pop(index)
-        # State that the optimizer has dropped would not come again, either.
-        loaded.tensors = [
-            {key: tensor for key, tensor in of_slice.items() if key in waiting}
-            for of_slice, waiting in zip(loaded.tensors, self._waiting(index), strict=True)
-        ]
-        loaded.owed, loaded.gradients, loaded.ready = owed, None, self._slots.streams.record()
-        self._kept[index] = loaded
-
-    def _pay(self, index: int, loaded: LoadedPiece) -> None:
-        """Queue the copies that a piece owes."""
-        streams = self._slots.streams
-        with streams.on("outbound", streams.record(), loaded.ready):
-            for source, target in loaded.owed or ():
-                target.copy_(source, non_blocking=True)
-            self._stored[index] = streams.record("outbound")
-        loaded.owed = None
-
-    def _give_up(self, index: int, loaded: LoadedPiece) -> None:
-        """Give a piece's slot back; what it owes is written before."""
-        if loaded.owed is not None:
-            self._pay(index, loaded)
-            self._slots.give_back(loaded.slot, self._stored[index])
-            return
-        streams = self._slots.streams
-        streams.compute_after(loaded.ready)
-        self._slots.give_back(loaded.slot, streams.record())
-
-    def _write_back(self) -> None:
-        """Nothing stays any longer."""
-        for index, loaded in self._kept.items():
-            self._give_up(index, loaded)
-        self._kept = {}
-
-    def _settle(self) -> None:
-        """Let what waits be what the last step left, and be there."""
-        self._write_back()
-        for index, loaded in self._loaded.items():
-            if loaded.owed is not None:
-                self._pay(index, loaded)
-        self._slots.streams.synchronize()
+        return self._on_device.num_staying(beside=index) < num_slots - _WORKING_PIECES
 
     def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
         assert self._offloaded is not None
-        piece, loaded = self._pieces[index], self._loaded.get(index)
+        piece, loaded = self._pieces[index], self._on_device.loaded.get(index)
         assert loaded is not None or self._is_first_turn, "a piece with state is stepped from what was loaded"
         if loaded is not None:
             self._slots.streams.compute_after(loaded.ready)
@@ -489,7 +428,7 @@ class StreamedGroup(ResidentGroup):
 
     def _store(self, index: int) -> None:
         """Write a piece's weights back, queue the copies of its tensors to where they wait, and give its slot back."""
-        piece, loaded, streams = self._pieces[index], self._loaded.get(index), self._slots.streams
+        piece, loaded, streams = self._pieces[index], self._on_device.loaded.get(index), self._slots.streams
         assert self._offloaded is not None
         assert piece.instance is not None
         leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -507,14 +446,14 @@ class StreamedGroup(ResidentGroup):
             one.drop_gradient()
             one.place_leaf(torch.empty(0, dtype=one.leaf.dtype))
         if loaded is not None and is_from_slot and self._may_stay(index):
-            self._keep(index, leaving)
+            self._on_device.stay(index, leaving, self._waiting(index), self._slots)
             return
         with streams.on("outbound", streams.record()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
-            stored = self._stored[index] = streams.record("outbound")
+            stored = self._on_device.stored[index] = streams.record("outbound")
         if not is_from_slot:
             streams.compute_after(stored)  # before the memory of new tensors is used again
         if loaded is not None:
-            del self._loaded[index]
+            del self._on_device.loaded[index]
             self._slots.give_back(loaded.slot, stored)
