@@ -2,18 +2,18 @@
 
 import math
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from typing import Any, get_args
 
 import pytest
 from transformers import LlamaConfig
 
 from slivertune.planning.cards import Duplex, Rates, card_named
-from slivertune.planning.hift_optimizer import hift_over
 from slivertune.planning.hift_schedule import HiFTSchedule, record_hift
+from slivertune.planning.recorded_run import record_schedule
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule import Begin, Entry, Record, Synchronize, Transfer, Wait, Work
-from slivertune.planning.schedule_player import exposed_share
+from slivertune.planning.schedule import Begin, Entry, Record, Schedule, Synchronize, Transfer, Wait, Work
+from slivertune.planning.schedule_player import exposed_share, mean_update
 from tests.planning.made import rotary_operations
 
 TINY = LlamaConfig(
@@ -244,14 +244,34 @@ def test_state_comes_under_the_backward_where_weights_come_under_the_forward() -
     assert exposed_share(steps) < exposed_share(late)
 
 
-def test_an_update_of_a_group_that_stays_takes_as_long_where_nothing_is_loaded_ahead(
-    monkeypatch: pytest.MonkeyPatch,
+def recorded(**settings: Any) -> Schedule:
+    """What a plan's time is made of."""
+    request = PlanRequest(precision="mixed_hi", seq_length=32, stream_bytes=2**17, **settings)
+    return record_schedule(request, TINY)
+
+
+@pytest.mark.parametrize("steps_per_group", [2, 3, 20])
+@pytest.mark.parametrize("gradients", ["device", "host"])
+def test_an_update_of_a_group_that_stays_takes_as_long_where_nothing_is_held(
+    gradients: Any, steps_per_group: int
 ) -> None:
-    request = PlanRequest(precision="mixed_hi", seq_length=32, stream_bytes=2**17, gradients="host")
-    usual = {step.group: step.seconds for step in record_hift(request, TINY).cycle(SLOW_BUS)}
-    monkeypatch.setattr("slivertune.planning.hift_schedule.hift_over", partial(hift_over, updates_a_turn=2))
-    # As many updates as there are groups: each of the first ones has two.
-    stays = record_hift(request, TINY).cycle(SLOW_BUS)
-    assert Counter(step.group for step in stays).most_common(2) == [(0, 2), (1, 2)]
-    for step in stays:
-        assert step.seconds == pytest.approx(usual[step.group], rel=1e-9)
+    times = [
+        mean_update(recorded(gradients=gradients, steps_per_group=number), SLOW_BUS) for number in (1, steps_per_group)
+    ]
+    assert sum(times[1].seconds.values()) == pytest.approx(sum(times[0].seconds.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("gradients", ["device", "stepped"])
+@pytest.mark.parametrize("steps_per_group", [1, 2, 3, 20])
+def test_state_that_has_room_is_copied_once_a_turn(steps_per_group: int, gradients: Any) -> None:
+    schedule = recorded(gradients=gradients, steps_per_group=steps_per_group, prefetch_bytes=2**30)
+    assert sum(schedule.shares.values()) == pytest.approx(1)
+    counted: Counter[str] = Counter()
+    step = 0
+    for each in schedule.entries:
+        if isinstance(each, Begin):
+            step = each.step
+        elif isinstance(each, Transfer):
+            counted[each.direction] += schedule.shares.get(step, 0) * each.num_bytes
+    expected = 12 * NUM_PARAMETERS / NUM_GROUPS / steps_per_group
+    assert counted["inbound"] == pytest.approx(expected) and counted["outbound"] == pytest.approx(expected)

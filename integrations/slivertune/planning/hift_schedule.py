@@ -30,6 +30,11 @@ neighbour's, and that one had what it loads ahead under a whole step. Where grad
 whole cycle: pieces follow the order in which the last backward's gradients came."""
 
 
+_MOST_UPDATES = 3
+"""Of a turn that are run: the first, whose state came while the group before was stepped; the last, after which it
+leaves; and one between, like which all others are."""
+
+
 _FEWEST_TO_SKIP = 6
 """Neighbours alike of which some are not run: with fewer, all are among those that count or come before these."""
 
@@ -54,7 +59,7 @@ class HiFTSchedule(Schedule):
 def record_hift(request: PlanRequest, config: PreTrainedConfig, *, max_grad_norm: float | None = None) -> HiFTSchedule:
     """Record a cycle in which every group has met its batch before, so that all state waits on the host or in files.
 
-    Costs two or three times the steps of a plan, and seconds for each further group.
+    Costs two or three times the steps of a plan, and seconds for each further group. Of a turn one update is run.
 
     Args:
         request: The run: HiFT on one GPU. All its micro-batches are run.
@@ -130,7 +135,8 @@ class _Turns:
         forward: Its forward.
         recorder: Writes.
         max_grad_norm: As in `HiFTConfig`.
-        has_disk: Whether `state="disk"` reads and writes; else state waits in host memory in place of files.
+        has_disk: Whether `state="disk"` reads and writes, and each turn has one update; else state waits in host
+            memory in place of files, and a turn has as many updates as the run's, of which some are run.
     """
 
     def __init__(
@@ -145,7 +151,10 @@ class _Turns:
     ) -> None:
         self._request, self._model, self._forward, self._recorder = request, model, forward, recorder
         with self._recorded():
-            self._optimizer = hift_over(model, request, max_grad_norm=max_grad_norm, has_disk=has_disk)
+            self._num_updates = 1 if has_disk else min(request.steps_per_group, _MOST_UPDATES)
+            self._optimizer = hift_over(
+                model, request, updates_a_turn=self._num_updates, max_grad_norm=max_grad_norm, has_disk=has_disk
+            )
         self.groups: Sequence[Group] = self._optimizer.groups
         """All groups, bottom of the model first."""
 
@@ -171,15 +180,16 @@ class _Turns:
         needed = {(index - before) % num_groups for index in shares for before in range(_NUM_BEFORE + 1)}
         by_step: dict[int, float] = {}
         with attached(self._request, self._model), self._recorded():
-            for _ in range(num_groups):
-                self._turn_without_computing()
-            for place in range(num_before + num_groups):
+            for _ in range(num_groups * self._num_updates):
+                self._update_without_computing()
+            for place in range((num_before + num_groups) * self._num_updates):
+                turn, update = divmod(place, self._num_updates)
                 group = self._optimizer.active_group
                 if group not in needed:
-                    self._turn_without_computing()
+                    self._update_without_computing()
                     continue
-                if place >= num_before and group in shares:
-                    by_step[self._recorder.num_steps] = shares[group]
+                if turn >= num_before and group in shares:
+                    by_step[self._recorder.num_steps] = shares[group] * self._share_of_turn(update)
                 record_update(
                     self._recorder,
                     self._optimizer,
@@ -192,8 +202,14 @@ class _Turns:
             raise RuntimeError(f"groups {sorted(self._optimizer.skipped_turns)} lost a turn: no gradient reached them")
         return by_step
 
-    def _turn_without_computing(self) -> None:
-        """A turn that leaves what any turn leaves."""
+    def _share_of_turn(self, update: int) -> float:
+        """Of the updates of a turn, those that are like one that is run."""
+        is_between = 0 < update < self._num_updates - 1
+        num_alike = self._request.steps_per_group - 2 if is_between else 1
+        return num_alike / (self._request.steps_per_group if self._num_updates > 1 else 1)
+
+    def _update_without_computing(self) -> None:
+        """An update that leaves what any leaves."""
         meet_gradients(self._optimizer, self._model, self._forward)
         with FakeOverrides():
             self._optimizer.step()
