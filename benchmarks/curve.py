@@ -49,9 +49,20 @@ CARDS = ("4090", "3090", "H100")
 TOKENS = (512, 1024, 2048, 4096, 8192, 32768, 131072)
 DIAL = (1, 2, 4, 5, 8, 9, 17)
 """Layers a group, beside all of them."""
+STAYING = (5, 9, 17)
+"""Of these, with 20 updates a turn, between which what has room of a group's state stays on the device."""
 _LONGEST = 2048
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"m{number}": {"method": "hift", "precision": "mixed_hi", "layers_per_group": number} for number in DIAL},
+    **{
+        f"m{number}-stays": {
+            "method": "hift",
+            "precision": "mixed_hi",
+            "layers_per_group": number,
+            "steps_per_group": 20,
+        }
+        for number in STAYING
+    },
     "all": {"method": "hift", "precision": "mixed_hi"},
     "all-tokens": {"method": "hift", "precision": "mixed_hi", "token_ratio": 0.3},
     "lora": {"method": "lora", "precision": "bf16", "lora_rank": 64},
@@ -63,6 +74,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 """Of `PlanRequest`; the number of layers is the model's."""
 TITLES = {
     **{f"m{number}": f"HiFT, m = {number}" for number in DIAL},
+    **{f"m{number}-stays": f"HiFT, m = {number}, 20 updates a turn" for number in STAYING},
     "all": "HiFT, all layers",
     "all-tokens": "HiFT, all layers, 30 % of the tokens",
     "lora": "LoRA, r 64",

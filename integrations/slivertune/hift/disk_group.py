@@ -239,7 +239,7 @@ class DiskGroup(StreamedGroup):
         if notes_bits:
             self._note_bits({w.name: w.parameter for w in self.weights if self._meter.steps_master(w)})
         self._note_places()
-        self.files.store.hand_over(self.file, image_of(self._places), list(self._on_device.stored.values()))
+        self.files.store.hand_over(self.file, image_of(self._places), list(self._in_slots.stored.values()))
 
     def _note_places(self) -> None:
         assert self._offloaded is not None

@@ -75,7 +75,7 @@ class StreamedGroup(ResidentGroup):
         """Of the group's largest piece."""
         self._stays = False
         """Whether the next update is this group's, too."""
-        self._on_device = DevicePieces()
+        self._in_slots = DevicePieces()
         self._arriving: set[str] = set()
         """Weights that `load_weight` brings, for whose copies the computation does not wait yet."""
 
@@ -117,7 +117,7 @@ class StreamedGroup(ResidentGroup):
         self._turn += names
         try:
             for position, index in enumerate(own):
-                if position == 0 or index not in self._on_device.loaded:
+                if position == 0 or index not in self._in_slots.loaded:
                     self._expect(own[position:])
                 self._step_piece(index, param_groups, held_lr)
                 self._store(index)
@@ -135,14 +135,14 @@ class StreamedGroup(ResidentGroup):
             return
         if any(isinstance(w.parameter.grad, OffloadedGradient) for w in self.weights):
             self._loads_gradients = True
-            for index in self._on_device.loaded:
+            for index in self._in_slots.loaded:
                 self._load_gradients(index)
 
     @override
     def end(self) -> None:
         self._is_first_turn = False
         if not self._stays:
-            self._on_device.give_up_staying(self._slots)
+            self._in_slots.give_up_staying(self._slots)
         self._end_loading()
         self._slots.shrink()
         # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
@@ -152,12 +152,12 @@ class StreamedGroup(ResidentGroup):
             key=lambda index: expected.get(self._pieces[index].slices[0].weight.name, len(expected)),
         )
         self._pieces = [self._pieces[index] for index in order]
-        self._on_device.reorder(order)
+        self._in_slots.reorder(order)
         self._turn = []
 
     @override
     def release(self, to_bytes: int | None = None) -> None:
-        self._on_device.give_up_staying(self._slots)
+        self._in_slots.give_up_staying(self._slots)
         self._end_loading()
         self._slots.shrink(to_bytes)
 
@@ -165,7 +165,7 @@ class StreamedGroup(ResidentGroup):
     def export(self) -> dict[str, WeightState]:
         if self._offloaded is None:
             return {}
-        self._on_device.settle(self._slots)
+        self._in_slots.settle(self._slots)
         return self._offloaded.export(self.weights)
 
     @override
@@ -180,7 +180,7 @@ class StreamedGroup(ResidentGroup):
 
     @override
     def discard(self) -> None:
-        self._on_device.discard(self._slots)
+        self._in_slots.discard(self._slots)
         self.release()
         super().discard()
         self._turn = []
@@ -214,7 +214,7 @@ class StreamedGroup(ResidentGroup):
         """The fp32 master of a weight, the living one on the host, once all copies have left for it."""
         self._follow_the_model()
         assert self._offloaded is not None
-        self._on_device.settle(self._slots)
+        self._in_slots.settle(self._slots)
         return self._offloaded.whole(weight, MASTER)
 
     def write_master(self, weight: Weight, written: torch.Tensor) -> None:
@@ -238,7 +238,7 @@ class StreamedGroup(ResidentGroup):
         """
         self._follow_the_model()
         assert self._offloaded is not None
-        self._on_device.give_up_staying(self._slots)
+        self._in_slots.give_up_staying(self._slots)
         master, target = self._offloaded.whole(weight, MASTER).view(-1), into.view(-1)
         slots, ready = self._slots, None
         # One size for all: a slot that is too small for the next weight would be given up, and that waited for.
@@ -247,7 +247,7 @@ class StreamedGroup(ResidentGroup):
         for source, part in zip(master.split(length), target.split(length), strict=True):
             slot = slots.take(length * master.itemsize, at_least=_ALWAYS)
             assert slot is not None
-            with slots.streams.on("inbound", slots.streams.record(), slot.free_after, *self._on_device.stored.values()):
+            with slots.streams.on("inbound", slots.streams.record(), slot.free_after, *self._in_slots.stored.values()):
                 part.copy_(tensor_at(slot.memory, 0, source).copy_(source, non_blocking=True))
                 ready = slots.streams.record("inbound")
             slots.give_back(slot, ready)
@@ -297,8 +297,8 @@ class StreamedGroup(ResidentGroup):
 
     def _begin_loading(self) -> None:
         if self._to_load is None:
-            self._on_device.begin_update()
-            loaded = self._on_device.loaded
+            self._in_slots.begin_update()
+            loaded = self._in_slots.loaded
             self._to_load = [index for index in range(len(self._pieces)) if index not in loaded]
             if self._loads_gradients:
                 for index in loaded:
@@ -323,19 +323,19 @@ class StreamedGroup(ResidentGroup):
         if self._is_first_turn and not self._loads_gradients:
             return
         self._begin_loading()
-        loaded = self._on_device.loaded
+        loaded = self._in_slots.loaded
         if own and own[0] not in loaded:
             # Not the piece that was expected: what was loaded for that one gives way.
             assert self._to_load is not None
             waiting = {*self._to_load, *loaded}
-            self._on_device.give_up_loaded(self._slots)
+            self._in_slots.give_up_loaded(self._slots)
             self._to_load = [*own, *sorted(waiting.difference(own))]
         self._load_ahead(_WORKING_PIECES)
 
     def _load_ahead(self, at_least: int) -> None:
         """Load the next pieces, as many as there are slots for; so many in any case, beside those that stay."""
         if at_least:
-            at_least += self._on_device.num_staying()
+            at_least += self._in_slots.num_staying()
         while self._to_load and self._load(self._to_load[0], at_least):
             self._to_load.pop(0)
 
@@ -346,7 +346,7 @@ class StreamedGroup(ResidentGroup):
         if slot is None:
             return False
         tensors = []
-        with slots.streams.on("inbound", slot.free_after, self._on_device.stored.get(index)):
+        with slots.streams.on("inbound", slot.free_after, self._in_slots.stored.get(index)):
             for of_slice in self._waiting(index):
                 on_device = {}
                 for key, source in of_slice.items():
@@ -354,14 +354,14 @@ class StreamedGroup(ResidentGroup):
                     start += aligned(source.nbytes)
                 tensors.append(on_device)
             ready = slots.streams.record("inbound")
-        self._on_device.loaded[index] = LoadedPiece(slot, tensors, start, ready)
+        self._in_slots.loaded[index] = LoadedPiece(slot, tensors, start, ready)
         if self._loads_gradients:
             self._load_gradients(index)
         return True
 
     def _load_gradients(self, index: int) -> None:
         """Queue the copies of what waits on the host of the gradients of a loaded piece."""
-        loaded, streams = self._on_device.loaded[index], self._slots.streams
+        loaded, streams = self._in_slots.loaded[index], self._slots.streams
         if loaded.gradients is not None:
             return
         loaded.gradients, start = [], loaded.num_bytes
@@ -388,7 +388,7 @@ class StreamedGroup(ResidentGroup):
         return gradient.complete_for_step(part, one.start, None if one.is_whole else one.stop)
 
     def _end_loading(self) -> None:
-        self._on_device.give_up_loaded(self._slots)
+        self._in_slots.give_up_loaded(self._slots)
         self._to_load, self._loads_gradients = None, False
 
     def _may_stay(self, index: int) -> bool:
@@ -398,12 +398,12 @@ class StreamedGroup(ResidentGroup):
         num_slots = self._slots.prefetch_bytes // self._slot_bytes
         if num_slots >= len(self._pieces):
             return True
-        return self._on_device.num_staying(beside=index) < num_slots - _WORKING_PIECES
+        return self._in_slots.num_staying(beside=index) < num_slots - _WORKING_PIECES
 
     def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
         assert self._offloaded is not None
-        piece, loaded = self._pieces[index], self._on_device.loaded.get(index)
+        piece, loaded = self._pieces[index], self._in_slots.loaded.get(index)
         assert loaded is not None or self._is_first_turn, "a piece with state is stepped from what was loaded"
         if loaded is not None:
             self._slots.streams.compute_after(loaded.ready)
@@ -428,7 +428,7 @@ class StreamedGroup(ResidentGroup):
 
     def _store(self, index: int) -> None:
         """Write a piece's weights back, queue the copies of its tensors to where they wait, and give its slot back."""
-        piece, loaded, streams = self._pieces[index], self._on_device.loaded.get(index), self._slots.streams
+        piece, loaded, streams = self._pieces[index], self._in_slots.loaded.get(index), self._slots.streams
         assert self._offloaded is not None
         assert piece.instance is not None
         leaving: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -446,14 +446,14 @@ class StreamedGroup(ResidentGroup):
             one.drop_gradient()
             one.place_leaf(torch.empty(0, dtype=one.leaf.dtype))
         if loaded is not None and is_from_slot and self._may_stay(index):
-            self._on_device.stay(index, leaving, self._waiting(index), self._slots)
+            self._in_slots.stay(index, leaving, self._waiting(index), self._slots)
             return
         with streams.on("outbound", streams.record()):
             for source, target in leaving:
                 target.copy_(source, non_blocking=True)
-            stored = self._on_device.stored[index] = streams.record("outbound")
+            stored = self._in_slots.stored[index] = streams.record("outbound")
         if not is_from_slot:
             streams.compute_after(stored)  # before the memory of new tensors is used again
         if loaded is not None:
-            del self._on_device.loaded[index]
+            del self._in_slots.loaded[index]
             self._slots.give_back(loaded.slot, stored)
