@@ -35,7 +35,7 @@ def kept(hift: HiFT) -> dict[int, LoadedPiece]:
     owner = hift._residencies[hift.active_group]
     assert isinstance(owner, StreamedGroup)
     pieces = owner._in_slots
-    return pieces._staying | {index: each for index, each in pieces.loaded.items() if each.owed is not None}
+    return pieces.staying | {index: each for index, each in pieces.loaded.items() if each.owed is not None}
 
 
 @ROOMS
@@ -243,7 +243,7 @@ def test_a_turn_whose_last_step_is_skipped_leaves_nothing_behind() -> None:
             optimizer.zero_grad()
     assert hift.active_group != before and kept(hift) == {}
     owner: Any = hift._residencies[before]
-    assert owner._in_slots._staying == {}
+    assert owner._in_slots.staying == {}
     go_on(model, hift, other, plain)
 
 

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from slivertune.core.copy_streams import Event
 from slivertune.core.host_tensors import aligned, tensor_at
+from slivertune.hift import device_pieces
 from slivertune.hift.cutting import cut_group
 from slivertune.hift.device_pieces import DevicePieces
 from slivertune.hift.device_slots import DeviceSlots
@@ -142,7 +143,7 @@ class StreamedGroup(ResidentGroup):
     def end(self) -> None:
         self._is_first_turn = False
         if not self._stays:
-            self._in_slots.give_up_staying(self._slots)
+            device_pieces.give_up_staying(self._in_slots, self._slots)
         self._end_loading()
         self._slots.shrink()
         # Gradients come in nearly the same order every time, so the next pieces can be loaded ahead.
@@ -152,12 +153,12 @@ class StreamedGroup(ResidentGroup):
             key=lambda index: expected.get(self._pieces[index].slices[0].weight.name, len(expected)),
         )
         self._pieces = [self._pieces[index] for index in order]
-        self._in_slots.reorder(order)
+        device_pieces.reorder(self._in_slots, order)
         self._turn = []
 
     @override
     def release(self, to_bytes: int | None = None) -> None:
-        self._in_slots.give_up_staying(self._slots)
+        device_pieces.give_up_staying(self._in_slots, self._slots)
         self._end_loading()
         self._slots.shrink(to_bytes)
 
@@ -165,7 +166,7 @@ class StreamedGroup(ResidentGroup):
     def export(self) -> dict[str, WeightState]:
         if self._offloaded is None:
             return {}
-        self._in_slots.settle(self._slots)
+        device_pieces.settle(self._in_slots, self._slots)
         return self._offloaded.export(self.weights)
 
     @override
@@ -180,7 +181,7 @@ class StreamedGroup(ResidentGroup):
 
     @override
     def discard(self) -> None:
-        self._in_slots.discard(self._slots)
+        device_pieces.discard(self._in_slots, self._slots)
         self.release()
         super().discard()
         self._turn = []
@@ -214,7 +215,7 @@ class StreamedGroup(ResidentGroup):
         """The fp32 master of a weight, the living one on the host, once all copies have left for it."""
         self._follow_the_model()
         assert self._offloaded is not None
-        self._in_slots.settle(self._slots)
+        device_pieces.settle(self._in_slots, self._slots)
         return self._offloaded.whole(weight, MASTER)
 
     def write_master(self, weight: Weight, written: torch.Tensor) -> None:
@@ -238,7 +239,7 @@ class StreamedGroup(ResidentGroup):
         """
         self._follow_the_model()
         assert self._offloaded is not None
-        self._in_slots.give_up_staying(self._slots)
+        device_pieces.give_up_staying(self._in_slots, self._slots)
         master, target = self._offloaded.whole(weight, MASTER).view(-1), into.view(-1)
         slots, ready = self._slots, None
         # One size for all: a slot that is too small for the next weight would be given up, and that waited for.
@@ -297,7 +298,7 @@ class StreamedGroup(ResidentGroup):
 
     def _begin_loading(self) -> None:
         if self._to_load is None:
-            self._in_slots.begin_update()
+            device_pieces.begin_update(self._in_slots)
             loaded = self._in_slots.loaded
             self._to_load = [index for index in range(len(self._pieces)) if index not in loaded]
             if self._loads_gradients:
@@ -328,14 +329,14 @@ class StreamedGroup(ResidentGroup):
             # Not the piece that was expected: what was loaded for that one gives way.
             assert self._to_load is not None
             waiting = {*self._to_load, *loaded}
-            self._in_slots.give_up_loaded(self._slots)
+            device_pieces.give_up_loaded(self._in_slots, self._slots)
             self._to_load = [*own, *sorted(waiting.difference(own))]
         self._load_ahead(_WORKING_PIECES)
 
     def _load_ahead(self, at_least: int) -> None:
         """Load the next pieces, as many as there are slots for; so many in any case, beside those that stay."""
         if at_least:
-            at_least += self._in_slots.num_staying()
+            at_least += device_pieces.num_staying(self._in_slots)
         while self._to_load and self._load(self._to_load[0], at_least):
             self._to_load.pop(0)
 
@@ -388,7 +389,7 @@ class StreamedGroup(ResidentGroup):
         return gradient.complete_for_step(part, one.start, None if one.is_whole else one.stop)
 
     def _end_loading(self) -> None:
-        self._in_slots.give_up_loaded(self._slots)
+        device_pieces.give_up_loaded(self._in_slots, self._slots)
         self._to_load, self._loads_gradients = None, False
 
     def _may_stay(self, index: int) -> bool:
@@ -398,7 +399,7 @@ class StreamedGroup(ResidentGroup):
         num_slots = self._slots.prefetch_bytes // self._slot_bytes
         if num_slots >= len(self._pieces):
             return True
-        return self._in_slots.num_staying(beside=index) < num_slots - _WORKING_PIECES
+        return device_pieces.num_staying(self._in_slots, beside=index) < num_slots - _WORKING_PIECES
 
     def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
@@ -446,7 +447,7 @@ class StreamedGroup(ResidentGroup):
             one.drop_gradient()
             one.place_leaf(torch.empty(0, dtype=one.leaf.dtype))
         if loaded is not None and is_from_slot and self._may_stay(index):
-            self._in_slots.stay(index, leaving, self._waiting(index), self._slots)
+            device_pieces.let_stay(self._in_slots, index, leaving, self._waiting(index), self._slots)
             return
         with streams.on("outbound", streams.record()):
             for source, target in leaving:
