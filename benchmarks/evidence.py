@@ -165,8 +165,8 @@ _TIMED = {
     "sft-fixed": ("sft", "SFT, fixed indices, as many weights"),
 }
 """By a row's name without its number of updates: the setting of `curve.py` whose time counts, and its title. Of m of
-eight layers it is the one that trains the same share of 34, rounded up. How many updates a turn has changes no time:
-a group's state is copied for each of them."""
+eight layers it is the one that trains the same share of 34, rounded up. Where a group
+stays for several updates, what has room of its state is copied once a turn: that is not counted here."""
 
 
 def figures() -> dict[str, dict[str, list[float]]]:

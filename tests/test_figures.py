@@ -26,7 +26,6 @@ from tests.helpers.kept_results import (
     gains_of_updates_in_the_forward,
     largest_difference_when_exact,
     learned,
-    learned_in_dense_time,
     learned_rate,
     lost_by_fsdp2,
     plan_time_settings,
@@ -87,19 +86,6 @@ FIGURES: list[tuple[str, str, Callable[[], tuple[Any, ...]]]] = [
             NUMBERS[number]
             for name in ("num_cores", "num_threads")
             for number in {environment[name] for environment in environments()}
-        ),
-    ),
-    (
-        "README.md",
-        (
-            "a quarter of the layers, 20 updates a turn, came to a loss of {:.3f} on the language reference of Python, "
-            "dense to {:.3f}; for 4,096 tokens, where the bus counts for less, to {:.3f} (measured, a small model, "
-            "three seeds each)"
-        ),
-        lambda: (
-            learned_in_dense_time("hift-2-stays-x4", times=4, num_tokens=512),
-            statistics.fmean(learned("dense")),
-            learned_in_dense_time("hift-2-stays-x2.5", times=2.5, num_tokens=4096),
         ),
     ),
     (

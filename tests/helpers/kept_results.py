@@ -178,26 +178,5 @@ def learned_rate(name: str) -> float:
     return float(_language_row(name)["runs"][0]["rate"])
 
 
-def learned_in_dense_time(name: str, *, times: float, num_tokens: int) -> float:
-    """The mean loss of a row of a quarter of the layers.
-
-    Args:
-        name: The row.
-        times: Its updates as a multiple of dense fine-tuning's, which must fit the time of these on a 4090.
-        num_tokens: Of an update.
-    """
-    quarter, whole = (
-        next(
-            each["seconds_per_update"]
-            for each in result("curve")["points"]
-            if (each["card"], each["setting"], each["tokens"]) == ("4090", setting, num_tokens)
-        )
-        for setting in ("m9", "all")
-    )
-    dense, own = (_language_row(each)["runs"][0]["num_updates"] for each in ("dense", name))
-    assert own == times * dense <= dense * whole / quarter
-    return statistics.fmean(learned(name))
-
-
 def _language_row(name: str) -> dict[str, Any]:
     return next(row for row in result("quality")["language"] if row["name"] == name)
