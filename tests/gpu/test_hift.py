@@ -289,8 +289,8 @@ def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
     model(hidden).backward()
     end_of_backward = torch.cuda.current_stream(DEVICE).record_event()
     (group,) = streamed_groups(hift)
-    assert sorted(group._loaded) == [0, 1], "the first two pieces were not asked for during backward"
-    for loaded in group._loaded.values():
+    assert sorted(group._in_slots.loaded) == [0, 1], "the first two pieces were not asked for during backward"
+    for loaded in group._in_slots.loaded.values():
         assert loaded.ready is not None
         loaded.ready.synchronize()
     assert not end_of_backward.query(), "the copies came only after backward"
