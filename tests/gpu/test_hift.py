@@ -300,11 +300,14 @@ def test_the_first_pieces_arrive_while_backward_still_runs() -> None:
 
 @pytest.mark.parametrize("gradients", ["device", "host", "stepped"])
 @pytest.mark.parametrize("prefetch_bytes", [0, 60_000, 2**30, "auto"])
-def test_prefetch_and_the_place_of_gradients_change_no_bit(gradients: Any, prefetch_bytes: Any) -> None:
+@pytest.mark.parametrize("steps_per_group", [1, 3])
+def test_prefetch_and_the_place_of_gradients_change_no_bit(
+    steps_per_group: int, gradients: Any, prefetch_bytes: Any
+) -> None:
     batches, made = cuda_batches(20), []
     for config in ({}, {"gradients": gradients, "prefetch_bytes": prefetch_bytes}):
         model = cuda_llama(torch.bfloat16)
-        hift = hift_over(model, stream_bytes=20_000, layers_per_group=2, **config)
+        hift = hift_over(model, stream_bytes=20_000, layers_per_group=2, steps_per_group=steps_per_group, **config)
         run(model, hift, batches)
         made.append(model)
     assert_same_bits(*made)
