@@ -52,19 +52,12 @@ DIAL = (1, 2, 4, 5, 8, 9, 17)
 STAYING = (5, 9, 17)
 """Of these, with 20 updates a turn, between which what has room of a group's state stays on the device."""
 _LONGEST = 2048
+_HIFT = {"method": "hift", "precision": "mixed_hi"}
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{f"m{number}": {"method": "hift", "precision": "mixed_hi", "layers_per_group": number} for number in DIAL},
-    **{
-        f"m{number}-stays": {
-            "method": "hift",
-            "precision": "mixed_hi",
-            "layers_per_group": number,
-            "steps_per_group": 20,
-        }
-        for number in STAYING
-    },
-    "all": {"method": "hift", "precision": "mixed_hi"},
-    "all-tokens": {"method": "hift", "precision": "mixed_hi", "token_ratio": 0.3},
+    **{f"m{number}": {**_HIFT, "layers_per_group": number} for number in DIAL},
+    **{f"m{number}-stays": {**_HIFT, "layers_per_group": number, "steps_per_group": 20} for number in STAYING},
+    "all": _HIFT,
+    "all-tokens": {**_HIFT, "token_ratio": 0.3},
     "lora": {"method": "lora", "precision": "bf16", "lora_rank": 64},
     "qlora": {"method": "lora", "precision": "bf16", "lora_rank": 64, "load_in_4bit": True},
     "sft": {"method": "sft", "precision": "bf16", "equivalent_lora_rank": 64},

@@ -38,6 +38,18 @@ class CountingSGD(torch.optim.Optimizer):
                     parameter.add_(parameter.grad, alpha=-group["lr"] / group["k"])
 
 
+class Stumbling(torch.optim.AdamW):
+    """Raises before the piece that `countdown` counts to; set it by monkeypatch."""
+
+    countdown = -1
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).countdown -= 1
+        if type(self).countdown == 0:
+            raise RuntimeError("stumbled")
+        return super().step(closure)
+
+
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {

@@ -18,7 +18,7 @@ from slivertune.hift import streamed
 from tests.helpers.models import assert_same_bits, tiny_llama, token_batches, twin
 from tests.helpers.reference import train
 from tests.helpers.streams import PretendedStreams, Streams
-from tests.hift.cases import BIG_VOCAB, DTYPES, hift_over
+from tests.hift.cases import BIG_VOCAB, DTYPES, Stumbling, hift_over
 
 
 @contextmanager
@@ -124,24 +124,12 @@ def test_a_backward_pass_whose_step_is_skipped_leaves_the_order_whole(monkeypatc
     assert streams.violations == []
 
 
-class _Stumbling(torch.optim.AdamW):
-    """Raises in the fourth piece that is stepped after `stumble` is set."""
-
-    countdown = -1
-
-    def step(self, closure: Any = None) -> Any:
-        type(self).countdown -= 1
-        if type(self).countdown == 0:
-            raise RuntimeError("stumbled")
-        return super().step(closure)
-
-
 def test_an_error_in_the_middle_of_a_step_leaves_no_copy_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = token_batches(5)
     with pretended() as streams:
-        model, hift = hift_over(tiny_llama(torch.bfloat16), _Stumbling, stream_bytes=8192, elementwise=True, lr=1e-2)
+        model, hift = hift_over(tiny_llama(torch.bfloat16), Stumbling, stream_bytes=8192, elementwise=True, lr=1e-2)
         train(model, hift, batches, 10)
-        monkeypatch.setattr(_Stumbling, "countdown", 4)
+        monkeypatch.setattr(Stumbling, "countdown", 4)
         with pytest.raises(RuntimeError, match="stumbled"):
             train(model, hift, batches, 1)
         assert streams.violations == []

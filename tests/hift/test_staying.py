@@ -11,9 +11,17 @@ from slivertune import HiFT
 from slivertune.hift.loaded_piece import LoadedPiece
 from slivertune.hift.streamed import StreamedGroup
 from tests.helpers.delayed_streams import delayed
-from tests.helpers.models import assert_all_moved, assert_same_bits, bits, tiny_llama, token_batches, twin, weights
+from tests.helpers.models import (
+    assert_all_moved,
+    assert_same_bits,
+    assert_same_tree,
+    tiny_llama,
+    token_batches,
+    twin,
+    weights,
+)
 from tests.helpers.reference import NaiveHiFT, naive_groups, train
-from tests.hift.cases import BIG_VOCAB, DTYPES, OPTIMIZERS, hift_over
+from tests.hift.cases import BIG_VOCAB, DTYPES, OPTIMIZERS, Stumbling, hift_over
 from tests.hift.test_ordering import pretended
 
 TURN = 4
@@ -91,11 +99,7 @@ def test_every_legal_order_gives_the_bits_of_pieces_that_all_leave(
         late, other = staying(twin(start), "AdamW", prefetch_bytes=room, **config)
         assert train(late, other, BATCHES, UPDATES) == losses
         assert_same_bits(late, model)
-        theirs, own = other.state_dict()["state"], hift.state_dict()["state"]
-        assert theirs.keys() == own.keys()
-        for name, state in own.items():
-            for key, value in state.items():
-                assert torch.equal(bits(theirs[name][key]), bits(value)), (name, key)
+        assert_same_tree(other.state_dict()["state"], hift.state_dict()["state"])
     assert sum(each.num_late for each in streams) > 100
 
 
@@ -170,9 +174,7 @@ def go_on(model: Any, hift: HiFT, other: Any, plain: HiFT) -> None:
 
 def test_a_state_dict_has_the_last_update_and_the_run_goes_on() -> None:
     model, hift, other, plain = in_mid_turn()
-    found, expected = hift.state_dict()["state"], plain.state_dict()["state"]
-    for name, state in expected.items():
-        assert all(torch.equal(bits(found[name][key]), bits(value)) for key, value in state.items()), name
+    assert_same_tree(hift.state_dict()["state"], plain.state_dict()["state"])
     assert len(kept(hift)) == 0
     go_on(model, hift, other, plain)
 
@@ -181,9 +183,7 @@ def test_a_state_dict_between_a_forward_and_its_step_has_the_last_update() -> No
     model, hift, other, plain = in_mid_turn()
     for each in (model, other):
         each(**BATCHES[0]).loss.backward()
-    found, expected = hift.state_dict()["state"], plain.state_dict()["state"]
-    for name, state in expected.items():
-        assert all(torch.equal(bits(found[name][key]), bits(value)) for key, value in state.items()), name
+    assert_same_tree(hift.state_dict()["state"], plain.state_dict()["state"])
     for optimizer in (hift, plain):
         optimizer.step()
         optimizer.zero_grad()
@@ -255,18 +255,6 @@ def test_detach_writes_back_and_reattach_goes_on() -> None:
     go_on(model, hift, other, plain)
 
 
-class _Stumbling(torch.optim.AdamW):
-    """Raises before the third piece that is stepped after `countdown` is set."""
-
-    countdown = -1
-
-    def step(self, closure: Any = None) -> Any:
-        type(self).countdown -= 1
-        if type(self).countdown == 0:
-            raise RuntimeError("stumbled")
-        return super().step(closure)
-
-
 @ROOMS
 def test_after_an_error_in_a_step_the_state_is_that_of_pieces_that_all_leave(
     room: int, monkeypatch: pytest.MonkeyPatch
@@ -274,13 +262,11 @@ def test_after_an_error_in_a_step_the_state_is_that_of_pieces_that_all_leave(
     start = tiny_llama(torch.bfloat16, vocab=BIG_VOCAB)
     states = []
     for prefetch_bytes in (0, room):
-        model, hift = staying(twin(start), _Stumbling, prefetch_bytes=prefetch_bytes, elementwise=True, lr=1e-2)
+        model, hift = staying(twin(start), Stumbling, prefetch_bytes=prefetch_bytes, elementwise=True, lr=1e-2)
         train(model, hift, BATCHES, hift.cycle_length + 2)
-        monkeypatch.setattr(_Stumbling, "countdown", 3)
+        monkeypatch.setattr(Stumbling, "countdown", 3)
         with pytest.raises(RuntimeError, match="stumbled"):
             train(model, hift, BATCHES, 1)
         assert kept(hift) == {}
         states.append(copy.deepcopy(hift.state_dict()["state"]))
-    for name, state in states[0].items():
-        for key, value in state.items():
-            assert torch.equal(bits(states[1][name][key]), bits(value)), (name, key)
+    assert_same_tree(*states)

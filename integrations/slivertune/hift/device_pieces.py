@@ -11,7 +11,7 @@ import torch
 
 from slivertune.core.copy_streams import Event
 from slivertune.hift.device_slots import DeviceSlots
-from slivertune.hift.loaded_piece import LoadedPiece
+from slivertune.hift.loaded_piece import Copies, LoadedPiece
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ def num_staying(pieces: DevicePieces, *, beside: int | None = None) -> int:
 def let_stay(
     pieces: DevicePieces,
     index: int,
-    owed: list[tuple[torch.Tensor, torch.Tensor]],
+    owed: Copies,
     waiting: Sequence[Mapping[str, torch.Tensor]],
     slots: DeviceSlots,
 ) -> None:
@@ -86,7 +86,7 @@ def settle(pieces: DevicePieces, slots: DeviceSlots) -> None:
     give_up_staying(pieces, slots)
     for index, piece in pieces.loaded.items():
         if piece.owed is not None:
-            _write_back(pieces, index, piece, slots)
+            _pay(pieces, index, piece, slots)
     slots.streams.synchronize()
 
 
@@ -101,28 +101,42 @@ def reorder(pieces: DevicePieces, order: Sequence[int]) -> None:
     pieces.staying = {place: pieces.staying[index] for place, index in enumerate(order) if index in pieces.staying}
 
 
-def discard(pieces: DevicePieces, slots: DeviceSlots) -> None:
-    """Give back all slots; nothing is written back."""
-    slots.streams.synchronize()
+def forget_owed(pieces: DevicePieces) -> None:
+    """Nothing is to be written back, and nothing has been."""
     for piece in (*pieces.staying.values(), *pieces.loaded.values()):
         piece.owed = None
-    give_up_staying(pieces, slots)
-    give_up_loaded(pieces, slots)
     pieces.stored = {}
+
+
+def write_back(pieces: DevicePieces, index: int, copies: Copies, slots: DeviceSlots, after: Event = None) -> Event:
+    """Queue a piece's copies to where it waits, behind what is computed by now.
+
+    Args:
+        pieces: The group's.
+        index: The piece's.
+        copies: Source and target of each.
+        slots: Of its device.
+        after: What they wait for beside.
+
+    Returns:
+        When they are made.
+    """
+    streams = slots.streams
+    with streams.on("outbound", streams.record(), after):
+        for source, target in copies:
+            target.copy_(source, non_blocking=True)
+        stored = pieces.stored[index] = streams.record("outbound")
+    return stored
 
 
 def _give_up(pieces: DevicePieces, index: int, piece: LoadedPiece, slots: DeviceSlots) -> None:
     if piece.owed is not None:
-        _write_back(pieces, index, piece, slots)
-        slots.give_back(piece.slot, pieces.stored[index])
+        slots.give_back(piece.slot, _pay(pieces, index, piece, slots))
         return
     slots.streams.compute_after(piece.ready)
     slots.give_back(piece.slot, slots.streams.record())
 
 
-def _write_back(pieces: DevicePieces, index: int, piece: LoadedPiece, slots: DeviceSlots) -> None:
-    with slots.streams.on("outbound", slots.streams.record(), piece.ready):
-        for source, target in piece.owed or ():
-            target.copy_(source, non_blocking=True)
-        pieces.stored[index] = slots.streams.record("outbound")
-    piece.owed = None
+def _pay(pieces: DevicePieces, index: int, piece: LoadedPiece, slots: DeviceSlots) -> Event:
+    copies, piece.owed = piece.owed or (), None
+    return write_back(pieces, index, copies, slots, after=piece.ready)

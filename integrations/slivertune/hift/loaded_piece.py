@@ -15,6 +15,9 @@ from slivertune.hift.offload_buffer import LOW, TIES, Copy
 from slivertune.hift.piece import Slice
 from slivertune.hift.residency import MASTER
 
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""To be made: source and target of each."""
+
 
 @dataclass(slots=True)
 class LoadedPiece:
@@ -29,8 +32,8 @@ class LoadedPiece:
     """When the last of them has arrived."""
     gradients: list[torch.Tensor | None] | None = None
     """For each slice, its part of a gradient that waits on the host, once it is loaded."""
-    owed: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Copies to where it waits that were not made, since its group is stepped again: source, target."""
+    owed: Copies | None = None
+    """To where it waits; not made, since its group is stepped again."""
 
 
 def moved_to_slot(copies: Sequence[Copy], loaded: Mapping[str, torch.Tensor]) -> tuple[Sequence[Copy], bool]:

@@ -181,7 +181,8 @@ class StreamedGroup(ResidentGroup):
 
     @override
     def discard(self) -> None:
-        device_pieces.discard(self._in_slots, self._slots)
+        self._slots.streams.synchronize()
+        device_pieces.forget_owed(self._in_slots)
         self.release()
         super().discard()
         self._turn = []
@@ -449,10 +450,7 @@ class StreamedGroup(ResidentGroup):
         if loaded is not None and is_from_slot and self._may_stay(index):
             device_pieces.let_stay(self._in_slots, index, leaving, self._waiting(index), self._slots)
             return
-        with streams.on("outbound", streams.record()):
-            for source, target in leaving:
-                target.copy_(source, non_blocking=True)
-            stored = self._in_slots.stored[index] = streams.record("outbound")
+        stored = device_pieces.write_back(self._in_slots, index, leaving, self._slots)
         if not is_from_slot:
             streams.compute_after(stored)  # before the memory of new tensors is used again
         if loaded is not None:
