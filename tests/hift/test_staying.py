@@ -1,6 +1,7 @@
 """Pieces that stay on the device from one update of a turn to the next: no bit changes, and nothing is copied there."""
 
 import copy
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -150,6 +151,18 @@ def test_no_more_stays_than_there_is_room_for() -> None:
     train(model, hift, BATCHES, UPDATES, after_step=check)
     owner = hift._residencies[0]
     assert 0 in seen and 0 < max(seen) < max(len(each._pieces) for each in hift._residencies) and owner.is_offloaded
+
+
+def test_what_passes_is_spread_evenly_among_what_stays() -> None:
+    model, hift = staying(
+        tiny_llama(torch.bfloat16, vocab=BIG_VOCAB), "AdamW", prefetch_bytes=2 * SOME, layers_per_group=2
+    )
+    train(model, hift, BATCHES, hift.cycle_length + 2)
+    num_pieces = len(hift._residencies[hift.active_group]._pieces)
+    passing = sorted(set(range(num_pieces)) - kept(hift).keys())
+    gaps = {after - before for before, after in itertools.pairwise([-1, *passing])}
+    assert len(kept(hift)) > 10 and len(passing) > 3
+    assert max(gaps) - min(gaps) <= 1
 
 
 # ---- what happens between two updates of a turn

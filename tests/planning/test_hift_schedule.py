@@ -246,7 +246,7 @@ def test_state_comes_under_the_backward_where_weights_come_under_the_forward() -
 
 def recorded(**settings: Any) -> Schedule:
     """What a plan's time is made of."""
-    request = PlanRequest(precision="mixed_hi", seq_length=32, stream_bytes=2**17, **settings)
+    request = PlanRequest(**{"precision": "mixed_hi", "seq_length": 32, "stream_bytes": 2**17, **settings})
     return record_schedule(request, TINY)
 
 
@@ -259,6 +259,20 @@ def test_an_update_of_a_group_that_stays_takes_as_long_where_nothing_is_held(
         mean_update(recorded(gradients=gradients, steps_per_group=number), SLOW_BUS) for number in (1, steps_per_group)
     ]
     assert sum(times[1].seconds.values()) == pytest.approx(sum(times[0].seconds.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("room", [2**17, 2**18])
+def test_what_stays_does_not_take_the_room_that_others_need_to_pass(room: int) -> None:
+    # The forward is long enough to load all that there is room for: then it is no gain that something stays.
+    rates, piece = Rates(flops=1.5e12, memory_bandwidth=1e12, bus_bandwidth=1e11), 2**15
+    passing, staying = (
+        mean_update(
+            recorded(layers_per_group=2, stream_bytes=piece, prefetch_bytes=room, steps_per_group=number), rates
+        )
+        for number in (1, 20)
+    )
+    three_pieces = 3 * piece / rates.bus_bandwidth
+    assert sum(staying.seconds.values()) <= sum(passing.seconds.values()) + three_pieces
 
 
 @pytest.mark.parametrize("gradients", ["device", "stepped"])

@@ -53,9 +53,9 @@ class HiFTConfig:
     prefetch_bytes: int | Literal["auto"] = "auto"
     """Bytes of the device that pieces may hold ahead of their step, so that they are copied beside the forward and the
     backward. 0 loads two pieces when the first gradient arrives. `auto` takes on a CUDA device what was free at the
-    highest moment of the cycles so far, less a sixteenth of the device; elsewhere it is 0. Batches that are larger than
-    a group has seen before, and forwards without gradients, find nothing held. Between two updates of one turn
-    (`steps_per_group`) what is held stays, and is not copied."""
+    highest moment of the cycles so far, less a sixteenth of the device, and 0 before the first has ended; elsewhere it
+    is 0. Batches that are larger than a group has seen before, and forwards without gradients, find nothing held.
+    Between two updates of one turn (`steps_per_group`) what is held stays, and is not copied."""
     elementwise: bool | None = None
     """Whether the base optimizer treats every element alone, so that tensors may be cut into pieces. None decides by
     the class; unknown classes get whole groups of whole tensors."""

@@ -45,6 +45,8 @@ from slivertune.hift.rotation import LearningRate
 
 _WORKING_PIECES = 2
 """Pieces on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
+_PASSING_PIECES = 3
+"""Slots left to the others where pieces stay: one is loaded while one is stepped and one is written back."""
 _ALWAYS = 2**30
 """Slots that may be in use where one is needed in any case."""
 
@@ -397,10 +399,14 @@ class StreamedGroup(ResidentGroup):
         """Whether there is room for a piece until the next update, and for the others to pass."""
         if not self._stays or not self._slot_bytes:
             return False
-        num_slots = self._slots.prefetch_bytes // self._slot_bytes
-        if num_slots >= len(self._pieces):
+        num_slots, num_pieces = self._slots.prefetch_bytes // self._slot_bytes, len(self._pieces)
+        if num_slots >= num_pieces:
             return True
-        return device_pieces.num_staying(self._in_slots, beside=index) < num_slots - _WORKING_PIECES
+        most = num_slots - _PASSING_PIECES
+        if most <= 0 or device_pieces.num_staying(self._in_slots, beside=index) >= most:
+            return False
+        passing = num_pieces - most  # spread evenly, so that the bus always has something to do
+        return index * passing // num_pieces == (index + 1) * passing // num_pieces
 
     def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""
