@@ -156,17 +156,17 @@ _TIMED_TOKENS = (512, 4096, 32768)
 _TIMED = {
     "hift-1": ("m5", "5 layers of 34 (m = 1 of 8)"),
     "hift-2": ("m9", "9 layers of 34 (m = 2 of 8)"),
-    "hift-2-stays": ("m9", "9 layers of 34 (m = 2 of 8), 20 updates a turn"),
+    "hift-2-stays": ("m9-stays", "9 layers of 34 (m = 2 of 8), 20 updates a turn"),
     "hift-4": ("m17", "17 layers of 34 (m = 4 of 8)"),
-    "hift-4-stays": ("m17", "17 layers of 34 (m = 4 of 8), 20 updates a turn"),
+    "hift-4-stays": ("m17-stays", "17 layers of 34 (m = 4 of 8), 20 updates a turn"),
     "tokens-chunks": ("all-tokens", "all layers on 30 % of the tokens"),
     "lora-64": ("lora", "LoRA, r 64"),
+    "lora-16": ("lora", "LoRA, r 16, in the time and bytes of r 64"),
     "sft-ag": ("sft", "SFT (AG), as many weights as LoRA r 64"),
     "sft-fixed": ("sft", "SFT, fixed indices, as many weights"),
 }
 """By a row's name without its number of updates: the setting of `curve.py` whose time counts, and its title. Of m of
-eight layers it is the one that trains the same share of 34, rounded up. Where a group
-stays for several updates, what has room of its state is copied once a turn: that is not counted here."""
+eight layers it is the one that trains the same share of 34, rounded up."""
 
 
 def figures() -> dict[str, dict[str, list[float]]]:

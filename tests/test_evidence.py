@@ -89,8 +89,8 @@ def test_at_equal_time_the_longest_run_that_fits_counts(monkeypatch: pytest.Monk
     monkeypatch.setattr(evidence, "read_results", lambda: {"language": of_task})
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in evidence.time_table().split("\n")[2:-1]]
     found = [row[4].partition(":")[0] for row in cells]
-    assert found[:4] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`", "`lora-64-x8`"]
-    assert found[8:] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`"]
+    assert found[:5] == ["`hift-1-x4`", "`hift-2`", "`hift-4-x2`", "`lora-64-x8`", "`lora-16-x4`"]
+    assert found[10:] == ["`hift-1`", "`hift-2`", "`hift-4`", "`lora-64`"]
     assert [row[3] for row in cells[:4]] == ["4.5", "3.6", "2.2", "18.0"]
     assert [row[4].rpartition(" ")[2] for row in cells[2:4]] == ["**+1.0%**", "**-1.0%**"]
     assert cells[0][2] == "6.0 GiB, 1.20 of m = 1's"
