@@ -93,6 +93,20 @@ def test_bytes_for_loading_ahead_that_were_set_are_taken() -> None:
     assert choice.trials[0].exposed_share > naive_share(5, flops, PLENTY.device_bytes)
 
 
+def test_what_stays_for_a_turn_of_several_updates_is_not_waited_for() -> None:
+    several = replace(REQUEST, steps_per_group=20)
+    card, limits = card_of(1e10), PLENTY
+    at_once = choose_layers_per_group(REQUEST, TINY, card, limits)
+    assert at_once.chosen.layers_per_group == 1
+    choice = choose_layers_per_group(several, TINY, card, limits)
+    trial = choice.chosen
+    assert trial.layers_per_group > 1 and trial.exposed_share is not None and trial.exposed_share <= HIDDEN_SHARE
+    # Nothing ahead is copied in every update, as with one a turn.
+    bare, usual = (choose_layers_per_group(each, TINY, card, limits, prefetch_bytes=0) for each in (several, REQUEST))
+    assert bare.chosen.layers_per_group == usual.chosen.layers_per_group == 1
+    assert bare.chosen.seconds_per_step == pytest.approx(usual.chosen.seconds_per_step, rel=0.01)
+
+
 def test_what_fits_nowhere_is_an_error_that_says_what_is_missing() -> None:
     for limits, part in (
         (Limits(device_bytes=need(1).device_bytes - 1), "on the GPU"),

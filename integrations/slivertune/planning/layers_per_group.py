@@ -13,8 +13,9 @@ from slivertune.planning.hift_schedule import record_hift
 from slivertune.planning.make import build_model, make_plan
 from slivertune.planning.plan import Limits, MemoryRequirement, add_allowance
 from slivertune.planning.planned_time import room_ahead
+from slivertune.planning.recorded_run import record_schedule
 from slivertune.planning.request import PlanRequest
-from slivertune.planning.schedule_player import exposed_share
+from slivertune.planning.schedule_player import UpdateTime, exposed_share, mean_update
 from slivertune.planning.search import Tell
 
 HIDDEN_SHARE = 0.05
@@ -182,7 +183,7 @@ def _try(
     if requirement.fits(limits):
         if prefetch_bytes is None:
             prefetch_bytes = room_ahead(requirement, limits.device_bytes, card.memory_bytes)
-        times = record_hift(replace(request, prefetch_bytes=prefetch_bytes), config).cycle(card.rates())
+        times = _play(replace(request, prefetch_bytes=prefetch_bytes), config, card)
         share, seconds = exposed_share(times), sum(step.total for step in times) / len(times)
     return Trial(
         layers_per_group=request.layers_per_group,
@@ -190,6 +191,13 @@ def _try(
         exposed_share=share,
         seconds_per_step=seconds,
     )
+
+
+def _play(request: PlanRequest, config: PreTrainedConfig, card: Card) -> list[UpdateTime]:
+    """A cycle's updates; or their mean, of a sample, where a turn has several, between which state may stay."""
+    if request.steps_per_group == 1:
+        return list(record_hift(request, config).cycle(card.rates()))
+    return [mean_update(record_schedule(request, config), card.rates())]
 
 
 def _complaint(requirement: MemoryRequirement, limits: Limits) -> str:
