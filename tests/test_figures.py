@@ -14,21 +14,27 @@ from typing import Any
 
 import pytest
 
+from slivertune.planning.configs import find_model
 from tests.conftest import CHECKOUT
 from tests.helpers.kept_results import (
+    curve_point,
     deviations,
     dial,
     dial_mean,
     diverged,
+    embedded_config,
     environments,
     error_of_sst2,
     exposed,
     gains_of_updates_in_the_forward,
+    hours_of_default_rows,
     largest_difference_when_exact,
     learned,
     learned_rate,
+    lora_share,
     lost_by_fsdp2,
     plan_time_settings,
+    planned_seconds,
     reselection_seconds,
     result,
     sft_peak,
@@ -210,6 +216,42 @@ def test_each_figure_in_a_sentence_is_that_of_the_results(
 
 
 CLAIMS: list[tuple[str, str, Callable[[], bool]]] = [
+    (
+        "README.md",
+        "where few tokens are read for an update, plain LoRA learned most in it",
+        lambda: max(learned("lora-64-x4")) < min(learned("dense") + learned("hift-2-x4") + learned("hift-2-stays-x4")),
+    ),
+    (
+        "docs/evidence.md",
+        "it learned by far the most in that time, with r 64 and with r 16",
+        lambda: all(
+            max(learned(name)) < 0.9 * min(learned("hift-2-stays-x4")) for name in ("lora-64-x4", "lora-16-x4")
+        ),
+    ),
+    (
+        "docs/evidence.md",
+        "here r 64 is half as many weights as the model has, r 16 an eighth; with an 8B r 64 is a fiftieth",
+        lambda: (
+            [round(1 / lora_share(embedded_config(), rank)) for rank in (64, 16)] == [2, 8]
+            and round(1 / lora_share(find_model("llama-3.1-8b").config, 64), -1) == 50
+        ),
+    ),
+    (
+        "docs/evidence.md",
+        "a group that stays is copied once in 20 updates, and waits for hardly anything with 4,096 tokens",
+        lambda: curve_point("H100", "m9-stays", 4096)["exposed_share"] < 0.02,
+    ),
+    (
+        "docs/evidence.md",
+        "A 24 GB card has room for a small part of it, which changes nothing.",
+        lambda: all(
+            abs(math.log(planned_seconds(card, f"m{m}-stays", tokens) / planned_seconds(card, f"m{m}", tokens))) < 0.005
+            for card in ("3090", "4090")
+            for m in (9, 17)
+            for tokens in (512, 4096, 32768)
+        ),
+    ),
+    ("benchmarks/README.md", "less than 30 CPU hours in all", lambda: hours_of_default_rows() < 30),
     (
         "docs/hift.md",
         (

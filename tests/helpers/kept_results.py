@@ -3,13 +3,18 @@
 import json
 import math
 import statistics
+import sys
 from functools import cache
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from slivertune.training.embedded.base_model import BASE_RECIPE, VOCABULARY_SIZE
 from tests.conftest import CHECKOUT
+
+sys.path.append(str(CHECKOUT / "benchmarks"))
+from quality import DEFAULT_ROWS, times_as_many_updates
 
 
 @cache
@@ -176,6 +181,50 @@ def learned(name: str) -> list[float]:
 def learned_rate(name: str) -> float:
     """The best rate of a row on the language reference."""
     return float(_language_row(name)["runs"][0]["rate"])
+
+
+def curve_point(card: str, setting: str, tokens: int) -> dict[str, Any]:
+    """A planned point of an 8B."""
+    points: list[dict[str, Any]] = result("curve")["points"]
+    return next(each for each in points if (each["card"], each["setting"], each["tokens"]) == (card, setting, tokens))
+
+
+def planned_seconds(card: str, setting: str, tokens: int) -> float:
+    """Of an update of an 8B."""
+    return float(curve_point(card, setting, tokens)["seconds_per_update"])
+
+
+def hours_of_default_rows() -> float:
+    """Of updates of the rows that `quality.py` runs by default; one that was not run is taken to cost as others do."""
+    hours = 0.0
+    for task, rows in result("quality").items():
+        there = [row for row in rows if row["runs"]]
+        seconds = sum(
+            statistics.fmean(run["seconds"] for run in row["runs"]) * (len(row["searched"]) + len(row["runs"]) - 1)
+            for row in there
+        )
+        lengths = sum(times_as_many_updates(row["name"]) for row in there)
+        hours += seconds / lengths * sum(map(times_as_many_updates, DEFAULT_ROWS[task])) / 3600
+    return hours
+
+
+def embedded_config() -> LlamaConfig:
+    """Of the embedded base model, as far as its number of weights goes."""
+    return LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=BASE_RECIPE.hidden_size,
+        intermediate_size=BASE_RECIPE.intermediate_size,
+        num_hidden_layers=BASE_RECIPE.num_layers,
+        num_attention_heads=BASE_RECIPE.num_heads,
+    )
+
+
+def lora_share(config: LlamaConfig, rank: int) -> float:
+    """Weights of adapters on all linear layers of the blocks, over those of the model."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    linear = [each for each in model.model.layers.modules() if isinstance(each, torch.nn.Linear)]
+    return rank * sum(each.in_features + each.out_features for each in linear) / model.num_parameters()
 
 
 def _language_row(name: str) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from slivertune.core.copy_streams import Event
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.loaded_piece import Copies, LoadedPiece
 
+_PASSING_PIECES = 3
+"""Slots left to the others where pieces stay: one is loaded while one is stepped and one is written back."""
+
 
 @dataclass(slots=True, eq=False)
 class DevicePieces:
@@ -40,6 +43,24 @@ def num_staying(pieces: DevicePieces, *, beside: int | None = None) -> int:
     """
     have_stayed = [index for index, piece in pieces.loaded.items() if piece.owed is not None and index != beside]
     return len(pieces.staying) + len(have_stayed)
+
+
+def may_stay(pieces: DevicePieces, index: int, num_pieces: int, num_slots: int) -> bool:
+    """Whether there is room for a piece until the next update, and for the others to pass.
+
+    Args:
+        pieces: The group's.
+        index: The piece's.
+        num_pieces: Of the group.
+        num_slots: That there is room for.
+    """
+    if num_slots >= num_pieces:
+        return True
+    most = num_slots - _PASSING_PIECES
+    if most <= 0 or num_staying(pieces, beside=index) >= most:
+        return False
+    passing = num_pieces - most  # spread evenly, so that the bus always has something to do
+    return index * passing // num_pieces == (index + 1) * passing // num_pieces
 
 
 def let_stay(

@@ -45,8 +45,6 @@ from slivertune.hift.rotation import LearningRate
 
 _WORKING_PIECES = 2
 """Pieces on the device in a backward and a step, whatever the room: one is stepped while the next is loaded."""
-_PASSING_PIECES = 3
-"""Slots left to the others where pieces stay: one is loaded while one is stepped and one is written back."""
 _ALWAYS = 2**30
 """Slots that may be in use where one is needed in any case."""
 
@@ -396,17 +394,11 @@ class StreamedGroup(ResidentGroup):
         self._to_load, self._loads_gradients = None, False
 
     def _may_stay(self, index: int) -> bool:
-        """Whether there is room for a piece until the next update, and for the others to pass."""
+        """Whether a piece is needed in the next update, too, and there is room for it until then."""
         if not self._stays or not self._slot_bytes:
             return False
-        num_slots, num_pieces = self._slots.prefetch_bytes // self._slot_bytes, len(self._pieces)
-        if num_slots >= num_pieces:
-            return True
-        most = num_slots - _PASSING_PIECES
-        if most <= 0 or device_pieces.num_staying(self._in_slots, beside=index) >= most:
-            return False
-        passing = num_pieces - most  # spread evenly, so that the bus always has something to do
-        return index * passing // num_pieces == (index + 1) * passing // num_pieces
+        num_slots = self._slots.prefetch_bytes // self._slot_bytes
+        return device_pieces.may_stay(self._in_slots, index, len(self._pieces), num_slots)
 
     def _step_piece(self, index: int, param_groups: ParamGroups, held_lr: Sequence[LearningRate]) -> None:
         """Put a piece's leaves and state on what was loaded, or make its masters; and step it."""

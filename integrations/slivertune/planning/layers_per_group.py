@@ -1,6 +1,6 @@
 """`--layers_per_group auto`: the most layers a step whose copies hide behind the computation, and whose bytes fit."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,10 +193,10 @@ def _try(
     )
 
 
-def _play(request: PlanRequest, config: PreTrainedConfig, card: Card) -> list[UpdateTime]:
+def _play(request: PlanRequest, config: PreTrainedConfig, card: Card) -> Sequence[UpdateTime]:
     """A cycle's updates; or their mean, of a sample, where a turn has several, between which state may stay."""
     if request.steps_per_group == 1:
-        return list(record_hift(request, config).cycle(card.rates()))
+        return record_hift(request, config).cycle(card.rates())
     return [mean_update(record_schedule(request, config), card.rates())]
 
 
