@@ -14,7 +14,7 @@ more than a smaller card has; the bus and the speed stay those of the card.
     python benchmarks/curve_measured.py --ways m8 lora torchao --tokens 4096 --output trial.json
     python benchmarks/curve_measured.py --device cpu --quick --ways m1 lora --tokens 512 --output dry.json
 
-Never run so far on a CUDA device. Only the dry run on a CPU was, whose figures mean nothing.
+`results/gpu_24gib.json` holds single trials of an H100 and an H200; the whole table has not been made yet.
 """
 
 import argparse
@@ -72,6 +72,8 @@ def measure_trial(way_name: str, sizes: LlamaSizes, num_micro_batches: int, argu
         for _ in range(num_first):
             loss = update(batches)
         synchronize(device)
+        if is_cuda:  # how the model was made is not what training needs
+            torch.cuda.reset_peak_memory_stats(device)
         start = time.perf_counter()
         for _ in range(num_timed):
             loss = update(batches)

@@ -21,9 +21,9 @@ bandwidth of copies that was measured and at a share of the peak that is assumed
     python benchmarks/gpu.py --blocks 4 --output trial.json
     python benchmarks/gpu.py --device cpu --blocks 2 --hidden 64 --heads 4 --output dry.json   # the same code, dry
 
-Never run so far: this script on a CUDA device. Only the dry run on a CPU was, where events are the wall clock, nothing
-waits and no memory is counted; a dry run says so in its result and can't be written to `results/` unasked. Over
-400 lines, since all of it is one measurement, of which no other script uses a part.
+In a dry run on a CPU events are the wall clock, nothing waits and no memory is counted; a dry run says so in its result
+and can't be written to `results/` unasked. Over 400 lines, since all of it is one measurement, of which no other script
+uses a part.
 """
 
 import argparse

@@ -8,6 +8,7 @@ from result_files import RESULTS, read_json
 
 LAYOUTS = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 MIB = 2**20
+GIB = 2**30
 
 
 def picture() -> dict[str, Any]:
@@ -50,7 +51,7 @@ def shares_sent() -> dict[str, dict[str, float]]:
 
 def table() -> str:
     """Markdown: a row a figure, with what it is held against and the script that measures it."""
-    rows = [*_hift(), *_tokentune(), *_sft(), *_ranks()]
+    rows = [*_gpu(), *_hift(), *_tokentune(), *_sft(), *_ranks()]
     return markdown_table(["What", "Figure", "Against", "By"], ((*cells, f"`benchmarks/{by}`") for *cells, by in rows))
 
 
@@ -105,6 +106,42 @@ def _layers(setting: str) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
+
+
+def _gpu() -> list[Cells]:
+    rows: list[Cells] = []
+    for name in ("gpu", "gpu_4096"):
+        run = read_json(RESULTS / f"{name}.json")
+        sizes, summary = run["sizes"], run["summary"]
+        # Until the last step of the first cycle nothing is prefetched.
+        peak = max(step["peak_bytes"] for step in run["cycles"][0][:-1])
+        label = f"HiFT, Llama-2-7B in full, {sizes['batch_size']} x {sizes['length']:,} tokens, {run['device']}"
+        share = run["planned"]["peak_bytes"] / peak - 1
+        rows += [
+            (f"{label}: peak before prefetch", f"{peak / GIB:.2f} GiB", f"planned: {100 * share:+.1f} %", "gpu.py"),
+            (
+                "the same, a step, mean over a cycle",
+                f"{summary['mean_ms']:.0f} ms, {summary['mean_waits_ms']:.1f} ms of it waiting for copies",
+                f"dense forward and backward alone: {run['dense']['median_ms']:.0f} ms",
+                "gpu.py",
+            ),
+        ]
+    ways = {
+        (row["way"], row["tokens"], row["batch"], row["card"]): row
+        for row in read_json(RESULTS / "gpu_24gib.json")["rows"]
+    }
+    card = "NVIDIA H200"
+    speeds = [ways[way, 4096, 2, card]["tokens_per_second"] for way in ("m1", "m8", "lora", "qlora")]
+    hift, eight, lora, qlora = (f"{speed:,.0f}" for speed in speeds)
+    return [
+        *rows,
+        (
+            f"HiFT, Llama-3.1-8B in full, 2 x 2,048 tokens, {card}, 24 GiB allowed: 1 layer (8 layers) per group",
+            f"{hift} ({eight}) tokens/s",
+            f"LoRA, rank 64: {lora}; QLoRA: {qlora} tokens/s",
+            "curve_measured.py",
+        ),
+    ]
 
 
 def _tokentune() -> list[Cells]:

@@ -227,10 +227,12 @@ def test_where_nothing_can_be_measured_a_number_is_asked_for(device_type: str, w
 def test_a_cuda_device_is_asked_by_torchs_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[torch.device] = []
     values = {"memory_allocated": 5, "max_memory_allocated": 7, "memory_reserved": 11, "mem_get_info": (100, 1000)}
-    for name, value in values.items():
+    for name, value in {**values, "get_per_process_memory_fraction": 1.0}.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", begun.append)
     device = torch.device("cuda", 0)
     expected = DeviceMemory(allocated=5, highest=7, limit=111)
     assert activation_room.read_memory(device) == expected and begun == []
     assert activation_room.read_memory(device, begin_peak=True) == expected and begun == [device]
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.1)
+    assert activation_room.read_memory(device).limit == 100, "a tenth of the device was allowed"

@@ -1,6 +1,6 @@
 """HiFT on CUDA: streams, pinned memory and the caching allocator must change no bit and leave nothing behind.
 
-Never run where there is no CUDA device; `tests/hift/test_ordering.py` checks the order of the same copies on a CPU. One
+Skipped without a CUDA device; `tests/hift/test_ordering.py` checks the order of the same copies on a CPU. One
 file, however long, since all of it trains the same models among the same work of a device.
 """
 
@@ -183,10 +183,10 @@ def test_state_loaded_before_the_model_moved_is_pinned_as_well() -> None:
     for batch in token_batches(5, vocab=BIG_VOCAB):
         model(**batch).loss.backward()
         hift.step()
-    other = hift_over(model)
+    moved = twin(model)
+    other = hift_over(moved)
     other.load_state_dict(hift.state_dict())
-    model.to(DEVICE)
-    run(model, other, cuda_batches(5))
+    run(moved.to(DEVICE), other, cuda_batches(5))
     assert all(
         value.is_pinned() for values in other.state_dict()["state"].values() for value in values.values() if value.dim()
     )
@@ -219,7 +219,7 @@ def test_a_saved_run_continues_with_the_same_bits(name: str, state: Any, map_loc
 def test_after_a_step_the_device_holds_the_weights_and_nothing_else(name: str) -> None:
     model, batches = cuda_llama(torch.bfloat16), cuda_batches(15)
     before = allocated_beside_the_weights(model, batches[0])
-    hift = hift_over(model, CASES[name], stream_bytes=20_000)
+    hift = hift_over(model, CASES[name], stream_bytes=20_000, prefetch_bytes=0)
     left = []
     for batch in batches:
         run(model, hift, [batch])
@@ -237,7 +237,7 @@ def test_a_step_needs_two_pieces_beside_weights_and_gradients(name: str, master:
     stream_bytes = 4 * 2**20
     model, batches = larger_llama(torch.bfloat16), cuda_batches(8, vocab=8192)
     before = allocated_beside_the_weights(model, batches[0])
-    hift = hift_over(model, CASES[name], stream_bytes=stream_bytes, master=master)
+    hift = hift_over(model, CASES[name], stream_bytes=stream_bytes, prefetch_bytes=0, master=master)
     run(model, hift, batches[:4])
     for batch in batches[4:]:
         size = sum(model.get_parameter(weight).numel() for weight in hift.groups[hift.active_group].parameter_names)
@@ -314,9 +314,10 @@ def test_prefetch_and_the_place_of_gradients_change_no_bit(
 
 
 @DTYPES
-def test_a_step_never_waits_for_the_device(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "AdamW capturable", "SGD momentum"])
+def test_a_step_never_waits_for_the_device(name: str, dtype: torch.dtype) -> None:
     model, batches = cuda_llama(dtype), cuda_batches(15)
-    hift = hift_over(model, stream_bytes=20_000)
+    hift = hift_over(model, CASES[name], stream_bytes=20_000)
     run(model, hift, batches[:5])
     groups = streamed_groups(hift)
     for batch in batches[5:]:

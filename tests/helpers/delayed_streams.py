@@ -81,9 +81,9 @@ class DelayedStreams(CopyStreams):
         if event is not None:
             self._run_until(*event)
 
-    def host_memory(self, num_bytes: int) -> torch.Tensor:
+    def host_memory(self, num_bytes: int, *, is_inherited: bool = False) -> torch.Tensor:
         # What lay there before may be what is copied there.
-        return super().host_memory(num_bytes).fill_(_POISON)
+        return super().host_memory(num_bytes, is_inherited=is_inherited).fill_(_POISON)
 
     def synchronize(self) -> None:
         for direction, queued in self._queued.items():

@@ -201,7 +201,7 @@ class PretendedStreams(CopyStreams):
         for name in self._names.values():
             self.streams.wait(HOST, self.streams.record(name))
 
-    def host_memory(self, num_bytes: int) -> torch.Tensor:
+    def host_memory(self, num_bytes: int, *, is_inherited: bool = False) -> torch.Tensor:
         return self.streams.call_host(torch.empty(num_bytes, dtype=torch.uint8))
 
     def _name(self, direction: Direction) -> str:

@@ -258,3 +258,47 @@ def test_a_wrong_budget_is_refused(value: Any) -> None:
         ValueError, match=r'prefetch_bytes=5 is for state that waits off the device; with state="device"'
     ):
         HiFTConfig(prefetch_bytes=5, state="device")
+
+
+class _WithoutState:
+    """A group that has no state yet: it asks for the slots of its device the first time that it must release some."""
+
+    def __init__(self, prefetcher: prefetch.Prefetcher, device: str) -> None:
+        self._prefetcher, self._device = prefetcher, torch.device(device)
+
+    def release(self, num_bytes: int) -> None:
+        self._prefetcher.slots_of(self._device).shrink(num_bytes)
+
+    def prefetch(self) -> None:
+        pass
+
+
+def test_a_group_without_state_on_a_new_device_ends_no_run() -> None:
+    prefetcher = prefetch.Prefetcher(100)
+    prefetcher.slots_of(torch.device("cpu")).prefetch_bytes = 100
+    prefetcher.load_ahead(_WithoutState(prefetcher, "meta"), 0)  # type: ignore[arg-type]
+    assert [slots.prefetch_bytes for slots in prefetcher.slots.values()] == [0, 0]
+
+
+def test_auto_holds_what_every_gpu_has_left_whatever_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was moved from the host, or lies on two GPUs, has slots on each; the host's have no memory."""
+    free = {torch.device("cpu"): 0, torch.device("cuda", 0): 300, torch.device("cuda", 1): 200}
+    monkeypatch.setattr(prefetch, "unused_bytes", free.__getitem__)
+    prefetcher = prefetch.Prefetcher("auto")
+    for device in free:
+        prefetcher.slots_of(device).held_bytes = 7
+    prefetcher.end_update(_WithoutState(prefetcher, "cpu"), ends_cycle=True)  # type: ignore[arg-type]
+    assert {slots.prefetch_bytes for slots in prefetcher.slots.values()} == {207}
+    free[torch.device("cuda", 1)] = 0
+    prefetcher.end_update(_WithoutState(prefetcher, "cpu"), ends_cycle=True)  # type: ignore[arg-type]
+    assert {slots.prefetch_bytes for slots in prefetcher.slots.values()} == {0}
+
+
+def test_a_group_has_the_slots_of_its_models_device_before_it_has_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, slots on the host would end the run or count as a device without memory."""
+    hift = HiFT(tiny_llama(), torch.optim.AdamW, config=HiFTConfig(prefetch_bytes=100), lr=1e-3)
+    hift._prefetcher.slots.clear()
+    residency = hift._residencies[0]
+    monkeypatch.setattr(residency, "_device", lambda: torch.device("meta"))  # where the model has been moved
+    residency.release()
+    assert list(hift._prefetcher.slots) == [torch.device("meta")]

@@ -105,6 +105,7 @@ def test_several_processes_and_what_others_leave_of_the_card_that_is_here(monkey
     with pytest.raises(ValueError, match="chooses for one GPU, and this run has 2 processes; give a number"):
         method.check(frozenset(), SimpleNamespace(world_size=2, optim="adamw_torch", optim_target_modules=None))  # type: ignore[arg-type]
     assert hift._usable_bytes(SLOW, "4090") == 24 * 2**30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)
     assert hift._usable_bytes(SLOW, None) == 800

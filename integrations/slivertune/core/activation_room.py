@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slivertune.core.device_memory import usable_bytes
 from slivertune.core.torch_internals import NO_BACKWARD, at_end_of_backward, running_backward
 
 MARGIN_SHARE = 0.05
@@ -36,7 +37,7 @@ class DeviceMemory:
     highest: int
     """The most that were allocated since the peak began anew."""
     limit: int
-    """The most that this process could allocate: what its allocator holds, and what is free on the device."""
+    """The most that this process could allocate."""
 
 
 def read_memory(device: torch.device, *, begin_peak: bool = False) -> DeviceMemory:
@@ -51,7 +52,7 @@ def read_memory(device: torch.device, *, begin_peak: bool = False) -> DeviceMemo
     return DeviceMemory(
         allocated=torch.cuda.memory_allocated(device),
         highest=torch.cuda.max_memory_allocated(device),
-        limit=torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device),
+        limit=usable_bytes(device),
     )
 
 

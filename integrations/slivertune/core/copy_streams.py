@@ -4,8 +4,6 @@ All copies of waiting tensors go through one object of this kind, so that a test
 (`streams_made_by`) sees their order. What files hold goes through `hift/disk.py`, which is made likewise.
 """
 
-import mmap
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from slivertune.core.maker import Maker
+from slivertune.core.pinned_memory import pinned_memory
 
 Direction = Literal["inbound", "outbound"]
 """Into the device, or out of it."""
@@ -69,47 +68,19 @@ class CopyStreams:
         for stream in self._streams.values():
             stream.synchronize()
 
-    def host_memory(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the host, pinned where the device is a CUDA device, so that copies run beside the computation.
+    def host_memory(self, num_bytes: int, *, is_inherited: bool = False) -> torch.Tensor:
+        """Allocate host memory, pinned where the device is a CUDA device, so that copies run beside the computation.
 
         Args:
-            num_bytes: How many.
+            num_bytes: Of the memory.
+            is_inherited: Whether processes forked off this one, such as a data loader's workers, may read it.
 
         Returns:
             uint8, shape (num_bytes,), of arbitrary content.
-
-        Raises:
-            RuntimeError: If it can't be pinned.
         """
         if self.device.type != "cuda" or num_bytes == 0:
             return torch.empty(num_bytes, dtype=torch.uint8)
-        return _pinned(self.device, num_bytes)
-
-
-def _pinned(device: torch.device, num_bytes: int) -> torch.Tensor:
-    # torch's own pinned allocator rounds up to a power of two, which can nearly double 80 GB of state. Whole pages, so
-    # that no two registrations share one.
-    room = torch.empty(num_bytes + 2 * mmap.PAGESIZE, dtype=torch.uint8)
-    start = -room.data_ptr() % mmap.PAGESIZE
-    buffer = room[start : start + num_bytes]
-    with torch.cuda.device(device):
-        runtime = torch.cuda.cudart()
-        pages_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
-            torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), pages_bytes, 0))
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{num_bytes:,} bytes of host memory for what waits off the device can't be pinned ({error}); free "
-                'host memory, or use state="disk", which pins two groups at a time'
-            ) from error
-    weakref.finalize(room.untyped_storage(), _unpin, device, buffer.data_ptr()).atexit = False
-    return buffer
-
-
-def _unpin(device: torch.device, address: int) -> None:
-    # The optimizer may be dropped right after a step, with copies on their way into this memory.
-    torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+        return pinned_memory(self.device, num_bytes, is_inherited=is_inherited)
 
 
 copy_streams = Maker(CopyStreams)

@@ -42,6 +42,7 @@ def claimed_host_memory(streams: CopyStreams, num_bytes: int, kind: Kind) -> tor
         uint8, shape (num_bytes,), of arbitrary content.
     """
     with claimed_at_birth(kind, "host"):
-        memory = streams.host_memory(num_bytes)
+        # A forked worker of a data loader may read the model, nothing else of ours.
+        memory = streams.host_memory(num_bytes, is_inherited=kind == "parameters")
     claim(memory, kind, "host")
     return memory

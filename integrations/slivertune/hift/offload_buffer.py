@@ -45,11 +45,14 @@ Copy = tuple[str, torch.Tensor, torch.Tensor]
 
 
 def _small_copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor of a few bytes, in ordinary host memory; waits for the device."""
+    """Queue the copy of a tensor of a few bytes to host memory, on the computing stream.
+
+    torch's own pinned allocator keeps the memory until the device is done with it.
+    """
     with claimed_at_birth("state", "host"):
-        copy = value.detach().to("cpu", copy=True)
+        copy = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
     claim(copy, "state", "host")
-    return copy
+    return copy.copy_(value.detach(), non_blocking=True)
 
 
 class OffloadBuffer:
@@ -183,7 +186,9 @@ class OffloadedState:
         }
 
     def receive(self, one: Slice, state: WeightState) -> list[Copy]:
-        """Take a slice's state after its step; tensors are to be copied by the caller.
+        """Take a slice's state after its step; tensors are to be copied by the caller, behind the computing stream.
+
+        Those without dimensions are on the host no sooner than the caller's copies are.
 
         Args:
             one: The slice.
@@ -262,6 +267,10 @@ class OffloadedState:
         num_bytes: Counter[torch.dtype] = Counter()
         for weight in weights:
             values = flatten_state(state.get(weight.name, {}), copy_objects=True)
+            values = {
+                key: value.cpu() if isinstance(value, torch.Tensor) and not value.dim() else value
+                for key, value in values.items()
+            }
             if self._split and MASTER in values:
                 values[LOW], values[TIES] = split_master(values.pop(MASTER).to("cpu", torch.float32))
             arriving[weight.name] = self._keep_scalars(weight, _WHOLE, values)

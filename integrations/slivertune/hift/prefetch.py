@@ -1,9 +1,11 @@
 """How many bytes of the device may hold pieces of a group's state ahead of their step, and when they are loaded."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 
+from slivertune.core.device_memory import usable_bytes
 from slivertune.core.outputs import tensors_of
 from slivertune.hift.device_slots import DeviceSlots
 from slivertune.hift.residency import ResidentGroup
@@ -11,7 +13,7 @@ from slivertune.hift.residency import ResidentGroup
 PrefetchBytes = int | Literal["auto"]
 
 MARGIN_SHARE = 16
-"""The sixteenth part of the device stays free: batches of one size do not take the same bytes every time."""
+"""The sixteenth part of what may be used stays free: batches of one size do not take the same bytes every time."""
 
 
 def has_own_memory(device: torch.device) -> bool:
@@ -20,13 +22,11 @@ def has_own_memory(device: torch.device) -> bool:
 
 
 def unused_bytes(device: torch.device) -> int:
-    """Bytes of a CUDA device that nobody has used so far, at the highest moment; 0 of another device."""
+    """Return the bytes of a CUDA device that were free even at the peak so far; 0 of another device."""
     if device.type != "cuda":
         return 0
-    free, total = torch.cuda.mem_get_info(device)
-    # What the allocator has given back since belongs to the next highest moment.
-    returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
-    return max(0, free - returned - total // MARGIN_SHARE)
+    usable = usable_bytes(device)
+    return max(0, usable - torch.cuda.max_memory_reserved(device) - usable // MARGIN_SHARE)
 
 
 class PrefetchBudget:
@@ -72,16 +72,16 @@ class PrefetchBudget:
         self._seen.clear()
         self._num_bytes = 0 if self._setting == "auto" else self._setting
 
-    def end_cycle(self, device: torch.device, held_bytes: int) -> None:
-        """Measure what was left, if it is to be measured.
+    def end_cycle(self, held_bytes: Mapping[torch.device, int]) -> None:
+        """Measure what was left, if it is to be measured: the least of all devices, since the number holds for each.
 
         Args:
-            device: The device.
-            held_bytes: What is allocated there for pieces.
+            held_bytes: By device, the bytes that are allocated there for pieces.
         """
         if self._setting == "auto":
-            unused = unused_bytes(device)
-            self._num_bytes = unused + held_bytes if unused else 0
+            unused = {device: unused_bytes(device) for device in held_bytes}
+            room = [unused[device] + held_bytes[device] if unused[device] else 0 for device in unused]
+            self._num_bytes = min(room, default=0)
 
 
 class Prefetcher:
@@ -128,9 +128,9 @@ class Prefetcher:
 
     def load_ahead(self, residency: ResidentGroup, num_bytes: int) -> None:
         """Let pieces of the active group hold so many bytes, and begin to load them."""
+        if any(num_bytes < slots.prefetch_bytes for slots in self.slots.values()):
+            residency.release(num_bytes)  # which may add the slots of a group that has no state yet
         for slots in self.slots.values():
-            if num_bytes < slots.prefetch_bytes:
-                residency.release(num_bytes)
             slots.prefetch_bytes = num_bytes
         if num_bytes:
             residency.prefetch()
@@ -151,7 +151,8 @@ class Prefetcher:
         if self._budget is None:
             return
         if ends_cycle:
-            for device, slots in self.slots.items():
-                self._budget.end_cycle(device, slots.held_bytes)
+            self._budget.end_cycle(
+                {device: slots.held_bytes for device, slots in self.slots.items() if has_own_memory(device)}
+            )
         if residency is not None:
             self.load_ahead(residency, self._budget.num_bytes)

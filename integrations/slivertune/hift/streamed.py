@@ -67,7 +67,8 @@ class StreamedGroup(ResidentGroup):
         """Weights stepped since `end`, in the order in which their gradients came."""
         self._is_first_turn = False
         self._offloaded: OffloadedState | None = None
-        self._offloaded_from = torch.device("cpu")
+        self._offloaded_from: torch.device | None = None
+        """The device that the state in `_offloaded` belongs to."""
         self._loads_gradients = False
         """Whether the gradients of this update that wait on the host are complete, and come along with their pieces."""
         self._to_load: list[int] | None = None
@@ -187,7 +188,7 @@ class StreamedGroup(ResidentGroup):
         super().discard()
         self._turn = []
         self._is_first_turn = False
-        self._offloaded = None
+        self._offloaded = self._offloaded_from = None
 
     def on_master(self, weights: Iterable[Weight]) -> list[Weight]:
         """Those whose fp32 masters wait here."""
@@ -270,7 +271,7 @@ class StreamedGroup(ResidentGroup):
 
     @property
     def _slots(self) -> DeviceSlots:
-        return self._slots_of(self._offloaded_from)
+        return self._slots_of(self._offloaded_from or self._device())
 
     def _follow_the_model(self) -> None:
         """Take the state along if the model has moved to another device since: only for that is its memory right."""

@@ -270,7 +270,7 @@ class RecordedStreams(CopyStreams):
         self._recorder.synchronize("outbound")
 
     @override
-    def host_memory(self, num_bytes: int) -> torch.Tensor:
+    def host_memory(self, num_bytes: int, *, is_inherited: bool = False) -> torch.Tensor:
         return self._recorder.note_host_memory(torch.empty(num_bytes, dtype=torch.uint8))
 
 

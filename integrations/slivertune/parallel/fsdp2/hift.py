@@ -130,10 +130,10 @@ def warm_up(model: nn.Module) -> None:
     Args:
         model: The root that `fully_shard` was applied to.
     """
-    setattr(model, _WARM_UP, lambda: None)
+    setattr(model, _WARM_UP, lambda nothing: None)
     register_fsdp_forward_method(model, _WARM_UP)
     try:
-        getattr(model, _WARM_UP)()
+        getattr(model, _WARM_UP)(None)  # torch 2.11 can't move an empty list of arguments to a GPU
     finally:
         delattr(model, _WARM_UP)
     reshard(model)

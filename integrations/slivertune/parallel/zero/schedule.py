@@ -302,7 +302,7 @@ class GroupSchedule:
         rotation = self.optimizer.rotation
         rotation.warn_of_unreached(self.optimizer.groups)
         if rotation.starts_cycle:
-            self._budget.end_cycle(self._streams.device, self._most_leaving_bytes)
+            self._budget.end_cycle({self._streams.device: self._most_leaving_bytes})
             self._most_leaving_bytes = 0
             self._heartbeat.compare(
                 {"updates": rotation.updates, "order": rotation.order, "held_lr": [str(lr) for lr in rotation.held_lr]},

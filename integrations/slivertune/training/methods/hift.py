@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, TrainerState, TrainingArguments
 
+from slivertune.core.device_memory import usable_bytes
 from slivertune.core.host_memory import available_host_bytes
 from slivertune.core.setting_checks import integer_or_auto
 from slivertune.hift import keep_blocks_on_host, quantize_layers
@@ -330,5 +331,4 @@ def _usable_bytes(card: Card, asked: str | None) -> int:
     """What the card has; of the one that is here, what others leave of it."""
     if asked is not None:
         return card.memory_bytes
-    free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved()
+    return usable_bytes()

@@ -1,0 +1,77 @@
+"""Pinned host memory, which a device copies to and from beside its computation.
+
+torch's own pinned allocator rounds up to a power of two, which can nearly double 80 GB of optimizer state. Here the
+pages are mapped, registered with the CUDA runtime, and unregistered before they are unmapped.
+"""
+
+import mmap
+import os
+import warnings
+import weakref
+from contextlib import suppress
+
+import torch
+
+HUGE_PAGES_FROM_BYTES = 64 * 2**20
+"""Larger buffers ask for huge pages, which are pinned several times as fast."""
+
+
+class _Pages(mmap.mmap):
+    """Mapped pages. Unlike mmap's, the weak references to a subclass are told before its memory is unmapped."""
+
+
+def pinned_memory(device: torch.device, num_bytes: int, *, is_inherited: bool) -> torch.Tensor:
+    """Map and pin host memory; where it can't be pinned, warn once, and return it unpinned: copies are slower then.
+
+    Args:
+        device: A CUDA device that copies to and from it.
+        num_bytes: At least 1; whole pages are taken.
+        is_inherited: Whether processes forked off this one may read it; they share it. Else it is missing in them: a
+            fork would have to copy pinned pages at once, since a device may be writing them.
+
+    Returns:
+        uint8, shape (num_bytes,), of arbitrary content.
+
+    Raises:
+        OSError: If there is no such memory to map.
+    """
+    length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = _Pages(-1, length, flags=mmap.MAP_ANONYMOUS | (mmap.MAP_SHARED if is_inherited else mmap.MAP_PRIVATE))
+    if length >= HUGE_PAGES_FROM_BYTES:
+        _advise(pages, mmap.MADV_HUGEPAGE)
+    if not is_inherited:
+        _advise(pages, mmap.MADV_DONTFORK)
+    whole = torch.frombuffer(pages, dtype=torch.uint8)
+    with torch.cuda.device(device):
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), length, 0))
+        except RuntimeError as error:
+            _forget_error(device)
+            warnings.warn(
+                f"Pinning {num_bytes:,} bytes of host memory failed ({error}). Training goes on with memory that is "
+                "not pinned: the results are the same, but copies no longer run beside the computation. Free host "
+                "memory, raise the limit on locked memory (`ulimit -l`), or use state='disk', which pins two groups.",
+                stacklevel=2,
+            )
+        else:
+            weakref.finalize(pages, _unpin, device, whole.data_ptr(), os.getpid()).atexit = False
+    return whole[:num_bytes]
+
+
+def _advise(pages: mmap.mmap, advice: int) -> None:
+    with suppress(OSError):  # a kernel without it
+        pages.madvise(advice)
+
+
+def _forget_error(device: torch.device) -> None:
+    """Let the failure that the runtime still remembers be raised here, and not by the user's next kernel."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device).add_(1)
+
+
+def _unpin(device: torch.device, address: int, process: int) -> None:
+    if os.getpid() != process:
+        return  # a forked child has neither the pages nor the device
+    # The optimizer may be dropped right after a step, with copies on their way into this memory.
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)
